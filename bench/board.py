@@ -1,7 +1,8 @@
 """What the page of a run costs: 64 nodes that write a line a second each, with nobody looking and with one viewer.
 
 Writes the files of made-up nodes, a past first, and starts `zeroband board` on them. Measures the page's share of a
-core and its memory from /proc, and the compressed bytes of everything that a browser loads first.
+core and its memory from /proc, how long the loss of a node takes to a viewer, and the compressed bytes of everything
+that a browser loads first. Ends with 1 where a viewer costs 1 % of a core or more.
 
     python bench/board.py [--nodes 64] [--seconds 30] [--past 1800] [--inner-steps 10]
 """
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +26,11 @@ import httpx
 from evidence import count, require
 
 SAMPLES = 4
+MOST_SHARE = 0.01
+SERIES_EVERY_S, ASK_AGAIN_S = 4.0, 5.0
+"""As in the page's board.js."""
+LINKS_EVERY = 10
+"""Seconds after which one more node says how its links are."""
 
 
 class Nodes:
@@ -49,6 +56,12 @@ class Nodes:
             self.event(node_id, at_s, "node_started", total_steps=10**6, local_world_size=8, parameters=10**9)
             self.event(node_id, at_s, "joined", member_id=member, round=0)
             self.event(node_id, at_s, "epoch_changed", epoch=1, members=self.members)
+            self.say_links(node_id, at_s, 90.0)
+
+    def say_links(self, node_id: str, at_s: float, mbit_s: float) -> None:
+        others = [member for member in self.members if not member.startswith(f"{node_id}#")]
+        links = [{"to": other, "mbit_s": mbit_s, "rtt_ms": 31.5, "is_cut_off": False} for other in others]
+        self.event(node_id, at_s, "links", links=links)
 
     def step(self, node_id: str, step: int, at_s: float) -> None:
         record: dict[str, Any] = {
@@ -82,6 +95,8 @@ class Nodes:
         """A step a second of all nodes, evenly spread over it."""
         step, begin_s = first, time.time()
         while not stop.is_set():
+            if step % LINKS_EVERY == 0:
+                self.say_links(self.ids[step // LINKS_EVERY % len(self.ids)], time.time(), 50.0 + step % 7)
             for number, node_id in enumerate(self.ids):
                 due_s = begin_s + step - first + number / len(self.ids)
                 if stop.wait(max(0.0, due_s - time.time())):
@@ -108,20 +123,61 @@ def share(pid: int, seconds: float) -> float:
     return (cpu_s(pid) - before_s) / (time.monotonic() - begun_s)
 
 
-def view(address: str, stop: threading.Event) -> None:
-    """What a browser with the page open asks for: the state at every change, curves now and then."""
-    ends = contextlib.suppress(httpx.HTTPError)  # the page is ended first
-    with ends, httpx.Client(base_url=address, timeout=60.0, trust_env=False) as client:
-        curves_s, etag = 0.0, ""
-        with client.stream("GET", "/api/stream") as stream:
+class Viewer:
+    """What a browser with the page open asks for: the state when it is told of a new one, curves now and then."""
+
+    def __init__(self, address: str, stop: threading.Event) -> None:
+        self._address, self._stop = address, stop
+        self._etags: dict[str, str] = {}
+        self._told = threading.Event()
+        self.standings: dict[str, str] = {}
+        """Where each node stands, as it was seen last."""
+        self.documents = 0
+        self.threads = [threading.Thread(target=one, daemon=True) for one in (self._listen, self._ask)]
+
+    def _listen(self) -> None:
+        ends = contextlib.suppress(httpx.HTTPError)  # the page is ended first
+        with ends, httpx.stream("GET", f"{self._address}/api/stream", timeout=60.0, trust_env=False) as stream:
             for line in stream.iter_lines():
-                if stop.is_set():
-                    return
                 if line.startswith("data: "):
-                    etag = client.get("/api/state", headers={"if-none-match": etag}).headers["etag"]
-                    if time.monotonic() - curves_s > 10.0:
-                        client.get("/api/series?by=tokens&points=400")
-                        curves_s = time.monotonic()
+                    self._told.set()
+
+    def _ask(self) -> None:
+        ends = contextlib.suppress(httpx.HTTPError)
+        with ends, httpx.Client(base_url=self._address, timeout=60.0, trust_env=False) as client:
+            curves_s = 0.0
+            while not self._stop.is_set():
+                state = self._get(client, "/api/state")
+                if state is not None:
+                    self.documents += 1
+                    self.standings = {node["id"]: node["state"] for node in state["nodes"]}
+                if time.monotonic() - curves_s >= SERIES_EVERY_S:
+                    self._get(client, "/api/series?by=tokens&points=400")
+                    curves_s = time.monotonic()
+                self._told.wait(ASK_AGAIN_S)
+                self._told.clear()
+
+    def _get(self, client: httpx.Client, path: str) -> Any:
+        """A document; None: the one that was here before is still the newest."""
+        answer = client.get(path, headers={"if-none-match": self._etags.get(path, "")})
+        self._etags[path] = answer.headers["etag"]
+        return None if answer.status_code == 304 else answer.json()
+
+
+def seconds_until(holds: Callable[[], bool], most_s: float = 60.0) -> float:
+    begun_s = time.monotonic()
+    while not holds() and time.monotonic() - begun_s < most_s:
+        time.sleep(0.01)
+    return time.monotonic() - begun_s
+
+
+def lose(nodes: Nodes, viewer: Viewer, number: int) -> float:
+    """Have a node say that another one is lost. Seconds until the viewer knows."""
+    node_id = nodes.ids[number]
+    nodes.event(nodes.ids[0], time.time(), "peer_lost", round=number, member_ids=[nodes.members[number]])
+    seconds = seconds_until(lambda: viewer.standings.get(node_id) == "lost")
+    time.sleep(2.0)
+    return seconds
 
 
 def first_load(client: httpx.Client) -> dict[str, int]:
@@ -166,15 +222,23 @@ def main() -> None:
                 threads[0].start()
                 time.sleep(25.0)  # until nobody counts as watching
                 print(f"nobody looks  {share(page.pid, arguments.seconds):.2%} of a core")
-                threads.append(threading.Thread(target=view, args=(address, stop), daemon=True))
-                threads[1].start()
+                viewer = Viewer(address, stop)
+                for thread in viewer.threads:
+                    thread.start()
                 time.sleep(5.0)
-                print(f"one viewer    {share(page.pid, arguments.seconds):.2%} of a core")
+                viewer.documents = 0
+                viewed = share(page.pid, arguments.seconds)
+                every_s = arguments.seconds / max(1, viewer.documents)
+                print(f"one viewer    {viewed:.2%} of a core, a new document every {every_s:.1f} s")
+                lost_s = [lose(nodes, viewer, number) for number in range(1, min(5, arguments.nodes - 1) + 1)]
+                print(f"a loss shows  after {', '.join(f'{seconds:.2f}' for seconds in lost_s)} s")
                 print(f"memory        {resident_mb(page.pid):.0f} MB")
                 state = httpx.get(f"{address}/api/state", trust_env=False, timeout=60.0).json()
                 print(f"first load    {sum(loaded.values()) / 1e6:.2f} MB: {loaded}")
                 require(state["run"]["step"] > arguments.past, "the page saw nothing of what was written meanwhile")
                 require(len(state["nodes"]) == arguments.nodes, "the page does not show all nodes")
+                if viewed >= MOST_SHARE:
+                    raise SystemExit(f"one viewer costs {viewed:.2%} of a core; it has to be below {MOST_SHARE:.0%}")
             finally:
                 stop.set()
                 page.terminate()

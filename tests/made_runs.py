@@ -5,10 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zeroband.observe.facts import Fact
+from zeroband.observe.facts import Fact, FactSource
 
 BEGIN_S = 1_700_000_000.0
 SAMPLES = 4
+
+
+class MadeFacts(FactSource):
+    """Facts that are there at once, and a problem at will."""
+
+    run_id, place = "run", "made up"
+
+    def __init__(self, facts: Sequence[Fact]) -> None:
+        self.facts = list(facts)
+        self.problem: Exception | None = None
+        self.is_piece = False
+        self.cannot: list[str] = []
+        self._node_ids: set[str] = set()
+
+    def node_ids(self) -> list[str]:
+        return sorted(self._node_ids)
+
+    def read(self) -> list[Fact]:
+        if self.problem is not None:
+            raise self.problem
+        new, self.facts = self.facts, []
+        self._node_ids |= {fact.node_id for fact in new}
+        return new
+
+    @property
+    def has_more(self) -> bool:
+        return self.is_piece
+
+    def skipped_lines(self) -> dict[str, int]:
+        return {}
+
+    def unread(self) -> list[str]:
+        return self.cannot
+
+    def close(self) -> None: ...
 
 
 def member(node_id: str) -> str:
@@ -27,13 +62,15 @@ def step(node_id: str, at_s: float, number: int, **values: Any) -> Fact:
 
 def joined(node_id: str, at_s: float) -> list[Fact]:
     return [
-        event(node_id, at_s, "node_started", total_steps=100, local_world_size=1, parameters=1000),
+        event(node_id, at_s, "node_started", total_steps=100, local_world_size=1, parameters=1000, detect_s=5.0),
         event(node_id, at_s + 0.1, "joined", member_id=member(node_id), round=0),
     ]
 
 
-def committed(node_id: str, at_s: float, number: int, nodes: Sequence[str], **fields: Any) -> Fact:
-    """A round of these nodes, each with SAMPLES samples after the founding round."""
+def committed(
+    node_id: str, at_s: float, number: int, nodes: Sequence[str], *, line: str = "line", **fields: Any
+) -> Fact:
+    """A round of these nodes, each with SAMPLES samples after the founding round. `line`: of rounds that it is in."""
     used = SAMPLES if number else 0
     ledger = {
         "next": (number + 1) * SAMPLES * len(nodes),
@@ -43,7 +80,7 @@ def committed(node_id: str, at_s: float, number: int, nodes: Sequence[str], **fi
             for i, n in enumerate(nodes)
         },
     }
-    progress = {"inner_step": number, "tokens": number, "ledgers": {"": ledger}, "founding": "line", "follows": None}
+    progress = {"inner_step": number, "tokens": number, "ledgers": {"": ledger}, "founding": line, "follows": None}
     record = {
         "round": number,
         "epoch": 1,
@@ -58,14 +95,22 @@ def committed(node_id: str, at_s: float, number: int, nodes: Sequence[str], **fi
     return event(node_id, at_s, "round_committed", **record)
 
 
-def run_of(nodes: Sequence[str], rounds: int, *, round_s: float = 2.0, ahead_s: float = 0.0) -> Iterator[list[Fact]]:
+def run_of(
+    nodes: Sequence[str],
+    rounds: int,
+    *,
+    round_s: float = 2.0,
+    ahead_s: float = 0.0,
+    begin_s: float = 0.0,
+    line: str = "line",
+) -> Iterator[list[Fact]]:
     """Each node's facts: one inner step and one round every `round_s`. `ahead_s`: of the last node's clock."""
     for node_id in nodes:
-        by_s = ahead_s if node_id == nodes[-1] else 0.0
-        facts = [*joined(node_id, by_s), committed(node_id, by_s + 0.2, 0, nodes)]
+        by_s = begin_s + (ahead_s if node_id == nodes[-1] else 0.0)
+        facts = [*joined(node_id, by_s), committed(node_id, by_s + 0.2, 0, nodes, line=line)]
         for number in range(1, rounds + 1):
             at_s = by_s + round_s * number
-            facts.append(committed(node_id, at_s, number, nodes))
+            facts.append(committed(node_id, at_s, number, nodes, line=line))
             facts.append(
                 step(
                     node_id,

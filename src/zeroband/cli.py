@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from zeroband.node.launched import end_without_a_word
 
 _EXIT_CONFIG = 2
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
+_EXIT_UNHEARD = 128 + signal.SIGPIPE
 
 
 class _Command(NamedTuple):
@@ -63,9 +66,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen == "config":
         return show_config(arguments[1:])
     try:
-        return _load(chosen)(arguments[1:])
+        code = _load(chosen)(arguments[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _is_unheard():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written
+        return _EXIT_UNHEARD
+    return code
+
+
+def _is_unheard() -> bool:
+    """Whether nobody reads what this process prints any more, as behind `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(found & select.POLLERR for _, found in poll.poll(0))
 
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:

@@ -195,6 +195,8 @@ def test_events_tell_the_story_of_a_node(run: Observed) -> None:
         assert [*kinds[:3], *kinds[-3:]] == [
             *("node_started", "joined", "epoch_changed", "sample_written", "run_finished", "left"),
         ]
+        told = {event["kind"]: event for event in events}
+        assert told["node_started"]["detect_s"] == 5.0 and told["sample_written"]["text"].startswith(PROMPT)
         (joined,) = (event for event in events if event["kind"] == "joined")
         assert joined["member_id"].startswith(f"{node_id}#")
         states = [event["state"] for event in events if event["kind"] == "join_state"]

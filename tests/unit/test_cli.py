@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import signal
+import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.made_runs import event
 
 from zeroband import __version__, cli
+from zeroband.observe.events import EVENTS_FILE
 
 
 @pytest.mark.parametrize(
@@ -57,6 +66,38 @@ def test_missing_or_unknown_command_is_a_usage_error(argv: list[str], capsys: py
         cli.main(argv)
     assert ended.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_command_whose_reader_has_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    events = tmp_path / "run" / "a" / EVENTS_FILE
+    events.parent.mkdir(parents=True)
+
+    def happens(epoch: int) -> None:
+        with events.open("a") as file:
+            file.write(json.dumps(event("a", epoch, "epoch_changed", epoch=epoch, members=["a#1"]).record) + "\n")
+
+    happens(0)
+    program = f"import sys; from zeroband.cli import main; sys.exit(main(['top', {str(tmp_path / 'run')!r}]))"
+    top = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert top.stdout is not None and top.stderr is not None
+    assert top.stdout.readline()
+    top.stdout.close()
+    for epoch in itertools.count(1):
+        happens(epoch)
+        with suppress(subprocess.TimeoutExpired):
+            top.wait(0.2)
+            break
+    assert (top.returncode, top.stderr.read()) == (128 + signal.SIGPIPE, "")
+
+
+def test_pipe_that_breaks_elsewhere_is_no_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: Sequence[str]) -> int:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setitem(sys.modules, "zeroband.train", SimpleNamespace(main=main))
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        cli.main(["train"])
 
 
 @pytest.mark.parametrize(("flag", "shown"), [("--help", "simulate"), ("--version", __version__)])

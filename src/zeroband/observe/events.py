@@ -32,7 +32,8 @@ class EventKind:
 
 EVENTS: Mapping[str, EventKind] = {
     "node_started": EventKind(
-        "The trainer of this node is up and knows its model and data.",
+        "The trainer of this node is up and knows its model and data; detect_s: its fault.detect_s, where it trains "
+        "with others.",
         ("total_steps", "local_world_size", "parameters"),
     ),
     "joined": EventKind("This node is a member, from this round on.", ("member_id", "round")),
@@ -158,7 +159,7 @@ EVENTS: Mapping[str, EventKind] = {
         "and bits per byte, of held-out samples (null where there are none); the loss by eval.sources.",
         ("step", "loss", "bits_per_byte", "by_source", "took_s"),
     ),
-    "sample_written": EventKind("Text was generated.", ("path",)),
+    "sample_written": EventKind("Text was generated; text: how it begins.", ("path",)),
     "model_exported": EventKind(
         "The trained model lies there as transformers and vLLM load it; parity: with transformers.", ("path", "parity")
     ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -50,9 +51,22 @@ class FactSource(Protocol):
         """
         ...
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the last call of `read` left something for the next one."""
+        return False
+
     def skipped_lines(self) -> dict[str, int]:
         """Lines that could not be read, by node."""
         ...
+
+    def unread(self) -> Sequence[str]:
+        """What of it could not be read at the last call, each with the reason."""
+        return ()
+
+    def ages_s(self) -> Mapping[str, float]:
+        """Seconds since each node's newest line that was read, by a clock of where it lies; never by the node's own."""
+        return {}
 
     def close(self) -> None: ...
 
@@ -61,15 +75,15 @@ class FolderFacts(FactSource):
     """Follows the files of all nodes of a run; nodes may appear at any time.
 
     `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: a call of `read` takes no more of a file,
-    for who must not hold a long past in memory at once; calls go on until one gives nothing.
+    for who must not hold a long past in memory at once; calls go on while it `has_more`.
     """
 
     def __init__(self, run_dir: Path, *, most_bytes: int | None = None) -> None:
         self._run_dir = run_dir
         self._most_bytes = most_bytes
         self._nodes: dict[str, tuple[_File, _File]] = {}
-        self._found: list[Fact] = []
-        """What was read and not given yet, as where a later file could not be read."""
+        self._closed_folders: list[str] = []
+        """Folders that cannot be looked into."""
 
     @property
     def run_id(self) -> str:
@@ -84,26 +98,51 @@ class FolderFacts(FactSource):
         return self._run_dir
 
     def node_ids(self) -> list[str]:
-        if self._run_dir.is_dir():
-            for folder in self._run_dir.iterdir():
-                if folder.name not in self._nodes and is_node_folder(folder):
-                    self._nodes[folder.name] = (_File(folder / EVENTS_FILE), _File(folder / METRICS_FILE))
+        self._closed_folders = []
+        try:
+            for path in self._run_dir.iterdir():
+                if path.name not in self._nodes:
+                    self._look_into(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            self._closed_folders.append(f"{self._run_dir}: {error.strerror}")
         return sorted(self._nodes)
+
+    def _look_into(self, folder: Path) -> None:
+        try:
+            if _has_files(folder):
+                self._nodes[folder.name] = (_File(folder / EVENTS_FILE), _File(folder / METRICS_FILE))
+        except OSError as error:
+            self._closed_folders.append(f"{folder.name}: {error.strerror}")
 
     def read(self) -> list[Fact]:
         """What is new; a node's two files are merged by the clock of the process that wrote both."""
+        found: list[Fact] = []
         for node_id in self.node_ids():
             files = self._nodes[node_id]
             for file in files:
                 file.read(self._most_bytes)
             until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
             records = [record for file in files for record in file.take(until_s)]
-            self._found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
-        found, self._found = self._found, []
+            found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
         return found
+
+    @property
+    def has_more(self) -> bool:
+        return any(file.has_more for files in self._nodes.values() for file in files)
 
     def skipped_lines(self) -> dict[str, int]:
         return {node_id: sum(file.skipped_lines for file in files) for node_id, files in self._nodes.items()}
+
+    def unread(self) -> list[str]:
+        files = [(node_id, file) for node_id, files in self._nodes.items() for file in files]
+        unread = [f"{node_id}/{file.name}: {file.unread}" for node_id, file in files if file.unread is not None]
+        return [*self._closed_folders, *unread]
+
+    def ages_s(self) -> dict[str, float]:
+        """By the times of the files, which are those of their file system."""
+        return {node_id: min(file.age_s() for file in files) for node_id, files in self._nodes.items()}
 
     def close(self) -> None: ...
 
@@ -112,6 +151,10 @@ class _File:
     """One file of a node, and what was read of it and not given out yet."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = path.name
+        self.unread: str | None = None
+        """Why the last call could not read it."""
         self._tail = JsonlTail(path)
         self._held: list[dict[str, Any]] = []
 
@@ -121,8 +164,23 @@ class _File:
 
     def read(self, most_bytes: int | None) -> None:
         """Read on, unless what was read before is still here."""
-        if not self._held:
-            self._held = self._tail.read(most_bytes)
+        if self._held:
+            return
+        try:
+            self._held, self.unread = self._tail.read(most_bytes), None
+        except OSError as error:  # it costs the others nothing, and may be readable again
+            self.unread = error.strerror or type(error).__name__
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._held) or self._tail.has_more
+
+    def age_s(self) -> float:
+        """Since it was written to; without end where there is none."""
+        try:
+            return max(0.0, time.time() - self._path.stat().st_mtime)
+        except OSError:
+            return math.inf
 
     @property
     def known_until_s(self) -> float:
@@ -131,14 +189,24 @@ class _File:
 
     def take(self, until_s: float) -> list[dict[str, Any]]:
         """Give out the records up to a time."""
+        if until_s == math.inf:
+            taken, self._held = self._held, []
+            return taken
         taken = [record for record in self._held if not _at_s(record) > until_s]
         self._held = [record for record in self._held if _at_s(record) > until_s]
         return taken
 
 
 def is_node_folder(path: Path) -> bool:
-    """Whether a node recorded something in this folder."""
-    return (path / METRICS_FILE).exists() or (path / EVENTS_FILE).exists()
+    """Whether a node recorded something in this folder, as far as this user may look into it."""
+    try:
+        return _has_files(path)
+    except OSError:
+        return False
+
+
+def _has_files(folder: Path) -> bool:
+    return (folder / METRICS_FILE).exists() or (folder / EVENTS_FILE).exists()
 
 
 def _at_s(record: dict[str, Any]) -> float:

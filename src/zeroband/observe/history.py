@@ -9,8 +9,9 @@ What a rollback or a new founding superseded is told apart by the line of rounds
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from statistics import median, median_low
@@ -19,7 +20,19 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from zeroband.observe.curves import Bucket, Buckets, thin
 from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import Fact
-from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, node_id_of_member, run_view
+from zeroband.observe.view import (
+    BROKEN_LINE,
+    EventView,
+    NodeHistory,
+    NodeState,
+    NodeView,
+    RunView,
+    node_id_of_member,
+    number_of,
+    origin_of,
+    run_view,
+)
+from zeroband.observe.words import listed
 
 __all__ = [
     "Axis",
@@ -46,8 +59,13 @@ KEPT_DIGESTS = 4096
 """Rounds of a line whose digests and ledgers can still be compared with what comes later."""
 KEPT_EVENTS = 1000
 KEPT_SPANS = 256
+KEPT_SAMPLES = 8
+_SAMPLE_CHARS = 4000
 _ANCHORS = 64
 _MOMENTS = 60
+_LINK_MOMENTS = 8
+_KEPT_FAILURES = 64
+_KEPT_LOSSES = 32
 _SOURCES = 32
 _USUAL_ROUNDS = 32
 _USUAL_STEPS = 16
@@ -57,9 +75,6 @@ _SAME_CLOCK_S = 2.0
 """Differences of clocks below this are those of seeing one commit, and are not corrected."""
 _FEW_S = 5.0
 """What detecting a loss may cost beside `fault.detect_s`: the round is opened and exchanged again."""
-
-_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What folding a line that is no such line raises."""
 
 _STANDING_AFTER: Mapping[str, Standing] = {
     "node_started": "starting",
@@ -75,6 +90,7 @@ _STANDING_AFTER: Mapping[str, Standing] = {
     "run_finished": "finished",
     "run_failed": "failed",
 }
+_LONG_AGO = "That is so long ago that what was checked by then is not known any more."
 _ENDED: frozenset[Standing] = frozenset(["left", "lost", "failed", "finished"])
 _IN: frozenset[Standing] = frozenset(["training", "late", "paused", "leaving"])
 _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
@@ -88,11 +104,13 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "payload_refused": ("round", "member_id"),
 }
 """Events that every member records, and what makes two of them the same one."""
+_OF_CHECKPOINTS = (
+    *("checkpoint_committed", "checkpoints_removed", "checkpoint_failed", "checkpoint_left_out"),
+    *("resumed_from", "rolled_back"),
+)
 _NOT_SHOWN = ("round_committed", "join_state", "join_progress", "links")
 """Too many beside what happened: they are rounds, and states of nodes and links."""
-_TEXTS = ("kind", "digest", "member_id", "state", "reason", "why", "outer/digest")
-_TEXT_LISTS = ("members", "member_ids", "late")
-_COUNTS = ("step", "round", "epoch", "starts", "total_steps", "parameters", "outer/round", "outer/epoch", "eval/step")
+
 _MOST = 2**53
 _LOSS_OF = "train/loss/"
 
@@ -132,6 +150,8 @@ class RoundView:
     committed_at_s: float
     members: int
     retries: int
+    step: int | None
+    """Inner steps that were done with it."""
     nodes: Mapping[str, NodeRound]
 
 
@@ -180,6 +200,15 @@ class Promise:
 
 
 @dataclass(frozen=True)
+class SampleView:
+    """A text that a node's model generated, or its beginning."""
+
+    node_id: str
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True)
 class WaitingFor:
     """Whom the run waits for, and why. No nodes: an order, or nobody in particular."""
 
@@ -189,28 +218,31 @@ class WaitingFor:
 
 
 class _Moments(Generic[T]):
-    """What a value was at earlier times: the newest ones, and evenly spaced ones before, in bounded memory."""
+    """What a value was at earlier times: the `most` newest ones, and twice as many evenly spaced ones before."""
 
-    def __init__(self) -> None:
-        self._newest: deque[tuple[float, T]] = deque(maxlen=_MOMENTS)
+    def __init__(self, most: int = _MOMENTS) -> None:
+        self._most = most
+        self._newest: deque[tuple[float, T]] = deque(maxlen=most)
         self._older: list[tuple[float, T]] = []
         self._stride, self._seen = 1, 0
 
-    def add(self, at_s: float, value: T, *, apart_s: float) -> None:
+    def add(self, at_s: float, value: T, *, apart_s: float = 0.0) -> None:
         """Keep a value, instead of the newest one where that is not `apart_s` older than the one before it."""
         if len(self._newest) > 1 and 0 <= at_s - self._newest[-2][0] < apart_s:
             self._newest[-1] = (at_s, value)
             return
         self._newest.append((at_s, value))
         if self._seen % self._stride == 0:
-            if len(self._older) == 2 * _MOMENTS:
+            if len(self._older) == 2 * self._most:
                 del self._older[1::2]
                 self._stride *= 2
             self._older.append((at_s, value))
         self._seen += 1
 
-    def at(self, at_s: float) -> T | None:
-        """The newest value that is not from later."""
+    def at(self, at_s: float | None) -> T | None:
+        """The newest value that is not from later. None: of all."""
+        if at_s is None:
+            return self._newest[-1][1] if self._newest else None
         for kept in (self._newest, self._older):
             for known_s, value in reversed(kept):
                 if known_s <= at_s:
@@ -240,15 +272,19 @@ class _Round:
     epoch: int = 0
     members: int = 0
     retries: int = 0
+    step: int | None = None
     nodes: dict[str, _NodeSums] = field(default_factory=dict[str, _NodeSums])
+    shown: RoundView | None = None
+    """What it looks like; None: it has changed since."""
 
     def merge(self, other: _Round) -> None:
         if other.last >= self.last:
-            self.epoch, self.members = other.epoch, other.members
+            self.epoch, self.members, self.step = other.epoch, other.members, other.step
         self.first, self.last = min(self.first, other.first), max(self.last, other.last)
         self.retries += other.retries
         for node_id, sums in other.nodes.items():
             self.nodes.setdefault(node_id, _NodeSums()).add(sums)
+        self.shown = None
 
 
 class _Rounds:
@@ -260,6 +296,12 @@ class _Rounds:
         self._width = 1
 
     def at(self, number: int) -> _Round:
+        """The round, or the stretch that it is in, to add to it."""
+        found = self._at(number)
+        found.shown = None
+        return found
+
+    def _at(self, number: int) -> _Round:
         found = self.newest.get(number)
         if found is not None:
             return found
@@ -292,71 +334,113 @@ class _Rounds:
             self._older[index] = round
         return self._older[index]
 
-    def all(self) -> list[_Round]:
-        both = [*self._older.values(), *self.newest.values()]
-        return sorted(both, key=lambda round: round.last)
+    def newest_first(self) -> Iterator[_Round]:
+        for kept in (self.newest, self._older):
+            yield from (kept[number] for number in sorted(kept, reverse=True))
+
+
+@dataclass(slots=True)
+class _Check:
+    """What nodes recorded of a round that can be held against one another, and when the first of them did."""
+
+    digest: str
+    node_id: str
+    at_s: float
+    is_compared: bool = False
+    """Whether another node recorded a digest as well."""
+    settled: int | None = None
+    """Samples that are settled after it."""
+    used: int = 0
+    """Samples that its members contributed."""
+    beyond: int | None = None
+    """Samples that it settled beyond these; None: the round before is not known."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What was checked of a line's rounds."""
+
+    compared: int = 0
+    """Rounds of which two nodes or more recorded a digest."""
+    ledgers: int = 0
+    """Rounds whose ledger was held against the one before."""
+    trained: int = 0
+    """Samples of these."""
 
 
 class _Checked:
     """Digests and ledgers of a line's rounds, each held against the others'."""
 
     def __init__(self) -> None:
-        self._digests: dict[int, tuple[str, str, bool]] = {}
-        """Digest, who recorded it first, and whether another node did as well; by round."""
-        self._accounts: dict[int, tuple[int, int]] = {}
-        self.compared = 0
-        """Rounds of which two nodes or more recorded a digest."""
-        self.diverged: set[int] = set()
-        self.ledgers = 0
-        """Rounds whose ledger was held against the one before."""
-        self.trained = 0
-        self.wrong: dict[int, int] = {}
-        """Samples that a round's ledger settled beyond those that its members contributed."""
+        self._rounds: dict[int, _Check] = {}
+        self._forgotten: tuple[int, _Check] | None = None
+        """The newest round that is only counted any more."""
+        self.counts = _Counts()
+        self.diverged: dict[int, _Check] = {}
+        self.wrong: dict[int, _Check] = {}
 
-    def digest(self, node_id: str, number: int, digest: str) -> None:
+    def digest(self, node_id: str, at_s: float, number: int, digest: str) -> None:
         """A node's digest of a round. One that goes on from memory records its newest again, which compares nothing."""
-        known = self._digests.get(number)
+        known = self._rounds.get(number)
         if known is None:
-            _keep(self._digests, number, (digest, node_id, False))
+            self._keep(number, _Check(digest, node_id, at_s))
             return
-        first, by, is_compared = known
-        if node_id != by and not is_compared:
-            self.compared += 1
-            self._digests[number] = (first, by, True)
-        if digest != first and len(self.diverged) < KEPT_EVENTS:
-            self.diverged.add(number)
+        if node_id != known.node_id and not known.is_compared:
+            self.counts.compared += 1
+            known.is_compared = True
+        if digest != known.digest and len(self.diverged) < KEPT_EVENTS:
+            self.diverged.setdefault(number, known)
+
+    def _keep(self, number: int, check: _Check) -> None:
+        self._rounds[number] = check
+        if len(self._rounds) > KEPT_DIGESTS:
+            for old in sorted(self._rounds)[: KEPT_DIGESTS // 8]:  # in one go: sorting costs
+                gone = self._rounds.pop(old)
+                if self._forgotten is None or old > self._forgotten[0]:
+                    self._forgotten = (old, gone)
+
+    def has_account(self, number: int) -> bool:
+        """Whether a round's samples are known, or its digest is not kept any more."""
+        known = self._rounds.get(number)
+        return known is None or known.settled is not None
 
     def account(self, number: int, settled: int, used: int) -> None:
         """Samples that are settled after a round, and those that its members contributed."""
-        if number in self._accounts or not _keep(self._accounts, number, (settled, used)):
+        known = self._rounds[number]
+        known.settled, known.used = settled, used
+        self._check(number)
+        self._check(number + 1)
+
+    def _check(self, number: int) -> None:
+        before, check = self._rounds.get(number - 1), self._rounds.get(number)
+        if before is None or check is None or before.settled is None or check.settled is None:
             return
-        before, after = self._accounts.get(number - 1), self._accounts.get(number + 1)
-        if before is not None:
-            self._check(number, settled - before[0], used)
-        if after is not None:
-            self._check(number + 1, after[0] - settled, after[1])
+        check.beyond = check.settled - before.settled - check.used
+        self.counts.ledgers += 1
+        self.counts.trained += check.used
+        if check.beyond and len(self.wrong) < KEPT_EVENTS:
+            self.wrong[number] = check
 
-    def _check(self, number: int, settled: int, used: int) -> None:
-        self.ledgers += 1
-        self.trained += used
-        if settled != used and len(self.wrong) < KEPT_EVENTS:
-            self.wrong[number] = settled - used
-
-
-def _keep(table: dict[int, Any], number: int, value: object) -> bool:
-    """Keep a round's value; the lowest rounds go when there are too many. Whether it is kept."""
-    table[number] = value
-    if len(table) > KEPT_DIGESTS:
-        for old in sorted(table)[: KEPT_DIGESTS // 8]:  # in one go: sorting costs
-            del table[old]
-    return number in table
+    def counts_at(self, is_later: Callable[[_Check], bool]) -> _Counts | None:
+        """What was checked of the rounds up to a moment; None: of some of those only all together is known."""
+        if self._forgotten is not None and is_later(self._forgotten[1]):
+            return None
+        counts = replace(self.counts)
+        for check in filter(is_later, self._rounds.values()):
+            counts.compared -= check.is_compared
+            if check.beyond is not None:
+                counts.ledgers -= 1
+                counts.trained -= check.used
+        return counts
 
 
 class _Line:
     """A line of rounds: what follows from one founding, or from going back to a checkpoint."""
 
-    def __init__(self, node_id: str, at_s: float) -> None:
-        self.since = (node_id, at_s)
+    def __init__(self) -> None:
+        self.first_at_s: dict[str, float] = {}
+        """When each node recorded something of it first."""
+        self.losses: deque[_LossCost] = deque(maxlen=_KEPT_LOSSES)
         self.follows: str | None = None
         self.begin_step: int | None = None
         self.newest_round = -1
@@ -377,14 +461,14 @@ class _Line:
         bucket = self.curve.at(step, node_id, at_s)
         bucket.lines += 1
         bucket.tokens = max(bucket.tokens, tokens)
-        bucket.sent_bytes += int(_number(record, "outer/sent_bytes") or 0)
-        if (rate := _number(record, "train/tokens_per_s")) is not None:
-            step_s = _number(record, "train/step_s") or 1.0
+        bucket.sent_bytes += int(number_of(record, "outer/sent_bytes") or 0)
+        if (rate := number_of(record, "train/tokens_per_s")) is not None:
+            step_s = number_of(record, "train/step_s") or 1.0
             bucket.steps_s += step_s
             bucket.step_tokens += rate * step_s
-        if (mfu := _number(record, "train/mfu")) is not None:
+        if (mfu := number_of(record, "train/mfu")) is not None:
             bucket.mfu, bucket.mfu_lines = bucket.mfu + mfu, bucket.mfu_lines + 1
-        if (nodes := _number(record, "outer/nodes")) is not None:
+        if (nodes := number_of(record, "outer/nodes")) is not None:
             bucket.members, bucket.members_lines = bucket.members + nodes, bucket.members_lines + 1
         if "train/loss" in record:
             bucket.add_loss(step, float(record["train/loss"]))
@@ -396,12 +480,12 @@ class _Line:
 
     def holds(self, node_id: str, progress: Mapping[str, Any]) -> None:
         """A node holds the state after a round, which may be one that others committed while it was away."""
-        if (tokens := _number(progress, "tokens")) is not None:
+        if (tokens := number_of(progress, "tokens")) is not None:
             self._committed[node_id] = int(tokens)
 
     def _tokens(self, node_id: str, record: Mapping[str, Any], members: int) -> int:
         """Tokens of the run after a step: since a round a node knows only its own, and the others do as it, about."""
-        told = int(_number(record, "train/tokens") or 0)
+        told = int(number_of(record, "train/tokens") or 0)
         if "outer/nodes" in record or node_id not in self._committed:
             self._committed[node_id] = told
         committed = min(told, self._committed[node_id])
@@ -436,10 +520,10 @@ class _Node:
         self.moments = _Moments[NodeView]()
         self.stays: deque[_Stay] = deque(maxlen=KEPT_SPANS)
         self.join: JoinView | None = None
-        self.links: tuple[LinkView, ...] = ()
-        """To the other members, by its newest word."""
-        self.mfu: float | None = None
-        self.memory_bytes: int | None = None
+        self.links = _Moments[tuple[LinkView, ...]](_LINK_MOMENTS)
+        """To the other members, by its own word."""
+        self.first_at_s = math.inf
+        """When it recorded something first."""
         self.compute_s = 0.0
         self.took_s: deque[float] = deque(maxlen=_USUAL_ROUNDS)
         """Durations of its newest rounds."""
@@ -483,7 +567,10 @@ class _LossCost:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint that a node said is complete and durable."""
+    """A checkpoint that a node said is complete and durable.
+
+    `read_by`: who read and verified it since, and when, to go on from it.
+    """
 
     step: int
     round: int
@@ -491,6 +578,14 @@ class CheckpointView:
     at_s: float
     bytes: int | None
     took_s: float | None
+    read_by: tuple[str, float] | None = None
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    view: CheckpointView
+    gone: tuple[str, float] | None = None
+    """Whose clock, and when: it was removed, or another one took its place."""
 
 
 class RunHistory:
@@ -505,17 +600,26 @@ class RunHistory:
         self._lines: dict[str, _Line] = {}
         self._lost: dict[str, tuple[str, float]] = {}
         """Who said first that a membership was lost, and when."""
-        self._gone: dict[str, None] = {}
-        """Memberships that were given back."""
+        self._gone: dict[str, tuple[str, float]] = {}
+        """Memberships that were given back, by whose clock and when."""
         self._events: deque[EventView] = deque(maxlen=KEPT_EVENTS)
         self._told: dict[tuple[object, ...], None] = {}
-        self._checkpoints: dict[int, CheckpointView] = {}
-        self._checkpoint_failed: EventView | None = None
-        self._losses: deque[_LossCost] = deque(maxlen=32)
+        self._checkpoints: dict[tuple[int, int], _Checkpoint] = {}
+        """By step and round."""
+        self._forgot_checkpoints = False
+        self._checkpoint_failures: deque[EventView] = deque(maxlen=_KEPT_FAILURES)
+        self._samples: deque[SampleView] = deque(maxlen=KEPT_SAMPLES)
         self._odd_lines: Counter[str] = Counter()
-        self._from: tuple[str, float] | None = None
         self._anchor_stride = 1
-        self._offsets: dict[str, float] | None = None
+        self._offsets: dict[str, float] = {}
+        self._has_new_anchors = False
+        self._ordered_events: tuple[EventView, ...] | None = None
+        self._own: Sequence[_Line] | None = None
+        self._links: Mapping[str, tuple[LinkView, ...]] | None = None
+        self._spans: dict[str, tuple[Span, ...]] = {}
+        """Where nodes stood, as far as somebody asked since it changed."""
+        self.turns = 0
+        """Grows whenever a node comes to stand elsewhere."""
 
     # -- folding ------------------------------------------------------------------------------------------------
 
@@ -533,58 +637,65 @@ class RunHistory:
                 self._add_event(node, node_id, at_s, record)
             else:
                 self._add_metrics(node, node_id, at_s, record)
-        except _BROKEN:
+        except BROKEN_LINE:
             self._odd_lines[node_id] += 1
             return
-        if self._from is None or (node_id != self._from[0] and at_s < self._from[1]):
-            self._from = (node_id, at_s)
+        node.first_at_s = min(node.first_at_s, at_s)
         node.moments.add(at_s, node.fold.newest, apart_s=1.0)
 
     def appeared(self, node_id: str) -> None:
         """There is such a node, although it has not written anything yet."""
-        self._nodes.setdefault(node_id, _Node(node_id))
+        if node_id not in self._nodes:
+            self._nodes[node_id] = _Node(node_id)
 
     def _line(self, node: _Node, node_id: str, at_s: float) -> _Line:
         """The line of rounds that a node is in."""
         founding = node.fold.newest.founding or ""
         if founding not in self._lines:
             if len(self._lines) >= KEPT_LINES:
-                del self._lines[min(self._lines, key=lambda name: self._time(*self._lines[name].since))]
-            self._lines[founding] = _Line(node_id, at_s)
+                del self._lines[min(self._lines, key=lambda name: self._began_at_s(self._lines[name]))]
+            self._lines[founding] = _Line()
         line = self._lines[founding]
-        if self._time(node_id, at_s) < self._time(*line.since):
-            line.since = (node_id, at_s)
+        if at_s < line.first_at_s.get(node_id, math.inf):
+            line.first_at_s[node_id] = at_s
+            self._own = None
         return line
+
+    def _turned(self) -> None:
+        """A node stands elsewhere than before, or did so at another time."""
+        self._spans.clear()
+        self._links = None
+        self.turns += 1
 
     def _add_metrics(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
         if not node.stays or node.stays[-1].standing == "starting":  # a node that trains alone
             node.stands(at_s, "training", "")
+            self._turned()
         line = self._line(node, node_id, at_s)
-        step_s = _number(record, "train/step_s")
+        step_s = number_of(record, "train/step_s")
         if step_s is not None:
             node.step_s.append(step_s)
-            node.compute_s += max(0.0, step_s - (_number(record, "outer/blocked_s") or 0.0))
-        node.mfu = _number(record, "train/mfu") if "train/mfu" in record else node.mfu
-        memory = _number(record, "node/gpu_peak_bytes") or _number(record, "node/rss_bytes")
-        node.memory_bytes = node.memory_bytes if memory is None else int(memory)
+            node.compute_s += max(0.0, step_s - (number_of(record, "outer/blocked_s") or 0.0))
         line.add_step(node_id, at_s, record, len(node.fold.newest.members))
         if "outer/round" in record:
             self._finish_round(node, node_id, at_s, line, record)
 
     def _finish_round(self, node: _Node, node_id: str, at_s: float, line: _Line, record: Mapping[str, Any]) -> None:
-        parts = tuple(_number(record, f"outer/{part}_s") or 0.0 for part in ("wait", "transfer", "apply"))
+        parts = tuple(number_of(record, f"outer/{part}_s") or 0.0 for part in ("wait", "transfer", "apply"))
         round = line.rounds.at(int(record["outer/round"]))
         sums = round.nodes.setdefault(node_id, _NodeSums())
         sums.add(_NodeSums(at_s, 1, (node.compute_s, parts[0], parts[1], parts[2])))
-        round.retries = max(round.retries, int(_number(record, "outer/retries") or 0))
+        round.retries = max(round.retries, int(number_of(record, "outer/retries") or 0))
         round.epoch = max(round.epoch, int(record.get("outer/epoch") or 0))
-        round.members = round.members or int(_number(record, "outer/nodes") or 0)
+        round.step = max(round.step or 0, int(record["step"]))
+        round.members = round.members or int(number_of(record, "outer/nodes") or 0)
         node.compute_s = 0.0
 
     def _add_event(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
         kind = str(record["kind"])
         if kind in _STANDING_AFTER:
             _note_standing(node, at_s, kind, record)
+            self._turned()
         match kind:
             case "round_committed":
                 self._add_round(node, node_id, at_s, record)
@@ -592,12 +703,16 @@ class RunHistory:
                 self._note_lost(node, node_id, at_s, record["member_ids"])
             case "transfer_stalled":
                 node.stalled_on = tuple(str(member) for member in record["waiting_for"])
-            case "checkpoint_committed" | "checkpoints_removed" | "checkpoint_failed" | "checkpoint_left_out":
+            case _ if kind in _OF_CHECKPOINTS:
                 self._note_checkpoint(kind, node_id, at_s, record)
+            case "sample_written" if "text" in record:
+                self._samples.append(SampleView(node_id, at_s, str(record["text"])[:_SAMPLE_CHARS]))
             case "links" | "join_progress":
-                _note_ways(node, node_id, kind, record)
+                _note_ways(node, node_id, at_s, kind, record)
+                self._links = None
             case "left" if node.fold.newest.member_id is not None:
-                _remember(self._gone, node.fold.newest.member_id, None)
+                _remember(self._gone, node.fold.newest.member_id, (node_id, at_s))
+                self._turned()
             case _:
                 pass
         if kind not in _NOT_SHOWN:
@@ -605,6 +720,7 @@ class RunHistory:
 
     def _note_lost(self, node: _Node, node_id: str, at_s: float, member_ids: Sequence[str]) -> None:
         node.lost_now = tuple(member_ids)
+        self._turned()
         for lost in node.lost_now:
             known = self._lost.get(lost)
             if known is None or self._time(node_id, at_s) < self._time(*known):
@@ -623,15 +739,16 @@ class RunHistory:
             for (_, missed), lateness in node.lates.items():
                 if missed < number and lateness.back_at_s is None:
                     lateness.back_at_s = at_s
+                    self._turned()
         if number >= line.newest_round:
             line.newest_round, line.newest_late = number, late
-        line.checked.digest(node_id, number, str(record["digest"]))
+        line.checked.digest(node_id, at_s, number, str(record["digest"]))
         self._anchor(node, node.fold.newest.founding or "", number, at_s)
         if node.committed_at_s is not None:
             took_s = at_s - node.committed_at_s
             if node.lost_now and node.took_s:
                 cost = _LossCost(node.lost_now, number, node_id, took_s, median(node.took_s), at_s)
-                self._losses.append(cost)
+                line.losses.append(cost)
             elif took_s >= 0 and not node.lost_now:
                 node.took_s.append(took_s)
         node.committed_at_s, node.lost_now, node.stalled_on = at_s, (), ()
@@ -643,10 +760,12 @@ class RunHistory:
     def _add_progress(self, line: _Line, number: int, record: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
         line.progress_step = int(progress["inner_step"])
         follows = progress.get("follows")
-        if follows is not None:
-            line.follows = str(follows[0])
+        if follows is not None and line.follows is None:
+            line.follows, self._own = str(follows[0]), None
         if line.begin_step is None or line.progress_step < line.begin_step:
             line.begin_step = line.progress_step
+        if line.checked.has_account(number):  # adding it up costs, and every member records the same
+            return
         settled = _settled(progress)
         if settled is not None:
             weighed = zip(record["weights"], record["samples"], strict=True)
@@ -658,22 +777,34 @@ class RunHistory:
                 self._add_checkpoint(node_id, at_s, record)
             case "checkpoints_removed":
                 for step in record["steps"]:
-                    self._checkpoints.pop(int(step), None)
+                    self._forget_checkpoint(int(step), node_id, at_s)
+            case "resumed_from" | "rolled_back":
+                self._note_reading(int(record["step"]), node_id, at_s)
             case _:
-                self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
+                self._checkpoint_failures.append(EventView(at_s, node_id, kind, _usual_fields(kind, record)))
 
     def _add_checkpoint(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
-        step, number, size = int(record["step"]), int(record["round"]), _number(record, "bytes")
-        known = self._checkpoints.get(step)
-        if known is None or number > known.round:  # one after going back takes the place of the one before
-            self._checkpoints[step] = CheckpointView(
-                step, number, node_id, at_s, None if size is None else int(size), _number(record, "took_s")
-            )
+        step, number, size = int(record["step"]), int(record["round"]), number_of(record, "bytes")
+        if any(key[0] == step and key[1] >= number and one.gone is None for key, one in self._checkpoints.items()):
+            return
+        self._forget_checkpoint(step, node_id, at_s)  # one after going back takes the place of the one before
+        took_s = number_of(record, "took_s")
+        view = CheckpointView(step, number, node_id, at_s, None if size is None else int(size), took_s)
+        self._checkpoints[step, number] = _Checkpoint(view)
         while len(self._checkpoints) > NEWEST_ROUNDS:
-            del self._checkpoints[min(self._checkpoints)]
-        failed = self._checkpoint_failed
-        if failed is not None and int(failed.fields.get("step", -1)) <= step:
-            self._checkpoint_failed = None
+            self._forgot_checkpoints = True
+            del self._checkpoints[min(self._checkpoints, key=lambda key: (self._checkpoints[key].gone is None, key))]
+
+    def _forget_checkpoint(self, step: int, node_id: str, at_s: float) -> None:
+        for key, checkpoint in self._checkpoints.items():
+            if key[0] == step and checkpoint.gone is None:
+                checkpoint.gone = (node_id, at_s)
+
+    def _note_reading(self, step: int, node_id: str, at_s: float) -> None:
+        """A node went on from a checkpoint, each file of which it verified as it read it."""
+        for key, checkpoint in self._checkpoints.items():
+            if key[0] == step and checkpoint.gone is None:
+                checkpoint.view = replace(checkpoint.view, read_by=(node_id, at_s))
 
     def _show(self, node_id: str, at_s: float, kind: str, record: Mapping[str, Any]) -> None:
         fields = _usual_fields(kind, record)
@@ -682,6 +813,7 @@ class RunHistory:
             if about in self._told:
                 return
             _remember(self._told, about, None)
+        self._ordered_events = None
         self._events.append(EventView(at_s, node_id, kind, fields))
 
     # -- clocks -------------------------------------------------------------------------------------------------
@@ -691,7 +823,7 @@ class RunHistory:
         if number % self._anchor_stride:
             return
         node.anchors[(founding, number)] = at_s
-        self._offsets = None
+        self._has_new_anchors = True
         while len(node.anchors) > _ANCHORS:
             self._anchor_stride *= 2
             for one in self._nodes.values():
@@ -704,20 +836,35 @@ class RunHistory:
 
         The median over rounds that it committed together with others.
         """
-        if self._offsets is None:
-            seen: dict[tuple[str, int], dict[str, float]] = {}
-            for node_id, node in self._nodes.items():
-                for key, at_s in node.anchors.items():
-                    seen.setdefault(key, {})[node_id] = at_s
-            ahead: dict[str, list[float]] = {}
-            for times in seen.values():
-                if len(times) > 1:
-                    true_s = median_low(times.values())
-                    for node_id, at_s in times.items():
-                        ahead.setdefault(node_id, []).append(at_s - true_s)
-            found = {node_id: median(by) for node_id, by in ahead.items()}
-            self._offsets = {node_id: by for node_id, by in found.items() if abs(by) > _SAME_CLOCK_S}
+        if self._has_new_anchors:
+            self._has_new_anchors = False
+            offsets = self._measured_offsets()
+            if offsets != self._offsets:
+                self._offsets = offsets
+                self._redraw()
         return self._offsets
+
+    def _measured_offsets(self) -> dict[str, float]:
+        seen: dict[tuple[str, int], dict[str, float]] = {}
+        for node_id, node in self._nodes.items():
+            for key, at_s in node.anchors.items():
+                seen.setdefault(key, {})[node_id] = at_s
+        ahead: dict[str, list[float]] = {}
+        for times in seen.values():
+            if len(times) > 1:
+                true_s = median_low(times.values())
+                for node_id, at_s in times.items():
+                    ahead.setdefault(node_id, []).append(at_s - true_s)
+        found = {node_id: round(median(by), 1) for node_id, by in ahead.items()}  # what is drawn has to stand still
+        return {node_id: by for node_id, by in found.items() if abs(by) > _SAME_CLOCK_S}
+
+    def _redraw(self) -> None:
+        """Times look different from now on."""
+        self._ordered_events = self._own = None
+        self._turned()
+        for line in self._lines.values():
+            for round in line.rounds.newest_first():
+                round.shown = None
 
     def _time(self, node_id: str, at_s: float) -> float:
         return at_s - self.offsets().get(node_id, 0.0)
@@ -727,7 +874,8 @@ class RunHistory:
     @property
     def from_s(self) -> float | None:
         """When the first fact was written."""
-        return None if self._from is None else self._time(*self._from)
+        known = [(node_id, node.first_at_s) for node_id, node in self._nodes.items()]
+        return min((self._time(*one) for one in known if math.isfinite(one[1])), default=None)
 
     @property
     def to_s(self) -> float | None:
@@ -740,14 +888,12 @@ class RunHistory:
         return dict(self._odd_lines)
 
     def view(self, at_s: float | None = None) -> RunView:
-        """The run now, or as it was then: older states are as exact as the moments that are kept, and without curves.
+        """The run now, or as it was then; without the nodes' curves, digests and events.
 
-        Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood, and
-        events, are exact.
+        Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood is exact.
         """
-        skipped = self._odd_lines
         if at_s is None:
-            views = [replace(node.fold.view(), skipped_lines=skipped[name]) for name, node in self._nodes.items()]
+            views = [node.fold.newest for node in self._nodes.values()]
             return run_view(self._run_id, views, self._lost.keys())
         found: list[NodeView] = []
         for node_id, node in self._nodes.items():
@@ -758,18 +904,27 @@ class RunHistory:
                 found.append(replace(view, state=state))
         return run_view(self._run_id, found, frozenset())
 
-    def membership(self) -> dict[str, tuple[Span, ...]]:
-        """Where each node stood when, oldest first; the oldest of very many are forgotten."""
-        return {node_id: self._spans(node_id, node) for node_id, node in sorted(self._nodes.items())}
+    def membership(self, at_s: float | None = None) -> dict[str, tuple[Span, ...]]:
+        """Where each node stood when, oldest first, up to a moment; the oldest of very many are forgotten."""
+        spans = {node_id: self._spans_of(node_id, self._nodes[node_id]) for node_id in sorted(self._nodes)}
+        if at_s is None:
+            return spans
+        known = {node_id: _until(stays, at_s) for node_id, stays in spans.items()}
+        return {node_id: stays for node_id, stays in known.items() if stays}
 
     def standing(self, node_id: str, at_s: float | None = None) -> Span | None:
         """Where a node stands, or stood then; None: it was not there yet."""
         node = self._nodes.get(node_id)
-        spans = () if node is None else self._spans(node_id, node)
-        before = [span for span in spans if at_s is None or span.from_s <= at_s]
-        return before[-1] if before else None
+        spans = () if node is None else self._spans_of(node_id, node)
+        return next((span for span in reversed(spans) if at_s is None or span.from_s <= at_s), None)
 
-    def _spans(self, node_id: str, node: _Node) -> tuple[Span, ...]:
+    def _spans_of(self, node_id: str, node: _Node) -> tuple[Span, ...]:
+        self.offsets()
+        if node_id not in self._spans:
+            self._spans[node_id] = self._all_spans(node_id, node)
+        return self._spans[node_id]
+
+    def _all_spans(self, node_id: str, node: _Node) -> tuple[Span, ...]:
         spans: list[Span] = []
         stays = list(node.stays)
         lates = self._late_spans(node, node_id)
@@ -819,70 +974,131 @@ class RunHistory:
                 if round.first > number and node_id in round.nodes
             ]
             lateness.back_at_s = min(ends, default=-math.inf)
+        self._turned()
         node.lates[(member, number)] = lateness
         if len(node.lates) > NEWEST_ROUNDS:
             del node.lates[next(iter(node.lates))]
 
     def rounds(self, at_s: float | None = None, *, most: int = NEWEST_ROUNDS) -> tuple[RoundView, ...]:
-        """The newest committed rounds, oldest first; those before the kept ones as means of neighbours."""
-        views: list[RoundView] = []
-        for line in self._ordered():
-            for round in line.rounds.all():
-                ends = [self._time(name, sums.end_s) for name, sums in round.nodes.items() if math.isfinite(sums.end_s)]
-                if ends and (at_s is None or min(ends) <= at_s):
-                    views.append(self._round_view(round, min(ends)))
-        return tuple(views[-most:])
+        """The newest committed rounds, oldest first; those before the kept ones as means of neighbours.
 
-    def _round_view(self, round: _Round, committed_at_s: float) -> RoundView:
-        nodes = {
-            node_id: NodeRound(
-                self._time(node_id, sums.end_s), *(seconds / max(1, sums.rounds) for seconds in sums.parts_s)
-            )
-            for node_id, sums in sorted(round.nodes.items())
-            if math.isfinite(sums.end_s)
-        }
-        rounds = round.last - round.first + 1
-        return RoundView(round.last, rounds, round.epoch, committed_at_s, round.members, round.retries, nodes)
+        One that stays the same is the same object from call to call.
+        """
+        self.offsets()
+        found: list[RoundView] = []
+        for round in chain.from_iterable(line.rounds.newest_first() for line in reversed(self._own_lines())):
+            if len(found) == most:
+                break
+            view = self._round_view(round)
+            if view is not None and (at_s is None or view.committed_at_s <= at_s):
+                found.append(view if at_s is None else _known_then(view, at_s))
+        return tuple(reversed(found))
+
+    def _round_view(self, round: _Round) -> RoundView | None:
+        """None: no node is known to have committed it."""
+        if round.shown is None:
+            nodes = {
+                node_id: NodeRound(
+                    self._time(node_id, sums.end_s), *(seconds / max(1, sums.rounds) for seconds in sums.parts_s)
+                )
+                for node_id, sums in sorted(round.nodes.items())
+                if math.isfinite(sums.end_s)
+            }
+            if nodes:
+                round.shown = RoundView(
+                    round=round.last,
+                    rounds=round.last - round.first + 1,
+                    epoch=round.epoch,
+                    committed_at_s=min(part.end_s for part in nodes.values()),
+                    members=round.members,
+                    retries=round.retries,
+                    step=round.step,
+                    nodes=nodes,
+                )
+        return round.shown
 
     def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
         """What happened, newest last; what all members record is told once. Times are corrected."""
-        moved = [replace(event, at_s=self._time(event.node_id, event.at_s)) for event in self._events]
-        return tuple(sorted((e for e in moved if at_s is None or e.at_s <= at_s), key=lambda event: event.at_s))
+        offsets = self.offsets()
+        if self._ordered_events is None:
+            moved = [
+                replace(event, at_s=self._time(event.node_id, event.at_s)) if event.node_id in offsets else event
+                for event in self._events
+            ]
+            self._ordered_events = tuple(sorted(moved, key=lambda event: event.at_s))
+        events = self._ordered_events
+        return events if at_s is None else events[: bisect_right(events, at_s, key=lambda event: event.at_s)]
 
     def checkpoints(self, at_s: float | None = None) -> tuple[CheckpointView, ...]:
-        """Complete ones that were not removed since, by step, ascending."""
-        moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._checkpoints.values()]
-        return tuple(sorted((one for one in moved if at_s is None or one.at_s <= at_s), key=lambda one: one.step))
+        """Complete ones that were not removed by then, by step, ascending."""
+        then_s = math.inf if at_s is None else at_s
+        there = [
+            checkpoint.view
+            for checkpoint in self._checkpoints.values()
+            if self._time(checkpoint.view.node_id, checkpoint.view.at_s) <= then_s
+            and (checkpoint.gone is None or self._time(*checkpoint.gone) > then_s)
+        ]
+        moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in there]
+        return tuple(sorted(moved, key=lambda one: one.step))
 
-    def links(self) -> tuple[LinkView, ...]:
-        """What the nodes that are there said last of the ways to one another; of an ended run all of them."""
-        there = {one for one, node in self._nodes.items() if node.stays and node.stays[-1].standing not in _ENDED}
-        there = there or self._nodes.keys()
-        return tuple(link for one in sorted(there) for link in self._nodes[one].links if link.to_id in there)
+    def links(self, at_s: float | None = None) -> tuple[LinkView, ...]:
+        """What the nodes that are there said last of the ways to one another; of an ended run all of them.
+
+        Of an earlier moment it is the newest word before it that is kept.
+        """
+        return tuple(chain.from_iterable(self.links_by_node(at_s).values()))
+
+    def links_by_node(self, at_s: float | None = None) -> Mapping[str, tuple[LinkView, ...]]:
+        """The links by the node that says so. What stays the same is the same object from call to call."""
+        self.offsets()
+        if at_s is None and self._links is not None:
+            return self._links
+        there = {one for one, node in self._nodes.items() if self._is_there(one, node, at_s)} or self._nodes.keys()
+        found: dict[str, tuple[LinkView, ...]] = {}
+        for one in sorted(there):
+            said = self._nodes[one].links.at(self._by_its_clock(one, at_s)) or ()
+            ways = said if all(link.to_id in there for link in said) else tuple(w for w in said if w.to_id in there)
+            if ways:
+                found[one] = ways
+        if at_s is None:
+            self._links = found
+        return found
+
+    def _is_there(self, node_id: str, node: _Node, at_s: float | None) -> bool:
+        """Whether a node has not ended, as far as it says so itself."""
+        then_s = self._by_its_clock(node_id, at_s)
+        stay = next((stay for stay in reversed(node.stays) if then_s is None or stay.from_s <= then_s), None)
+        return stay is not None and stay.standing not in _ENDED
+
+    def _by_its_clock(self, node_id: str, at_s: float | None) -> float | None:
+        return None if at_s is None else at_s + self.offsets().get(node_id, 0.0)
+
+    def sample(self, at_s: float | None = None) -> SampleView | None:
+        """The newest text that was generated by then; of very many the oldest are forgotten."""
+        moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._samples]
+        known = [one for one in moved if at_s is None or one.at_s <= at_s]
+        return max(known, key=lambda one: one.at_s, default=None)
 
     def join_of(self, node_id: str) -> JoinView | None:
         """Where a node stands on its way in; None: it is in, or has ended."""
         node = self._nodes.get(node_id)
         return None if node is None else node.join
 
-    def mfu_of(self, node_id: str) -> float | None:
-        """Model FLOP utilisation of its newest step."""
-        node = self._nodes.get(node_id)
-        return None if node is None else node.mfu
+    def _began_at_s(self, line: _Line) -> float:
+        return min(self._time(*first) for first in line.first_at_s.items())
 
-    def memory_of(self, node_id: str) -> int | None:
-        """Bytes of its GPU's memory at the most, else of its trainer's."""
-        node = self._nodes.get(node_id)
-        return None if node is None else node.memory_bytes
+    def _own_lines(self) -> Sequence[_Line]:
+        """The lines that go back to the same one as the newest, in the order in which they began.
 
-    def _ordered(self) -> list[_Line]:
-        """Lines in the order in which they began."""
-        return sorted(self._lines.values(), key=lambda line: self._time(*line.since))
-
-    @property
-    def _newest_line(self) -> _Line | None:
-        lines = [line for line in self._ordered() if line.newest_round >= 0] or self._ordered()
-        return lines[-1] if lines else None
+        Others are those of another run of this name.
+        """
+        self.offsets()
+        if self._own is None:
+            follows = {name: line.follows for name, line in self._lines.items()}
+            names = sorted(self._lines, key=lambda name: self._began_at_s(self._lines[name]))
+            ours = [name for name in names if origin_of(name, follows) == origin_of(names[-1], follows)]
+            self._own = [self._lines[name] for name in ours]
+        return self._own
 
     def series(self, by: Axis = "tokens", *, points: int = 400) -> tuple[Series, ...]:
         """Curves of the run, each of about `points` points at most; extremes of the loss are kept.
@@ -906,7 +1122,7 @@ class RunHistory:
 
     def _cuts(self) -> list[tuple[_Line, int | None]]:
         """The lines that led to the newest state, and the step up to which each counts."""
-        lines = self._ordered()
+        lines = self._own_lines()
         by_name = dict(self._lines)
         line = lines[-1] if lines else None
         chosen: list[tuple[_Line, int | None]] = []
@@ -996,77 +1212,126 @@ class RunHistory:
 
     # -- promises -----------------------------------------------------------------------------------------------
 
-    def promises(self, *, detect_s: float | None = None) -> tuple[Promise, Promise, Promise, Promise]:
-        """What the facts say of the four that the design makes. `detect_s`: the run's `fault.detect_s`, if known."""
-        return (self._divergence(), self._ledger(), self._checkpoint(), self._detection(detect_s))
+    @property
+    def detect_s(self) -> float | None:
+        """The run's `fault.detect_s`, as its nodes said when they started; None: none of them did."""
+        return max((s for node in self._nodes.values() if (s := node.fold.newest.detect_s) is not None), default=None)
 
-    def _divergence(self) -> Promise:
+    def promises(self, at_s: float | None = None) -> tuple[Promise, Promise, Promise, Promise]:
+        """What the facts say of the four that the design makes, or what those said that there were then."""
+        then_s = math.inf if at_s is None else at_s
+        return (self._divergence(then_s), self._ledger(then_s), self._checkpoint(then_s), self._detection(then_s))
+
+    def _counts_at(self, then_s: float) -> _Counts | None:
+        """What was checked of all lines by then; None: that is not known any more."""
+
+        def is_later(check: _Check) -> bool:
+            return self._time(check.node_id, check.at_s) > then_s
+
+        counts = _Counts()
+        for line in self._own_lines():
+            known = line.checked.counts if then_s == math.inf else line.checked.counts_at(is_later)
+            if known is None:
+                return None
+            counts.compared += known.compared
+            counts.ledgers += known.ledgers
+            counts.trained += known.trained
+        return counts
+
+    def _found_by(self, then_s: float, name: Literal["diverged", "wrong"]) -> list[tuple[int, _Check]]:
+        """The rounds up to then in which something was found, by line."""
+        found = [one for line in self._own_lines() for one in sorted(getattr(line.checked, name).items())]
+        return [(number, check) for number, check in found if self._time(check.node_id, check.at_s) <= then_s]
+
+    def _divergence(self, then_s: float) -> Promise:
         title = "No silent divergence"
-        lines = self._ordered()
-        compared = sum(line.checked.compared for line in lines)
-        rounds = sorted({number for line in lines for number in line.checked.diverged})
+        counts, rounds = self._counts_at(then_s), sorted({number for number, _ in self._found_by(then_s, "diverged")})
         if rounds:
-            listed = ", ".join(map(str, rounds[:5])) + (", ..." if len(rounds) > 5 else "")
-            words = f"Nodes recorded different outer states after round {listed}."
-            return Promise("divergence", title, "bad", words, (f"{len(rounds)} of {compared} compared rounds differ",))
-        if not compared:
+            named = ", ".join(map(str, rounds[:5])) + (", ..." if len(rounds) > 5 else "")
+            words = f"Nodes recorded different outer states after round {named}."
+            of = "" if counts is None else f" of {counts.compared}"
+            return Promise("divergence", title, "bad", words, (f"{len(rounds)}{of} compared rounds differ",))
+        if counts is None:
+            return Promise("divergence", title, "unknown", _LONG_AGO)
+        if not counts.compared:
             return Promise("divergence", title, "unknown", "No round was recorded by two nodes yet.")
-        evidence = [f"{compared} rounds were recorded by two nodes or more, each with equal digests"]
-        newest = self._newest_line
-        if newest is not None and newest.newest_round >= 0:
-            evidence.append(f"the newest committed round is {newest.newest_round}")
+        evidence = [f"{counts.compared} rounds were recorded by two nodes or more, each with equal digests"]
+        newest = self.rounds(None if then_s == math.inf else then_s, most=1)
+        evidence += [f"the newest committed round is {one.round}" for one in newest]
         words = "After every round that two nodes or more recorded, all of them held the same outer state."
         return Promise("divergence", title, "good", words, tuple(evidence))
 
-    def _ledger(self) -> Promise:
+    def _ledger(self, then_s: float) -> Promise:
         title = "No silent data loss"
-        lines = self._ordered()
-        checked, trained = (sum(getattr(line.checked, name) for line in lines) for name in ("ledgers", "trained"))
-        wrong = [(number, by) for line in lines for number, by in sorted(line.checked.wrong.items())]
+        counts, wrong = self._counts_at(then_s), self._found_by(then_s, "wrong")
         if wrong:
-            number, by = wrong[0]
-            what = f"{abs(by)} samples {'skipped' if by > 0 else 'counted twice'}"
+            number, check = wrong[0]
+            beyond = check.beyond or 0
+            what = f"{abs(beyond)} samples {'skipped' if beyond > 0 else 'counted twice'}"
             words = f"The ledger of round {number} does not add up: {what}."
-            return Promise("ledger", title, "bad", words, (f"{len(wrong)} of {checked} checked rounds do not add up",))
-        if not trained:
+            of = "" if counts is None else f" of {counts.ledgers}"
+            return Promise("ledger", title, "bad", words, (f"{len(wrong)}{of} checked rounds do not add up",))
+        if counts is None:
+            return Promise("ledger", title, "unknown", _LONG_AGO)
+        if not counts.trained:
             return Promise("ledger", title, "unknown", "No two neighbouring rounds with samples were recorded yet.")
         evidence = (
-            f"{checked} rounds checked: each settled as many samples as its members contributed, {trained} in all",
+            f"{counts.ledgers} rounds checked: each settled as many samples as its members contributed, "
+            f"{counts.trained} in all",
             "single samples are not compared here: `zeroband data audit` replays every range",
         )
-        return Promise(
-            "ledger", title, "good", "Every round's ledger counts as many samples as were trained.", evidence
-        )
+        words = "Every round's ledger counts as many samples as were trained."
+        return Promise("ledger", title, "good", words, evidence)
 
-    def _checkpoint(self) -> Promise:
+    def _checkpoint(self, then_s: float) -> Promise:
         title = "Only committed state is visible"
-        newest = max(self._checkpoints.values(), key=lambda one: (one.round, one.step), default=None)
-        failed = self._checkpoint_failed
-        if newest is None and failed is None:
-            return Promise("checkpoint", title, "unknown", "No checkpoint was committed yet.")
+        there = self.checkpoints(None if then_s == math.inf else then_s)
+        newest = max(there, key=lambda one: (one.round, one.step), default=None)
+        failed = self._checkpoint_failure(then_s)
         evidence: list[str] = []
         if newest is not None:
             size = "" if newest.bytes is None else f", {newest.bytes} bytes"
             took = "" if newest.took_s is None else f", written in {newest.took_s:.1f} s"
             evidence.append(f"step {newest.step} was committed by {newest.node_id}{size}{took}")
-            evidence.append(
-                "its files were hashed when they were written; they are verified when they are read, not here"
-            )
+        read = [one for one in there if one.read_by is not None and self._time(*one.read_by) <= then_s]
+        evidence += [
+            f"{one.read_by[0]} read step {one.step} back, verified every file that it took, and went on from it"
+            for one in read[-1:]
+            if one.read_by is not None
+        ]
         if failed is not None:
-            reason = str(failed.fields.get("reason", ""))
-            step = failed.fields.get("step")
+            reason, step = str(failed.fields.get("reason", "")), failed.fields.get("step")
             words = f"The newest checkpoint, of step {step}, failed on {failed.node_id}: {reason}"
             return Promise("checkpoint", title, "bad", words, tuple(evidence))
-        assert newest is not None, "one of the two"
-        return Promise(
-            "checkpoint", title, "good", f"The newest complete checkpoint is of step {newest.step}.", tuple(evidence)
-        )
+        if newest is None:
+            words = _LONG_AGO if self._forgot_checkpoints and then_s < math.inf else "No checkpoint was committed yet."
+            return Promise("checkpoint", title, "unknown", words)
+        if newest not in read:
+            evidence.append("nobody has read it back yet: files are verified when they are read")
+        words = f"The newest checkpoint, of step {newest.step}, is committed: every file was hashed as it was written."
+        return Promise("checkpoint", title, "good", words, tuple(evidence))
 
-    def _detection(self, detect_s: float | None) -> Promise:
+    def _checkpoint_failure(self, then_s: float) -> EventView | None:
+        """The newest failure by then, unless a checkpoint of that step or a later one was committed since."""
+        failures = [one for one in self._checkpoint_failures if self._time(one.node_id, one.at_s) <= then_s]
+        newest = max(failures, key=lambda one: self._time(one.node_id, one.at_s), default=None)
+        committed = [one.view for one in self._checkpoints.values()]
+        steps = [one.step for one in committed if self._time(one.node_id, one.at_s) <= then_s]
+        return None if newest is None or max(steps, default=-1) >= int(newest.fields.get("step", -1)) else newest
+
+    def _detection(self, then_s: float) -> Promise:
         title = "Bounded detection"
-        losses = [one for one in self._losses if any(member not in self._gone for member in one.member_ids)]
+        lines = self._own_lines()
+        losses = [
+            one
+            for line in lines
+            for one in line.losses
+            if self._time(one.node_id, one.at_s) <= then_s and any(self._is_lost(m, then_s) for m in one.member_ids)
+        ]
         if not losses:
-            return Promise("detection", title, "unknown", "No member was lost yet.")
+            is_forgotten = then_s < math.inf and any(len(line.losses) == _KEPT_LOSSES for line in lines)
+            words = _LONG_AGO if is_forgotten else "No member was lost yet."
+            return Promise("detection", title, "unknown", words)
         newest = max(losses, key=lambda one: self._time(one.node_id, one.at_s))
         same = [one for one in losses if one.round == newest.round and one.member_ids == newest.member_ids]
         worst = max(same, key=lambda one: one.took_s - one.usual_s)
@@ -1076,12 +1341,18 @@ class RunHistory:
         evidence = [
             f"round {worst.round} took {worst.took_s:.1f} s on {worst.node_id}; usual are {worst.usual_s:.1f} s",
         ]
+        detect_s = self.detect_s
         if detect_s is None:
-            return Promise(
-                "detection", title, "unknown", f"{words} The run's fault.detect_s is not known here.", (*evidence,)
-            )
+            words += " The nodes did not record their fault.detect_s."
+            return Promise("detection", title, "unknown", words, tuple(evidence))
         evidence.append(f"allowed are fault.detect_s, {detect_s:g} s, and {_FEW_S:g} s for opening the round again")
-        return Promise("detection", title, "good" if cost_s <= detect_s + _FEW_S else "bad", words, (*evidence,))
+        state = "good" if cost_s <= detect_s + _FEW_S else "bad"
+        return Promise("detection", title, state, words, tuple(evidence))
+
+    def _is_lost(self, member: str, then_s: float) -> bool:
+        """Whether a membership that others went on without had not been given back by then."""
+        gone = self._gone.get(member)
+        return gone is None or self._time(*gone) > then_s
 
     # -- now ----------------------------------------------------------------------------------------------------
 
@@ -1091,7 +1362,8 @@ class RunHistory:
 
     def waiting_for(self, now_s: float) -> WaitingFor | None:
         """Whom all wait for at this moment; None: nobody, as far as facts tell. `now_s`: as `to_s` counts."""
-        spans = {node_id: span for node_id in self._nodes if (span := self.standing(node_id)) is not None}
+        own = [node.node_id for node in self.view().own]
+        spans = {node_id: span for node_id in own if (span := self.standing(node_id)) is not None}
         paused = [span for span in spans.values() if span.standing == "paused"]
         if paused:
             since_s = min(span.from_s for span in paused)
@@ -1105,7 +1377,7 @@ class RunHistory:
             return None
         stalled = sorted({node_id_of_member(m) for name in members for m in self._nodes[name].stalled_on} & {*members})
         if stalled:
-            words = f"{_named(stalled)} sent no byte of the round's transfer; the others wait."
+            words = f"{listed(stalled)} sent no byte of the round's transfer; the others wait."
             return WaitingFor(tuple(stalled), newest_s, words)
         late = [node_id for node_id in members if spans[node_id].standing == "late"]
         steps = {node_id: self._nodes[node_id].fold.newest.step for node_id in members}
@@ -1114,7 +1386,7 @@ class RunHistory:
             silent_s = now_s - max(last[node_id] for node_id in behind)
             is_late = "is late" if any(node_id in late for node_id in behind) else "is behind"
             where = f"at step {min(steps.values())} of {max(steps.values())}, and silent for {silent_s:.0f} s"
-            words = f"{_named(behind)} {is_late}, {where}."
+            words = f"{listed(behind)} {is_late}, {where}."
             return WaitingFor(tuple(behind), newest_s, words)
         silent_s = now_s - newest_s
         words = f"No member has recorded anything for {silent_s:.0f} s: a long round, or a store that is away."
@@ -1145,17 +1417,17 @@ def _note_standing(node: _Node, at_s: float, kind: str, record: Mapping[str, Any
     node.stands(at_s, standing, why)
 
 
-def _note_ways(node: _Node, node_id: str, kind: str, record: Mapping[str, Any]) -> None:
+def _note_ways(node: _Node, node_id: str, at_s: float, kind: str, record: Mapping[str, Any]) -> None:
     """How its links are, or how far it has come over them."""
     if kind == "links":
-        node.links = tuple(_link(node_id, link) for link in record["links"])
+        node.links.add(at_s, tuple(_link(node_id, link) for link in record["links"]))
     elif node.join is not None:
         share = int(record["bytes"]) / max(1, int(record["of_bytes"]))
-        node.join = replace(node.join, share=share, bytes_per_s=_number(record, "bytes_per_s"))
+        node.join = replace(node.join, share=share, bytes_per_s=number_of(record, "bytes_per_s"))
 
 
 def _link(from_id: str, link: Mapping[str, Any]) -> LinkView:
-    mbit_s, rtt_ms = _number(link, "mbit_s"), _number(link, "rtt_ms")
+    mbit_s, rtt_ms = number_of(link, "mbit_s"), number_of(link, "rtt_ms")
     return LinkView(from_id, node_id_of_member(str(link["to"])), mbit_s, rtt_ms, bool(link["is_cut_off"]))
 
 
@@ -1167,38 +1439,40 @@ def require_line(record: Mapping[str, Any]) -> None:
     if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e11:
         raise ValueError(f"at_s={at_s!r}")
     for name, value in record.items():
-        if value is not None and not _is_usual(name, value):
+        is_usual = _USUAL.get(name) or (_is_number if "/" in name else None)  # those that nobody here reads are
+        if is_usual is not None and value is not None and not is_usual(value):
             raise ValueError(f"{name}={value!r}")
     if "kind" not in record and not isinstance(record["step"], int):
         raise ValueError("no step")
 
 
-def _is_usual(name: str, value: object) -> bool:
-    """Whether a field is of the type that nodes write; those that nobody here reads are."""
-    if name in _COUNTS:
-        return isinstance(value, int) and not isinstance(value, bool) and -1 <= value < _MOST  # -1: no round yet
-    if name in _TEXTS:
-        return isinstance(value, str)
-    if name in _TEXT_LISTS:
-        return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
-    return "/" not in name or (isinstance(value, (int, float, str)) and _is_number(value))
+def _is_count(value: object) -> bool:
+    return type(value) is int and -1 <= value < _MOST  # -1: no round yet
 
 
-def _is_number(value: float | str) -> bool:
-    """Whether a metric is a number that a node writes; JSON's missing ones are strings, which raise ValueError."""
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+
+
+def _is_number(value: object) -> bool:
+    """Whether a metric is a number that a node writes; those that JSON lacks are texts, and others raise ValueError."""
     if isinstance(value, str):
         float(value)
         return True
-    return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, (float, int)) and not isinstance(value, bool) and -(2**63) < value < 2**63
 
 
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    """A finite number of a line; None where there is none."""
-    value = record.get(name)
-    if value is None or isinstance(value, (bool, list, dict)):
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
+_USUAL: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("kind", "digest", "member_id", "state", "reason", "why", "outer/digest", "text"), _is_text),
+    **dict.fromkeys(("members", "member_ids", "late"), _is_list_of_texts),
+    **dict.fromkeys(("step", "round", "epoch", "starts", "total_steps", "parameters"), _is_count),
+    **dict.fromkeys(("outer/round", "outer/epoch", "eval/step"), _is_count),
+}
+"""Whether a field is of the type that nodes write."""
 
 
 def _settled(progress: Mapping[str, Any]) -> int | None:
@@ -1244,6 +1518,21 @@ def _with_lates(span: Span, lates: Sequence[tuple[float, float | None, int]]) ->
     return found
 
 
+def _until(spans: Sequence[Span], at_s: float) -> tuple[Span, ...]:
+    """Spans as they were known at a moment."""
+    return tuple(
+        span if span.to_s is not None and span.to_s <= at_s else replace(span, to_s=None)
+        for span in spans
+        if span.from_s <= at_s
+    )
+
+
+def _known_then(view: RoundView, at_s: float) -> RoundView:
+    """A round without the nodes that committed it later."""
+    nodes = {node_id: part for node_id, part in view.nodes.items() if part.end_s <= at_s}
+    return view if len(nodes) == len(view.nodes) else replace(view, nodes=nodes)
+
+
 def _node_state(standing: Standing, known: NodeState) -> NodeState:
     match standing:
         case "starting" | "training" | "left" | "lost" | "failed" | "finished":
@@ -1265,8 +1554,3 @@ def _ascending(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[floa
     for x, _ in points:
         xs.append(max(x, xs[-1]) if xs else x)
     return tuple(xs), tuple(y for _, y in points)
-
-
-def _named(node_ids: Sequence[str]) -> str:
-    shown = ", ".join(node_ids[:4])
-    return shown if len(node_ids) <= 4 else f"{shown} and {len(node_ids) - 4} more"

@@ -104,19 +104,16 @@ class JsonlTail:
         """Whether the last call stopped at its bound."""
 
     def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
-        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole."""
+        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole.
+
+        Raises OSError where the file is there and cannot be read.
+        """
         self.has_more = False
         try:
             seen = self._path.stat()  # a tenth of what opening costs
             if (seen.st_ino, seen.st_size) == (self._inode, self._offset):
                 return []
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                data = file.read() if most_bytes is None else file.read(most_bytes) + file.readline()
-                self.has_more = self._offset + len(data) < status.st_size
+            data = self._read(most_bytes)
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
@@ -124,6 +121,22 @@ class JsonlTail:
         records = [decode_line(line) for line in whole.split(b"\n") if line.strip()]
         self.skipped_lines += records.count(None)
         return [record for record in records if record is not None]
+
+    def _read(self, most_bytes: int | None) -> bytes:
+        """What is behind the offset, in few calls to the system: this is done often."""
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            left = status.st_size - self._offset
+            data = os.pread(descriptor, left if most_bytes is None else min(left, most_bytes), self._offset)
+            while b"\n" not in data and (part := os.pread(descriptor, _HEAD_BYTES, self._offset + len(data))):
+                data += part  # a longer line whole
+            self.has_more = self._offset + len(data) < status.st_size
+        finally:
+            os.close(descriptor)
+        return data
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,17 @@ from pathlib import Path
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import FactSource, is_node_folder
 from zeroband.observe.log import format_fields
-from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, SourceView, run_view
+from zeroband.observe.view import (
+    BROKEN_LINE,
+    EventView,
+    NodeHistory,
+    NodeState,
+    NodeView,
+    RunView,
+    SourceView,
+    run_view,
+)
+from zeroband.observe.words import listed
 
 __all__ = [
     "EventView",
@@ -32,33 +43,46 @@ _UNITS = ("", "k", "M", "G", "T", "P")
 
 
 class RunReader:
-    """Folds what a run's nodes recorded into its view."""
+    """Folds what a run's nodes recorded into its view. `clock`: seconds from any moment on, that never go back."""
 
-    def __init__(self, facts: FactSource) -> None:
+    def __init__(self, facts: FactSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._facts = facts
+        self._clock = clock
         self._nodes: dict[str, NodeHistory] = {}
+        self._heard_at_s: dict[str, float] = {}
         self._odd_lines: Counter[str] = Counter()
 
     def read(self) -> RunView:
         """The run as it is now. Reads only what was written since the last call. Raises as its source does."""
-        for node_id in self._facts.node_ids():
+        node_ids, facts, now_s = self._facts.node_ids(), self._facts.read(), self._clock()
+        for node_id in node_ids:
             self._nodes.setdefault(node_id, NodeHistory(node_id))
-        for node_id, record in self._facts.read():
+        was_known = set(self._heard_at_s)
+        for node_id, record in facts:
             node = self._nodes.setdefault(node_id, NodeHistory(node_id))
+            if node_id in was_known:
+                self._heard_at_s[node_id] = now_s
             try:
                 node.add(record)
-            except (KeyError, TypeError, ValueError):
+            except BROKEN_LINE:
                 self._odd_lines[node_id] += 1
         skipped = self._odd_lines + Counter(self._facts.skipped_lines())
-        views = [replace(node.view(), skipped_lines=skipped[node_id]) for node_id, node in self._nodes.items()]
+        ages_s = self._facts.ages_s() if len(was_known) < len(self._nodes) else {}
+        for node_id in self._nodes.keys() - was_known:
+            self._heard_at_s[node_id] = now_s - ages_s.get(node_id, 0.0)
+        silent_s = {node_id: now_s - self._heard_at_s[node_id] for node_id in self._nodes}
+        views = [
+            replace(node.view(), skipped_lines=skipped[node_id], silent_s=silent_s[node_id])
+            for node_id, node in self._nodes.items()
+        ]
         lost = {member for node in self._nodes.values() for member in node.lost_member_ids}
-        return run_view(self._facts.run_id, views, lost)
+        return replace(run_view(self._facts.run_id, views, lost), unread=tuple(self._facts.unread()))
 
 
 def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     """The run as text for a terminal: one line for each node, then what the nodes agree on and the newest events.
 
-    `now`: wall clock, with which that of a node's newest line is compared, to show that it is silent.
+    `now`: wall clock in seconds, for people.
     """
     columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP")
     now_s = now()
@@ -74,10 +98,23 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     if view.disagreements:
         rounds = ", ".join(map(str, view.disagreements))
         lines.append(f"DIVERGED: nodes hold different outer states after round {rounds}")
-    skipped_lines = sum(node.skipped_lines for node in view.nodes)
-    if skipped_lines:
-        lines.append(f"{skipped_lines} lines could not be read")
+    lines += problems_of(view)
     return "\n".join([*lines, "", *map(_event_line, view.events[-_SHOWN_EVENTS:])]).rstrip()
+
+
+def problems_of(view: RunView) -> list[str]:
+    """What a screen says of what it cannot show, or does not count."""
+    skipped_lines = sum(node.skipped_lines for node in view.nodes)
+    lines = [f"{skipped_lines} lines could not be read"] if skipped_lines else []
+    lines += [f"cannot read {listed(view.unread)}"] if view.unread else []
+    return lines + ([strangers_in_words(view)] if view.strangers else [])
+
+
+def strangers_in_words(view: RunView) -> str:
+    """Which nodes are of another run."""
+    names = [node.node_id for node in view.strangers]
+    are = "is" if len(names) == 1 else "are"
+    return f"{listed(names)} {are} of another run named {view.run_id}, and not counted"
 
 
 def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
@@ -123,11 +160,10 @@ def _state_in_words(node: NodeView) -> str:
 
 
 def _silent_since(node: NodeView, now_s: float) -> str | None:
-    """The time of its newest line, where it should have written others since."""
-    last_s = node.last_at_s
-    if node.state in _ENDED or last_s is None or now_s - last_s < _SILENT_S:
+    """When its newest line came, where it should have written others since."""
+    if node.state in _ENDED or not _SILENT_S <= node.silent_s < math.inf:
         return None
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(last_s))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(now_s - node.silent_s))
 
 
 def _event_line(event: EventView) -> str:

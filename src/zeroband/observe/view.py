@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median_low
 from typing import Any, Literal
 
 from zeroband.observe.events import EVENTS
@@ -32,7 +34,11 @@ _STATE_AFTER: Mapping[str, NodeState] = {
     "run_failed": "failed",
 }
 
+BROKEN_LINE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What folding a line raises that no node wrote so."""
+
 _NOT_JOINING = ("member", "ended")
+_ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
 
 _NOT_SHOWN = ("join_state", "join_progress", "links")
 """Kinds of events of which there are too many beside what happened."""
@@ -96,6 +102,12 @@ class NodeView:
     """By name; empty with a single source."""
     tokens: int = 0
     tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Model FLOP utilisation of its newest step."""
+    memory_bytes: int | None = None
+    """Bytes of its GPU at the most, else of its trainer."""
+    detect_s: float | None = None
+    """Its `fault.detect_s`, as it said when it started."""
     round: int | None = None
     epoch: int | None = None
     members: tuple[str, ...] = ()
@@ -106,8 +118,10 @@ class NodeView:
     """Digests of the outer state after its newest rounds."""
     founding: str | None = None
     """The line of rounds that those belong to; a run that was resumed or went back began another one."""
-    committed_at_s: float | None = None
-    """Wall clock of its newest committed round."""
+    founded_at_s: float | None = None
+    """Wall clock of the first round that it committed in that line."""
+    follows: str | None = None
+    """The line that this one goes on from."""
     sent_bytes: int = 0
     """Bytes over all its starts, as the two below."""
     received_bytes: int = 0
@@ -117,6 +131,8 @@ class NodeView:
     """Newest last."""
     last_at_s: float | None = None
     """Wall clock of its newest line."""
+    silent_s: float = field(default=0.0, compare=False)
+    """Seconds since a line of it came, as the reader counts them; what was there before it, as its place tells."""
     skipped_lines: int = 0
     """Lines of its files that could not be read."""
 
@@ -129,14 +145,34 @@ class RunView:
     nodes: tuple[NodeView, ...] = ()
     """Ordered by node id."""
 
+    unread: tuple[str, ...] = ()
+    """What of it cannot be read now, in words."""
+
     @cached_property
     def current(self) -> tuple[NodeView, ...]:
-        """The nodes of the line of rounds that was committed to last.
+        """The nodes of the line of rounds that began last, by most of its nodes' clocks.
 
         Others were in an earlier run of this name, were lost before this one went back, or are not in it yet.
         """
-        last = max(self.nodes, key=lambda node: node.committed_at_s or 0.0, default=None)
-        return tuple(node for node in self.nodes if last is not None and node.founding == last.founding)
+        begun: dict[str, list[float]] = {}
+        for node in self.nodes:
+            if node.founding is not None:
+                begun.setdefault(node.founding, []).append(node.founded_at_s or 0.0)
+        line = max(begun, key=lambda name: (median_low(begun[name]), name), default=None)
+        return tuple(node for node in self.nodes if node.founding == line)
+
+    @cached_property
+    def strangers(self) -> tuple[NodeView, ...]:
+        """Nodes that go on in rounds that have nothing to do with the current ones: another run of this name."""
+        follows = {node.founding: node.follows for node in self.nodes if node.founding is not None}
+        ours = origin_of(self.current[0].founding, follows) if self.current else None
+        going_on = [node for node in self.nodes if node.founding is not None and node.state not in _ENDED]
+        return tuple(node for node in going_on if origin_of(node.founding, follows) != ours)
+
+    @cached_property
+    def own(self) -> tuple[NodeView, ...]:
+        """All nodes but the strangers."""
+        return tuple(node for node in self.nodes if node not in self.strangers)
 
     @cached_property
     def newest(self) -> NodeView | None:
@@ -231,14 +267,14 @@ class NodeHistory:
         return self._view
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of either file. Raises KeyError, TypeError or ValueError where it is none."""
+        """Fold a line of either file. Raises one of BROKEN_LINE where it is none."""
         if "kind" in record:
             self.add_event(record)
         else:
             self.add_metrics(record)
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of metrics.jsonl. Raises KeyError, TypeError or ValueError where it is no such line."""
+        """Fold a line of metrics.jsonl. Raises as `add` does."""
         old = self._view
         if old.state == "starting" and old.member_id is None:
             old = self._begin_anew()
@@ -255,6 +291,11 @@ class NodeHistory:
         }
         if "train/tokens_per_s" in record:
             changed["tokens_per_s"] = float(record["train/tokens_per_s"])
+        if "train/mfu" in record:
+            changed["mfu"] = number_of(record, "train/mfu")
+        memory_bytes = number_of(record, "node/gpu_peak_bytes") or number_of(record, "node/rss_bytes")
+        if memory_bytes is not None:
+            changed["memory_bytes"] = int(memory_bytes)
         if "train/loss" in record:
             loss = changed["loss"] = float(record["train/loss"])
             changed["first_loss"] = loss if old.first_loss is None else old.first_loss
@@ -262,41 +303,41 @@ class NodeHistory:
         if "eval/step" in record:
             losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
             changed["evaluation"] = EvaluationView(int(record["eval/step"]), losses, bits)
-        self._view = replace(old, **changed)
+        self._view = old
         if "outer/round" in record:
-            self._note_round(int(record["outer/round"]), record.get("outer/digest"))
+            changed |= self._note_round(int(record["outer/round"]), record.get("outer/digest"))
+        self._view = _changed(old, changed)
 
     def add_event(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of events.jsonl. Raises KeyError, TypeError or ValueError where it is no such line."""
+        """Fold a line of events.jsonl. Raises as `add` does."""
         kind, at_s = str(record["kind"]), float(record["at_s"])
         fields = {key: value for key, value in record.items() if key not in ("kind", "at_s")}
-        self._view = replace(self._view, last_at_s=at_s, state=self._state_after(kind))
+        changed: dict[str, Any] = {"last_at_s": at_s, "state": self._state_after(kind)}
         if kind == "node_started":
-            self._view = replace(
-                self._view,
-                starts=self._view.starts + 1,
-                join_state=None,
-                member_id=None,
-                total_steps=fields.get("total_steps"),
-                parameters=fields.get("parameters"),
-            )
+            changed |= {
+                "starts": self._view.starts + 1,
+                "join_state": None,
+                "member_id": None,
+                "total_steps": fields.get("total_steps"),
+                "parameters": fields.get("parameters"),
+                "detect_s": number_of(fields, "detect_s"),
+            }
         elif kind == "join_state":
             state = str(fields["state"])
-            self._view = replace(self._view, join_state=None if state in _NOT_JOINING else state)
+            changed["join_state"] = None if state in _NOT_JOINING else state
         elif kind == "joined":
-            view = self._begin_anew() if fields["round"] == 0 else self._view
-            self._view = replace(view, member_id=fields["member_id"])
+            self._view = self._begin_anew() if fields["round"] == 0 else self._view
+            changed["member_id"] = fields["member_id"]
         elif kind == "peer_lost":
             self.lost_member_ids.update(fields["member_ids"])
         if kind in ("epoch_changed", "round_committed"):
             before, members = self._view.members, tuple(fields["members"])  # equal lists are kept once
-            self._view = replace(self._view, epoch=fields["epoch"], members=before if before == members else members)
-        if kind == "round_committed":
-            self._view = replace(self._view, committed_at_s=at_s)
-            if "progress" in fields:
-                self._follow(fields["progress"].get("founding", ""))
+            changed |= {"epoch": fields["epoch"], "members": before if before == members else members}
+        if kind == "round_committed" and fields.get("progress") is not None:
+            changed |= self._follow(fields["progress"], at_s)
         if kind in ("round_committed", "recovered"):
-            self._note_round(int(fields["round"]), fields["digest"])
+            changed |= self._note_round(int(fields["round"]), fields["digest"])
+        self._view = _changed(self._view, changed)
         if kind in _NOT_SHOWN:
             return
         usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
@@ -308,18 +349,21 @@ class NodeHistory:
             return self._view.state
         return _STATE_AFTER.get(kind, self._view.state)
 
-    def _follow(self, founding: str) -> None:
-        """Forget the digests of another line of rounds, which may have had the same numbers."""
-        if founding != self._view.founding:
-            self._digests.clear()
-            self._view = replace(self._view, founding=founding)
+    def _follow(self, progress: Mapping[str, Any], at_s: float) -> dict[str, Any]:
+        """What another line of rounds changes; its rounds may have the same numbers as those before."""
+        founding, follows = progress.get("founding", ""), progress.get("follows")
+        if founding == self._view.founding:
+            return {}
+        self._digests.clear()
+        return {"founding": founding, "founded_at_s": at_s, "follows": None if follows is None else str(follows[0])}
 
-    def _note_round(self, round: int, digest: str | None) -> None:
-        self._view = replace(self._view, round=round, digest=digest or self._view.digest)
+    def _note_round(self, round: int, digest: str | None) -> dict[str, Any]:
+        """What a round changes."""
         if digest:
             self._digests[round] = digest
         while len(self._digests) > KEPT_DIGESTS:
             del self._digests[min(self._digests)]
+        return {"round": round, "digest": digest or self._view.digest}
 
     def _begin_anew(self) -> NodeView:
         """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
@@ -332,8 +376,34 @@ class NodeHistory:
             starts=old.starts,
             total_steps=old.total_steps,
             parameters=old.parameters,
+            detect_s=old.detect_s,
             last_at_s=old.last_at_s,
         )
+
+
+def _changed(view: NodeView, changed: Mapping[str, Any]) -> NodeView:
+    """A view with other values, as `replace` makes it: at a tenth of its cost, for every line of every node."""
+    made = object.__new__(NodeView)
+    made.__dict__.update(view.__dict__, **changed)
+    return made
+
+
+def origin_of(line: str | None, follows: Mapping[str, str | None]) -> str | None:
+    """The line of rounds that a line goes back to. `follows`: what each known line goes on from."""
+    seen: set[str] = set()
+    while line is not None and line not in seen and (before := follows.get(line)) is not None:
+        seen.add(line)
+        line = before
+    return line
+
+
+def number_of(record: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of a line; None where there is none. Raises ValueError for a text that is no number."""
+    value = record.get(name)
+    if value is None or isinstance(value, (bool, list, dict)):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:

@@ -81,6 +81,12 @@ def event_in_words(event: EventView) -> str:
     return f"{text.rstrip('.')}."
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Names for a sentence; what is beyond the first few is counted."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 class _Fields(dict[str, str]):
     def __missing__(self, _key: str) -> str:
         return "?"
@@ -89,9 +95,7 @@ class _Fields(dict[str, str]):
 def _in_words(name: str, value: Any) -> str:
     if name in _MEMBERS:
         ids: Sequence[object] = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-        named = sorted({node_id_of_member(str(one)) for one in ids})
-        more = len(named) - _SHOWN_MEMBERS
-        return ", ".join(named[:_SHOWN_MEMBERS]) + (f" and {more} more" if more > 0 else "")
+        return listed(sorted({node_id_of_member(str(one)) for one in ids}), _SHOWN_MEMBERS)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

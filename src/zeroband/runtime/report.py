@@ -43,6 +43,9 @@ _AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
 _OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
 """Names of what is measured of each source."""
 
+_SAMPLE_CHARS = 1000
+"""What goes of a generated text into its event, and with that to the run's store."""
+
 _LOOKED_AT_S = 1.0
 
 _log = get_logger(__name__)
@@ -106,11 +109,14 @@ class NodeReport:
     def started(self) -> None:
         if self._node.config.outer is not None:
             _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
+        config = self._node.config
+        company = {} if config.outer is None else {"detect_s": config.fault.detect_s}
         self.events.emit(
             "node_started",
             total_steps=self._total_steps,
             local_world_size=self._node.local.world_size,
             parameters=self._parameters,
+            **company,
         )
 
     def entered(self, round: RoundReport) -> None:
@@ -411,7 +417,9 @@ class TrainerReport(NodeReport):
         self.record(step, values, synced)
 
     def sampled(self, path: Path) -> None:
-        self.events.emit("sample_written", path=str(path))
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_SAMPLE_CHARS)
+        self.events.emit("sample_written", path=str(path), text=text)
 
     def exported(self, path: Path, parity: str) -> None:
         self.events.emit("model_exported", path=str(path), parity=parity)

@@ -1,4 +1,8 @@
-"""`zeroband runs [DIR]`: the runs in a folder, newest first. Reads the ends of their files, whatever is in them."""
+"""`zeroband runs [DIR]`: the runs in a folder, newest first. Reads the ends of their files, whatever is in them.
+
+How old a run's newest line is, its file says and not the line: the clock of the file system is held against that of
+this machine, which on a disk of its own is the same one, and never that of the machine that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import is_node_folder
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import NodeHistory, NodeView, RunView, run_view
+from zeroband.observe.view import BROKEN_LINE, NodeHistory, NodeView, RunView, run_view
 
 _EXIT_CONFIG = 2
 _TAIL_BYTES = 1 << 17
@@ -42,8 +46,10 @@ class RunSummary:
     """Nodes that ever wrote."""
     nodes_in: int
     """Nodes that train, or are on their way."""
-    last_at_s: float | None
-    """Wall clock of its newest line."""
+    nodes_of_others: int
+    """Nodes among these that go on in another run of this name, which count for nothing else here."""
+    written_at_s: float
+    """When one of its files was written last, by the clock of the file system."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def runs_in(directory: Path, *, now_s: float) -> list[RunSummary]:
     """The runs of a folder, newest first; folders in which no node has written are none. Raises ConfigError."""
     found = [_summary(path, nodes, now_s) for path, nodes in _run_folders(directory)]
-    return sorted(found, key=lambda run: (run.last_at_s or 0.0, run.run_id), reverse=True)
+    return sorted(found, key=lambda run: (run.written_at_s, run.run_id), reverse=True)
 
 
 def newest_run(path: Path) -> Path:
@@ -76,7 +82,7 @@ def newest_run(path: Path) -> Path:
     Raises ConfigError where there is no such folder.
     """
     folders = _run_folders(path)
-    if not folders or _node_folders(path):
+    if not folders or node_folders(path):
         return path
     return max(folders, key=lambda folder: max(map(_written_at_s, folder[1])))[0]
 
@@ -84,11 +90,12 @@ def newest_run(path: Path) -> Path:
 def _run_folders(directory: Path) -> list[tuple[Path, list[Path]]]:
     if not directory.is_dir():
         raise ConfigError(f"no such folder: {directory}; runs are in run.dir, ./runs unless it is set")
-    runs = [(path, _node_folders(path)) for path in _folders(directory)]
+    runs = [(path, node_folders(path)) for path in _folders(directory)]
     return [(path, nodes) for path, nodes in runs if nodes]
 
 
-def _node_folders(run_dir: Path) -> list[Path]:
+def node_folders(run_dir: Path) -> list[Path]:
+    """Folders in which a node recorded something, as far as this user may look into them."""
     return [path for path in _folders(run_dir) if is_node_folder(path)]
 
 
@@ -114,18 +121,19 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSumma
     histories = [_history(path) for path in node_dirs]
     lost = {member for history in histories for member in history.lost_member_ids}
     run = run_view(run_dir.name, [history.view() for history in histories], lost)
-    losses = [node.loss for node in run.current or run.nodes if node.loss is not None]
-    last_at_s = max((node.last_at_s for node in run.nodes if node.last_at_s is not None), default=None)
+    losses = [node.loss for node in run.current or run.own if node.loss is not None]
+    written_at_s = max(map(_written_at_s, node_dirs))
     return RunSummary(
         run_id=run_dir.name,
         path=str(run_dir),
-        state=_state(run, last_at_s, now_s),
-        step=max((node.step for node in run.nodes), default=0),
-        total_steps=max((node.total_steps for node in run.nodes if node.total_steps is not None), default=None),
+        state=_state(run, now_s - written_at_s),
+        step=max((node.step for node in run.own), default=0),
+        total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
         loss=sum(losses) / len(losses) if losses else None,
         nodes=len(run.nodes),
-        nodes_in=sum(_is_in(node) for node in run.nodes),
-        last_at_s=last_at_s,
+        nodes_in=sum(_is_in(node) for node in run.own),
+        nodes_of_others=len(run.strangers),
+        written_at_s=written_at_s,
     )
 
 
@@ -133,12 +141,12 @@ def _is_in(node: NodeView) -> bool:
     return node.state in ("starting", "training", "recovering", "fenced")
 
 
-def _state(run: RunView, last_at_s: float | None, now_s: float) -> str:
-    if last_at_s is None:
+def _state(run: RunView, silent_s: float) -> str:
+    if all(node.last_at_s is None for node in run.nodes):
         return "empty"
-    if any(_is_in(node) for node in run.nodes):
-        return "training" if now_s - last_at_s < _SILENT_S else "silent"
-    states = {node.state for node in run.nodes}
+    if any(_is_in(node) for node in run.own):
+        return "training" if silent_s < _SILENT_S else "silent"
+    states = {node.state for node in run.own}
     return next((state for state in ("finished", "failed", "left") if state in states), "silent")
 
 
@@ -149,7 +157,7 @@ def _history(node_dir: Path) -> NodeHistory:
     for record in sorted(records, key=_at_s):
         try:
             history.add(record)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except BROKEN_LINE:
             continue
     return history
 
@@ -192,8 +200,8 @@ def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
         run.state,
         str(run.step) if run.total_steps is None else f"{run.step}/{run.total_steps}",
         "-" if run.loss is None else f"{run.loss:.3f}",
-        f"{run.nodes_in} of {run.nodes}",
-        "-" if run.last_at_s is None else f"{age(now_s - run.last_at_s)} ago",
+        f"{run.nodes_in} of {run.nodes}" + (f", {run.nodes_of_others} of another run" if run.nodes_of_others else ""),
+        f"{age(now_s - run.written_at_s)} ago",
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from zeroband.observe.facts import Fact, FolderFacts
-from zeroband.observe.jsonl import JsonlTail
 
 
 def test_pieces_of_a_long_past_keep_the_order_of_a_node(tmp_path: Path) -> None:
@@ -28,21 +28,83 @@ def test_pieces_of_a_long_past_keep_the_order_of_a_node(tmp_path: Path) -> None:
     assert len(facts) == len(events) + len(metrics)
 
 
-def test_node_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for node_id in ("a", "b"):
+@pytest.fixture
+def source(tmp_path: Path) -> FolderFacts:
+    """A run of three nodes, each with a line in either file."""
+    for node_id in ("a", "b", "c"):
         (tmp_path / "run" / node_id).mkdir(parents=True)
         (tmp_path / "run" / node_id / "metrics.jsonl").write_text('{"step": 1, "at_s": 1.0}\n')
-    source, read = FolderFacts(tmp_path / "run"), JsonlTail.read
+        (tmp_path / "run" / node_id / "events.jsonl").write_text('{"kind": "left", "at_s": 2.0, "reason": "done"}\n')
+    return FolderFacts(tmp_path / "run")
 
-    def fails(tail: JsonlTail, most_bytes: int | None = None) -> list[dict[str, Any]]:
-        if len(calls) < 3:
-            calls.append(tail)
-            return read(tail, most_bytes)
-        raise PermissionError
 
-    calls: list[JsonlTail] = []
-    monkeypatch.setattr(JsonlTail, "read", fails)
-    with pytest.raises(PermissionError):
-        source.read()
-    monkeypatch.setattr(JsonlTail, "read", read)
-    assert sorted(fact.node_id for fact in source.read()) == ["a", "b"]
+def read(source: FolderFacts) -> list[tuple[str, str]]:
+    return [(fact.node_id, fact.record.get("kind", "step")) for fact in source.read()]
+
+
+ALL = [(node_id, kind) for node_id in ("a", "b", "c") for kind in ("step", "left")]
+
+
+def test_folder_in_place_of_a_file_costs_that_file_only(source: FolderFacts) -> None:
+    path = source.folder / "a" / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    assert read(source) == [one for one in ALL if one != ("a", "step")]
+    assert source.unread() == ["a/metrics.jsonl: Is a directory"]
+    path.rmdir()
+    path.write_text('{"step": 1, "at_s": 3.0}\n')
+    assert read(source) == [("a", "step")]
+    assert source.unread() == []
+
+
+def test_file_that_this_user_may_not_read_costs_that_file_only(
+    source: FolderFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, open_file = source.folder / "a" / "events.jsonl", os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if path == refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(path, flags)
+
+    monkeypatch.setattr("zeroband.observe.jsonl.os.open", refuse)
+    assert read(source) == [one for one in ALL if one != ("a", "left")]
+    assert source.unread() == ["a/events.jsonl: Permission denied"]
+    monkeypatch.undo()
+    assert read(source) == [("a", "left")]
+
+
+def test_folder_that_cannot_be_looked_into_costs_that_node_only(
+    source: FolderFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, stat = source.folder / "b", Path.stat
+
+    def refuse(path: Path, **how: bool) -> os.stat_result:
+        if path.parent == closed:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert read(source) == [one for one in ALL if one[0] != "b"]
+    assert source.unread() == ["b: Permission denied"]
+    monkeypatch.undo()
+    assert read(source) == [one for one in ALL if one[0] == "b"]
+
+
+def test_run_folder_that_is_closed_is_said(source: FolderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert (read(source), source.unread()) == ([], [f"{source.folder}: Permission denied"])
+
+
+def test_source_says_whether_a_piece_was_the_last(source: FolderFacts) -> None:
+    with (source.folder / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "at_s": 3.0}\n' * 100)
+    pieces = FolderFacts(source.folder, most_bytes=1000)
+    reads = 0
+    while pieces.read() and pieces.has_more:
+        reads += 1
+    assert reads > 1
+    assert (source.read() != [], source.has_more, pieces.read()) == (True, False, [])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, step
 
+from zeroband.observe import history as module
 from zeroband.observe.facts import Fact
-from zeroband.observe.history import NEWEST_ROUNDS, Promise, RunHistory
+from zeroband.observe.history import NEWEST_ROUNDS, Promise, RoundView, RunHistory
 
 NODES = ("a", "b", "c")
 
@@ -29,8 +29,14 @@ def in_turn(runs: Iterable[list[Fact]]) -> list[Fact]:
     return [fact for fact in itertools.chain(*itertools.zip_longest(*runs)) if fact is not None]
 
 
-def promise(made: RunHistory, key: str, **known: Any) -> Promise:
-    return next(one for one in made.promises(**known) if one.key == key)
+def promise(made: RunHistory, key: str, at_s: float | None = None) -> Promise:
+    return next(one for one in made.promises(at_s) if one.key == key)
+
+
+def known(made: RunHistory, at_s: float | None = None) -> tuple[object, ...]:
+    """All that it tells of a moment."""
+    seen = (made.view(at_s), made.rounds(at_s), made.events(at_s), made.membership(at_s), made.links(at_s))
+    return (*seen, made.checkpoints(at_s), made.promises(at_s), made.sample(at_s), made.from_s, made.to_s)
 
 
 def standings(made: RunHistory, node_id: str) -> list[tuple[str, float, float | None]]:
@@ -48,7 +54,8 @@ def test_order_between_nodes_changes_nothing(order: tuple[int, ...]) -> None:
     assert made.view() == expected.view()
     assert made.rounds() == expected.rounds()
     assert made.membership() == expected.membership()
-    assert made.promises(detect_s=5.0) == expected.promises(detect_s=5.0)
+    assert made.promises() == expected.promises()
+    assert made.promises(BEGIN_S + 30.5) == expected.promises(BEGIN_S + 30.5)
     assert [s.y for s in made.series("step")] == [s.y for s in expected.series("step")]
     assert made.view().round == 30
 
@@ -71,6 +78,136 @@ def test_earlier_views_of_a_long_run_are_evenly_coarse() -> None:
     assert steps[-2] == 3990
     assert 430 <= steps[0] <= 500
     assert 1930 <= steps[1] <= 2000
+
+
+def test_whoever_asks_in_between_gets_the_same_afterwards() -> None:
+    """What is kept from one question to the next is what would be found anew."""
+    facts = [
+        *in_turn(run_of(NODES, 6, ahead_s=50.0)),
+        *WELL_FORMED[-6:],
+        committed("a", 30, 7, ("a",), late=[member("b")]),
+        committed("b", 33, 8, ("a", "b")),
+        event("a", 34, "checkpoint_committed", round=8, step=8, bytes=1, took_s=0.1),
+        event("a", 35, "checkpoints_removed", steps=[1]),
+        event("b", 36, "left", reason="asked"),
+        *joined("b", 40),
+        event("c", 90, "links", links=[{"to": "a#1", "mbit_s": 1, "rtt_ms": None, "is_cut_off": True}]),
+        event("c", 91, "run_failed", error="no"),
+        committed(
+            "a", 95, 9, ("a",), progress={"founding": "2", "follows": ["line", 8], "inner_step": 8, "ledgers": {}}
+        ),
+        *next(run_of(("x",), 2, begin_s=200.0, line="another run's")),
+    ]
+    asked = RunHistory("run")
+    for number, fact in enumerate(facts, 1):
+        asked.add(fact)
+        known(asked)
+        if number > 60 or number % 20 == 0:
+            for at_s in (None, BEGIN_S + 9.0):
+                assert known(asked, at_s) == known(history(facts[:number]), at_s), number
+
+
+def test_round_that_stays_the_same_is_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a document costs what is new, and not what there was before."""
+    facts = in_turn(run_of(("a", "b"), 3 * NEWEST_ROUNDS))
+    made = history(facts[:-4])
+    before = made.rounds()
+    views: list[object] = []
+    monkeypatch.setattr(module, "RoundView", lambda **fields: views.append(RoundView(**fields)) or views[-1])
+    for fact in facts[-4:]:
+        made.add(fact)
+    after = made.rounds()
+    assert len(before) == len(after) == NEWEST_ROUNDS
+    assert sum(a is b for a, b in zip(before[1:], after[:-1], strict=True)) == NEWEST_ROUNDS - 1
+    assert len(views) == 1
+
+
+def test_clocks_are_compared_when_somebody_asks_and_not_with_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, compared = in_turn(run_of(NODES, 40)), list[object]()
+    middle = module.median_low
+    monkeypatch.setattr(module, "median_low", lambda times: compared.append(times) or middle(times))
+    made = history(facts)
+    assert compared == []
+    made.rounds(), made.events()
+    assert len(compared) == 41  # each common round once
+
+
+def test_everything_of_an_earlier_moment_is_as_it_was_known_then() -> None:
+    link, at_s = {"to": member("b"), "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}, BEGIN_S + 20.5
+    facts = [
+        *(fact for facts in run_of(NODES, 15) for fact in facts),
+        event("a", 3, "links", links=[link]),
+        step("a", 7, 3, train__mfu=0.5, node__rss_bytes=7),
+        event("a", 8, "checkpoint_committed", round=3, step=3, bytes=1, took_s=0.1),
+        event("a", 9, "sample_written", path="sample.txt", text="Once"),
+        event("a", 24.5, "checkpoint_committed", round=12, step=12, bytes=1, took_s=0.1),
+        event("a", 24.6, "checkpoints_removed", steps=[3]),
+        event("a", 25, "links", links=[{**link, "is_cut_off": True}]),
+        event("a", 25.5, "peer_lost", round=13, member_ids=[member("c")]),
+        step("a", 27, 13, train__mfu=0.1, node__rss_bytes=9),
+        event("a", 28, "sample_written", path="sample.txt", text="upon"),
+        event("a", 29, "checkpoint_failed", round=14, step=14, reason="disk full"),
+    ]
+    facts.sort(key=lambda fact: fact.record["at_s"])
+    made, then = history(facts), history(fact for fact in facts if fact.record["at_s"] <= at_s)
+    assert known(made, at_s)[1:-1] == known(then, at_s)[1:-1]
+    assert [(n.step, n.mfu, n.memory_bytes) for n in made.view(at_s).nodes] == [
+        (n.step, n.mfu, n.memory_bytes) for n in then.view().nodes
+    ]
+    assert (made.view(at_s).nodes[0].mfu, made.view().nodes[0].mfu) == (0.5, 0.1)
+    assert [one.is_cut_off for one in (*made.links(at_s), *made.links())] == [False, True]
+    assert [one.step for one in (*made.checkpoints(at_s), *made.checkpoints())] == [3, 12]
+    assert [promise(made, "checkpoint", at).state for at in (BEGIN_S + 7, at_s, None)] == ["unknown", "good", "bad"]
+    assert [promise(made, "detection", at).state for at in (at_s, None)] == ["unknown", "good"]
+    assert "10 rounds checked" in promise(made, "ledger", at_s).evidence[0]
+    assert "11 rounds were recorded" in promise(made, "divergence", at_s).evidence[0]
+    assert made.sample(BEGIN_S + 8) is None
+    assert [one and one.text for one in (made.sample(at_s), made.sample())] == ["Once", "upon"]
+
+
+def test_rounds_that_differ_are_told_of_the_moments_after_them_only() -> None:
+    runs = list(run_of(NODES, 10))
+    runs[1][13] = Fact("b", {**runs[1][13].record, "digest": "other"})  # round 6, at 12 s
+    made = history(in_turn(runs))
+    assert [promise(made, "divergence", at).state for at in (BEGIN_S + 11, BEGIN_S + 12, None)] == [
+        "good",
+        "bad",
+        "bad",
+    ]
+
+
+def test_what_was_checked_before_the_rounds_that_are_kept_is_not_known_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "KEPT_DIGESTS", 16)
+    made = history(in_turn(run_of(("a", "b"), 100)))
+    assert [promise(made, key).state for key in ("divergence", "ledger")] == ["good", "good"]
+    assert "101 rounds" in promise(made, "divergence").evidence[0]
+    for key in ("divergence", "ledger"):
+        early = promise(made, key, BEGIN_S + 50)
+        assert (early.state, "not known any more" in early.words) == ("unknown", True)
+    assert "96 rounds" in promise(made, "divergence", BEGIN_S + 190.5).evidence[0]
+
+
+def test_another_run_of_the_same_name_is_not_mixed_with_this_one() -> None:
+    first = list(run_of(("a", "b"), 40, line="first"))
+    second = list(run_of(("c", "d"), 10, begin_s=20.0, line="second"))
+    made = history(in_turn([*first, *second]))
+    view = made.view()
+    assert [node.node_id for node in view.current] == ["c", "d"]
+    assert [node.node_id for node in view.strangers] == ["a", "b"]
+    assert (view.round, made.rounds()[-1].round, len(made.rounds())) == (10, 10, 11)
+    assert max(made.series("step")[0].x) == 10
+    assert "11 rounds" in promise(made, "divergence").evidence[0]
+
+
+def test_run_that_went_on_from_a_checkpoint_is_the_same_run() -> None:
+    follows = {"founding": "second", "follows": ["first", 5], "inner_step": 5, "ledgers": {}}
+    facts = [*in_turn(run_of(NODES, 8, line="first"))]
+    facts += [committed(n, 30, 6, ("a", "b"), progress=follows) for n in ("a", "b")]
+    made = history(facts)
+    assert made.view().strangers == ()
+    assert [view.round for view in made.rounds()][-3:] == [7, 8, 6]
 
 
 def test_clock_a_day_off_is_corrected_by_common_rounds() -> None:
@@ -152,7 +289,7 @@ def test_transfer_that_stalled_names_whom_it_waits_for() -> None:
 
 
 def test_promises_without_facts_are_unknown() -> None:
-    assert [one.state for one in RunHistory("run").promises(detect_s=5.0)] == ["unknown"] * 4
+    assert [one.state for one in RunHistory("run").promises()] == ["unknown"] * 4
     lone = history(in_turn(run_of(("a",), 5)))
     assert promise(lone, "divergence").state == "unknown"
 
@@ -184,11 +321,12 @@ def test_detection_measures_what_a_loss_cost() -> None:
     run = next(iter(run_of(NODES, 10)))
     lost = [event("a", 27, "peer_lost", round=11, member_ids=[member("c")]), committed("a", 27, 11, ("a", "b"))]
     made = history([*run, *lost])
-    assert promise(made, "detection", detect_s=5.0).state == "good"
-    assert promise(made, "detection", detect_s=5.0).words == "Losing c cost the others 5.0 s, once."
-    assert promise(made, "detection").state == "unknown"
+    assert promise(made, "detection").state == "good"
+    assert promise(made, "detection").words == "Losing c cost the others 5.0 s, once."
     slow = [replace_at(fact, 20) for fact in lost]
-    assert promise(history([*run, *slow]), "detection", detect_s=5.0).state == "bad"
+    assert promise(history([*run, *slow]), "detection").state == "bad"
+    del run[0].record["detect_s"]
+    assert promise(history([*run, *lost]), "detection").state == "unknown"
 
 
 def replace_at(fact: Fact, later_s: float) -> Fact:
@@ -206,6 +344,21 @@ def test_checkpoint_that_failed_is_said_until_the_next() -> None:
     assert state_after("checkpoint_committed", "checkpoint_failed") == "bad"
     assert state_after("checkpoint_failed", "checkpoint_committed") == "good"
     assert state_after("checkpoint_staged") == "unknown"
+
+
+def test_checkpoint_is_said_to_be_read_back_by_those_who_went_on_from_it_only() -> None:
+    saved = [event("a", at, "checkpoint_committed", round=at, step=at, bytes=5, took_s=1.0) for at in (1, 2)]
+    light = promise(history(saved), "checkpoint")
+    assert light.words == "The newest checkpoint, of step 2, is committed: every file was hashed as it was written."
+    assert light.evidence[-1] == "nobody has read it back yet: files are verified when they are read"
+    back = event("b", 5, "rolled_back", round=2, step=1, digest="d", has_inner=True, skipped={})
+    older = promise(history([*saved, back]), "checkpoint")
+    assert older.evidence[1:] == (
+        "b read step 1 back, verified every file that it took, and went on from it",
+        "nobody has read it back yet: files are verified when they are read",
+    )
+    newest = promise(history([*saved, Fact("b", {**back.record, "step": 2})]), "checkpoint")
+    assert len(newest.evidence) == 2 and "read step 2 back" in newest.evidence[1]
 
 
 def test_series_keeps_extremes_and_bounds() -> None:
@@ -342,6 +495,8 @@ WELL_FORMED = [
     event("b", 9, "join_state", state="fetching", why="first", since=1.0),
     event("b", 9, "transfer_stalled", round=1, reason="x", **STALL),
     event("b", 9, "checkpoint_committed", round=1, step=1, bytes=3, took_s=0.1),
+    event("b", 9, "sample_written", path="sample.txt", text="Once"),
+    event("b", 9, "links", links=[{"to": "a#1", "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}]),
 ]
 
 
@@ -356,7 +511,8 @@ def test_no_line_raises_whatever_is_in_it(lines: list[tuple[Fact, int, object]])
     for at_s in (None, BEGIN_S + 3):
         assert made.view(at_s).run_id == "run"
         made.rounds(at_s), made.events(at_s), made.checkpoints(at_s)
-    made.membership(), made.promises(detect_s=5.0), made.waiting_for(BEGIN_S + 100)
+        made.membership(at_s), made.promises(at_s), made.links(at_s), made.sample(at_s)
+    made.waiting_for(BEGIN_S + 100)
     for by in ("tokens", "time", "bytes", "step"):
         assert all(len(one.x) == len(one.y) for one in made.series(by, points=10))
 

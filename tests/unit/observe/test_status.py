@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,44 @@ def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier
     assert (view.sent_bytes, view.ddp_bytes, len(view.nodes)) == (2, 4, 3)
 
 
+def test_nodes_that_go_on_in_another_run_of_the_name_are_told_and_not_counted(run_dir: Path) -> None:
+    first, second = founded(run_dir, "old0", "new0")
+    first.commit(1, [first.member_id], "far", line="line")
+    second.commit(1, [second.member_id], "near", line="another line")
+    first.commit(2, [first.member_id], "far", line="line")
+    view = RunReader(FolderFacts(run_dir)).read()
+    assert [node.node_id for node in view.current] == ["new0"]
+    assert [node.node_id for node in view.strangers] == ["old0"]
+    assert "old0 is of another run named demo, and not counted" in render(view)
+    first.events.emit("left", reason="done")
+    assert RunReader(FolderFacts(run_dir)).read().strangers == ()
+
+
+def test_line_that_goes_on_from_another_is_of_the_same_run(run_dir: Path) -> None:
+    late, back = founded(run_dir, "n0", "n1")
+    late.commit(3, [late.member_id], "d3", line="first")
+    progress = {"founding": "second", "follows": ["first", 2]}
+    back.events.emit("round_committed", round=3, epoch=1, members=[back.member_id], digest="e3", progress=progress)
+    view = RunReader(FolderFacts(run_dir)).read()
+    assert ([node.node_id for node in view.current], view.strangers) == (["n1"], ())
+
+
+def test_status_says_what_cannot_be_read(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1)
+    (run_dir / "n1" / "events.jsonl").mkdir(parents=True)
+    assert "cannot read n1/events.jsonl: Is a directory" in render(RunReader(FolderFacts(run_dir)).read())
+
+
+def test_line_with_a_field_of_another_shape_is_counted(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    committed = {"round": 1, "epoch": 1, "members": [node.member_id], "digest": "d"}
+    for progress in ({"follows": [], "founding": "x"}, [], 3):
+        node.events.emit("round_committed", **committed, progress=progress)
+    [view] = RunReader(FolderFacts(run_dir)).read().nodes
+    assert view.skipped_lines == 3
+
+
 def test_reader_puts_events_and_metrics_of_a_node_in_the_order_of_time(run_dir: Path) -> None:
     node = Node(run_dir, "n0")
     node.start()
@@ -338,22 +377,36 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
     assert lines[-1].endswith("n1 round_committed round=3 epoch=2 members=n0#1,n1#1 digest=0123456789abcdef")
 
 
-def test_render_shows_a_node_that_writes_no_more_as_silent(run_dir: Path) -> None:
+def test_render_shows_a_node_that_writes_no_more_as_silent_whatever_its_clock_says(run_dir: Path) -> None:
     dead, done, alive = founded(run_dir, "dead", "done", "alive")
-    dead.step(1)
-    done.step(1)
+    for node in (dead, done, alive):
+        node.step(1)
     done.events.emit("left", reason="done")
-    later_s = next(Node.clock) + 1000
-    with (run_dir / "alive" / METRICS_FILE).open("a") as file:
-        file.write(json.dumps({"step": 2, "at_s": later_s, "train/tokens_per_s": 640.0}) + "\n")
-    rows = render(RunReader(FolderFacts(run_dir)).read(), now=lambda: later_s + 1).splitlines()[1:4]
-    assert [("silent since 1970-" in row, "640" in row) for row in rows] == [
-        (False, True),
-        (True, False),
-        (False, True),
+    written_s = time.time() - 1000
+    for path in [*(run_dir / "dead").iterdir(), *(run_dir / "done").iterdir()]:
+        os.utime(path, (written_s, written_s))
+    rows = render(RunReader(FolderFacts(run_dir)).read(), now=time.time).splitlines()[1:4]
+    since = time.strftime("silent since %Y-%m-%d %H:%M", time.localtime(written_s))
+    assert [(row.split()[0], since in row, "640" in row) for row in rows] == [
+        ("alive", False, True),
+        ("dead", True, False),
+        ("done", False, True),
     ]
     assert [row.split()[1] for row in rows] == ["training", "training,", "left"]
-    assert alive.node_id in rows[0]
+
+
+def test_node_is_heard_of_again_by_the_readers_clock(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    for path in (run_dir / "n0").iterdir():
+        os.utime(path, (0.0, 0.0))
+    clock_s = [50.0]
+    reader = RunReader(FolderFacts(run_dir), clock=lambda: clock_s[0])
+    assert reader.read().nodes[0].silent_s > 1e9
+    clock_s[0] = 60.0
+    node.step(1)
+    assert reader.read().nodes[0].silent_s == 0.0
+    clock_s[0] = 67.0
+    assert reader.read().nodes[0].silent_s == 7.0
 
 
 def test_find_run_dir_takes_the_only_run_of_a_folder(run_dir: Path) -> None:

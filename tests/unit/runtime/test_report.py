@@ -16,6 +16,7 @@ from zeroband.config import load_config
 from zeroband.config.model import LlamaConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.elastic.store.fact_records import shortened
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
@@ -88,3 +89,31 @@ def test_sources_are_told_of_step_by_step_and_their_passes_at_the_end(node: Any)
     ]
     finished = json.loads((node.node_dir / EVENTS_FILE).read_text().splitlines()[-1])
     assert (finished["kind"], finished["data_pass_web"], finished["data_pass_code"]) == ("run_finished", 0.75, 1.5)
+
+
+WITH_OTHERS = ("--outer.type=diloco", "--store.url=redis://localhost", "--observe.publish=false", "--fault.detect_s=3")
+
+
+@pytest.mark.parametrize(("arguments", "detect_s"), [((), None), (WITH_OTHERS, 3.0)], ids=["alone", "with others"])
+def test_node_that_trains_with_others_tells_how_soon_it_notices_a_loss(
+    node: Any, arguments: Sequence[str], detect_s: float | None
+) -> None:
+    node.config = load_config(arguments, {})
+    report = TrainerReport(node)
+    report.started()
+    report.close()
+    (started,) = [json.loads(line) for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]
+    assert (started["kind"], started.get("detect_s")) == ("node_started", detect_s)
+
+
+def test_event_of_a_sample_has_how_it_begins(node: Any) -> None:
+    (node.node_dir / "sample.txt").write_text("Once upon a time. " * 200, encoding="utf-8")
+    report = TrainerReport(node)
+    report.sampled(node.node_dir / "sample.txt")
+    report.close()
+    written = (node.node_dir / EVENTS_FILE).read_bytes()
+    told = json.loads(written)
+    assert told["text"] == ("Once upon a time. " * 200)[:1000]
+    assert "text" in shortened(told) and "text" in shortened(
+        {**told, "more": ["x" * 5000]}
+    )  # however the store tells it

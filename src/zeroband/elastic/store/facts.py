@@ -35,6 +35,8 @@ class StoreFacts(FactSource):
         self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
         self._place = f"{parse_store_url(url).shown} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
+        self._unopened: list[str] = []
+        """Nodes whose word this token does not open."""
         self._read: list[Fact] = []
         """What was read and not given yet."""
 
@@ -53,7 +55,9 @@ class StoreFacts(FactSource):
 
     def _look(self) -> Mapping[str, FactBatch]:
         """Find nodes. Raises ConfigError where none can be seen for want of the token."""
-        found = self._store.recorders()
+        said = self._store.recorders()
+        found = {node_id: standing for node_id, standing in said.items() if standing is not None}
+        self._unopened = sorted(said.keys() - found.keys())
         for node_id in found:
             self._nodes.setdefault(node_id, _NodeReader(node_id))
         if not self._nodes:
@@ -79,6 +83,14 @@ class StoreFacts(FactSource):
         """Lines that are no records, and entries of the stream that no node of this run wrote, by node."""
         return {node_id: node.skipped for node_id, node in self._nodes.items()}
 
+    def unread(self, *, but_of: Collection[str] = ()) -> list[str]:
+        return [f"{node_id}: sealed with another run.token" for node_id in self._unopened if node_id not in but_of]
+
+    def ages_s(self) -> dict[str, float]:
+        """By the clock of the store, which an entry's id tells."""
+        now_s = time.time()
+        return {node_id: max(0.0, now_s - node.told_at_s) for node_id, node in self._nodes.items() if node.behind}
+
     def close(self) -> None:
         self._store.close()
 
@@ -93,6 +105,11 @@ class _NodeReader:
         self.skipped = 0
         self._offsets: Counter[tuple[str, str]] = Counter()
         """Bytes of each file that were given, by its name and by what tells it from others."""
+
+    @property
+    def told_at_s(self) -> float:
+        """When the last entry came, in seconds of the epoch, by the store's clock."""
+        return int(self.behind.split("-")[0]) / 1000
 
     def take(self, id: str, batch: FactBatch | None, standing: FactBatch) -> list[Fact]:
         """The facts of an entry that are new; before the first ones those that stand and are in no entry any more."""
@@ -155,11 +172,15 @@ class NearAndFar(FactSource):
         return self._near.node_ids()
 
     def read(self) -> list[Fact]:
-        """What is new. Raises StoreLost or ConfigError where that is nothing and the others cannot be had."""
+        """What is new. Raises StoreLost or ConfigError where no files lie here and the others cannot be had."""
         found = [*self._read_far(), *self._near.read()]
-        if self._problem is not None and not found:
+        if self._problem is not None and not self._near.node_ids():
             raise self._problem.with_traceback(None)
         return found
+
+    @property
+    def has_more(self) -> bool:
+        return self._near.has_more
 
     def _read_far(self) -> list[Fact]:
         if self._problem is not None and self._now() < self._again_s:
@@ -172,6 +193,13 @@ class NearAndFar(FactSource):
 
     def skipped_lines(self) -> dict[str, int]:
         return {**self._far.skipped_lines(), **self._near.skipped_lines()}
+
+    def unread(self) -> list[str]:
+        away = [] if self._problem is None else [f"the other nodes: {self._problem}"]
+        return [*self._near.unread(), *away, *self._far.unread(but_of=self._near.node_ids())]
+
+    def ages_s(self) -> dict[str, float]:
+        return {**self._far.ages_s(), **self._near.ages_s()}
 
     def close(self) -> None:
         self._far.close()

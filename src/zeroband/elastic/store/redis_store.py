@@ -656,12 +656,11 @@ class RedisStore(Store):
         key = self.keys.facts(node_id)
         return [FactEntry(text_of(id), self._judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
 
-    def recorders(self) -> dict[str, FactBatch]:
-        """The nodes that recorded something, with what stands however long ago they did."""
+    def recorders(self) -> dict[str, FactBatch | None]:
+        """The nodes that recorded something, with what stands however long ago they did; None: not with our token."""
         name = self.keys.recorders
         said = pairs(self._run(self._read_nodes, [name], []))
-        opened = {node_id: self._judge.facts(name, node_id, raw) for node_id, raw in said.items()}
-        return {node_id: batch for node_id, batch in opened.items() if batch is not None}
+        return {node_id: self._judge.facts(name, node_id, raw) for node_id, raw in said.items()}
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 

@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zeroband.observe.history import Axis
 from zeroband.observe.log import get_logger
+from zeroband.tools.board.document import Answer
 from zeroband.tools.board.orders import OrderDesk, OrderRefused
-from zeroband.tools.board.state import LOOK_S, Answer, RunWatch
+from zeroband.tools.board.state import RunWatch
 
 STATIC = Path(__file__).parent / "static"
 STREAMS = 16
@@ -201,22 +202,26 @@ class _Page:
         return StreamingResponse(self._changes(), media_type="text/event-stream", headers=headers)
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        """An event whenever something changed, and a comment where nothing did for long."""
+        """An event for each new document, and a comment where there was none for long."""
+        loop, news, told = asyncio.get_running_loop(), asyncio.Event(), -1
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the server ends
+                loop.call_soon_threadsafe(news.set)
+
         self._streams += 1
         try:
-            told, quiet_s = -1, 0.0
-            while True:
-                self._watch.touch()
-                version = self._watch.version
-                if version != told:
-                    told, quiet_s = version, 0.0
-                    data = json.dumps({"to_s": self._watch.to_s, "version_of_state": version})
-                    yield f"event: state\ndata: {data}\n\n".encode()
-                elif quiet_s >= HEARTBEAT_S:
-                    quiet_s = 0.0
-                    yield b": still here\n\n"
-                await asyncio.sleep(LOOK_S)
-                quiet_s += LOOK_S
+            with self._watch.telling(tell):
+                while True:
+                    news.clear()
+                    if self._watch.edition != told:
+                        told = self._watch.edition
+                        data = json.dumps({"to_s": self._watch.to_s, "version_of_state": told})
+                        yield f"event: state\ndata: {data}\n\n".encode()
+                    else:
+                        yield b": still here\n\n"
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(news.wait(), HEARTBEAT_S)
         finally:
             self._streams -= 1
 

@@ -1,28 +1,113 @@
-"""What the page shows, as JSON documents made of a run's history. Pure; docs/operations.md describes them."""
+"""What the page shows, as JSON documents made of a run's history. Pure.
+
+What stays the same from one document to the next is encoded and compressed once.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
-from zeroband.observe.history import Axis, JoinView, LinkView, RoundView, RunHistory, Span
-from zeroband.observe.status import human_count
+from zeroband.observe.history import Axis, JoinView, LinkView, Promise, RoundView, RunHistory, Span, WaitingFor
+from zeroband.observe.status import human_count, strangers_in_words
 from zeroband.observe.view import EventView, NodeView, RunView
-from zeroband.observe.words import JOIN_WORDS, event_in_words
+from zeroband.observe.words import JOIN_WORDS, event_in_words, listed
 
 SHOWN_ROUNDS = 120
 SHOWN_EVENTS = 200
 SHOWN_CHECKPOINTS = 20
+_PACE_ROUNDS = 20
+"""Newest rounds by which the time that is left is told."""
 _STALLED_S = 60.0
 """How long all members must be silent for the run to be called stalled."""
 _AT_WORK = ("training", "late", "paused", "leaving")
+_GZIP_HEAD = bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 0xFF])
+_GZIP_END = bytes([3, 0])
+"""An empty last block."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer, compressed for itself."""
+
+    body: bytes
+    deflated: bytes
+    digest: bytes
+
+    @staticmethod
+    def of(body: bytes) -> Piece:
+        squeezed = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+        deflated = squeezed.compress(body) + squeezed.flush(zlib.Z_FULL_FLUSH)  # so that others may follow it
+        return Piece(body, deflated, hashlib.blake2b(body, digest_size=16).digest())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Bytes for the page, as they are and compressed."""
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(body: bytes) -> Answer:
+        return Answer((Piece.of(body),))
+
+    @cached_property
+    def body(self) -> bytes:
+        return b"".join(piece.body for piece in self.pieces)
+
+    @cached_property
+    def gzipped(self) -> bytes:
+        crc, size = 0, 0
+        for piece in self.pieces:
+            crc, size = zlib.crc32(piece.body, crc), size + len(piece.body)
+        end = crc.to_bytes(4, "little") + (size % 2**32).to_bytes(4, "little")
+        return b"".join([_GZIP_HEAD, *(piece.deflated for piece in self.pieces), _GZIP_END, end])
+
+    @cached_property
+    def etag(self) -> str:
+        """What tells it from every other answer."""
+        return f'"{hashlib.blake2b(b"".join(piece.digest for piece in self.pieces), digest_size=12).hexdigest()}"'
+
+
+class _Section(Generic[T]):
+    """A list in a document: a part of it is encoded once while it is of the same object, and all once while all are.
+
+    `documents_of`: what is in the list for a key and its object.
+    """
+
+    def __init__(self, name: str, documents_of: Callable[[Any, T], Sequence[Any]]) -> None:
+        self._name = name
+        self._documents_of = documents_of
+        self._kept: dict[Any, tuple[T, bytes]] = {}
+        self._piece: Piece | None = None
+
+    def piece(self, items: Mapping[Any, T]) -> Piece:
+        """The list of these objects, each under a key that tells it from the others."""
+        kept = self._kept
+        are_same = len(items) == len(kept) and all(map(is_, items.values(), (item for item, _ in kept.values())))
+        if self._piece is None or not are_same:
+            self._kept = {}
+            for key, item in items.items():
+                known = kept.get(key)
+                if known is None or known[0] is not item:
+                    known = (item, encode(self._documents_of(key, item))[1:-1])
+                self._kept[key] = known
+            encoded = b",".join(part for _, part in self._kept.values())
+            self._piece = Piece.of(f',"{self._name}":['.encode() + encoded + b"]")
+        return self._piece
 
 
 @dataclass(frozen=True)
@@ -30,47 +115,49 @@ class Setting:
     """What is known of a run beside its facts."""
 
     place: str = ""
-    detect_s: float | None = None
     config_words: str = ""
     price_per_hour: float | None = None
     """What a node costs, in US dollars."""
     orders_allowed: bool = False
     orders_why: str = ""
-    sample: tuple[str, float, str] | None = None
-    """Node, when, text."""
 
 
-@dataclass
 class Encoder:
-    """Makes documents; a round is encoded once, as long as it stays the same."""
+    """Makes documents of moments that are near one another."""
 
-    _rounds: dict[tuple[int, float], tuple[RoundView, bytes]] = field(
-        default_factory=dict[tuple[int, float], tuple[RoundView, bytes]]
-    )
+    def __init__(self) -> None:
+        self._rounds = _Section[RoundView]("rounds", lambda _, view: [round_document(view)])
+        self._membership = _Section[tuple[Span, ...]]("membership", lambda node_id, spans: [_stays(node_id, spans)])
+        self._events = _Section[EventView]("events", lambda _, event: [_event(event)])
+        self._links = _Section[tuple[LinkView, ...]]("links", lambda _, links: [_link(link) for link in links])
+        self._end = Piece.of(b"}")
 
     def state(
         self, history: RunHistory | None, run_id: str | None, setting: Setting, *, now_s: float, age_s: float | None,
         at_s: float | None, problem: str | None,
-    ) -> bytes:  # fmt: skip
+    ) -> Answer:  # fmt: skip
         """The document of /api/state. `age_s`: of the newest fact, as this process saw it come."""
-        made = state_document(history, run_id, setting, now_s=now_s, age_s=age_s, at_s=at_s, problem=problem)
-        rounds = [] if history is None else history.rounds(at_s, most=SHOWN_ROUNDS)
-        made.pop("rounds")
-        kept: dict[tuple[int, float], tuple[RoundView, bytes]] = {}
-        for view in rounds:
-            key = (view.round, view.committed_at_s)
-            known = self._rounds.get(key)
-            same = known is not None and known[0] == view
-            kept[key] = known if same and known is not None else (view, encode(round_document(view)))
-        if at_s is None:
-            self._rounds = kept
-        parts = b",".join(part for _, part in kept.values())
-        return encode(made)[:-1] + b',"rounds":[' + parts + b"]}"
+        known = history if history is not None else RunHistory("")
+        made = state_document(known, run_id, setting, now_s=now_s, age_s=age_s, at_s=at_s, problem=problem)
+        return Answer(
+            (
+                Piece.of(encode(made)[:-1]),
+                self._rounds.piece({id(view): view for view in known.rounds(at_s, most=SHOWN_ROUNDS)}),
+                self._membership.piece(known.membership(at_s)),
+                self._events.piece({id(event): event for event in known.events(at_s)[-SHOWN_EVENTS:]}),
+                self._links.piece(known.links_by_node(at_s)),
+                self._end,
+            )
+        )
 
 
 def encode(value: object) -> bytes:
     """Strict JSON; numbers that it lacks are null."""
-    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False).encode()
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+    return text.encode()
 
 
 def _plain(value: Any) -> Any:
@@ -86,47 +173,53 @@ def _plain(value: Any) -> Any:
 
 
 def state_document(
-    history: RunHistory | None, run_id: str | None, setting: Setting, *, now_s: float, age_s: float | None,
+    known: RunHistory, run_id: str | None, setting: Setting, *, now_s: float, age_s: float | None,
     at_s: float | None, problem: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The document of /api/state as a dictionary, its rounds empty."""
-    known = history if history is not None else RunHistory("")
+    """The document of /api/state as a dictionary, without its long lists."""
     to_s = known.to_s
-    shown_s = to_s if at_s is None else at_s
     view = known.view(at_s)
     spans = {node.node_id: known.standing(node.node_id, at_s) for node in view.nodes}
     waiting = known.waiting_for(to_s + age_s) if at_s is None and to_s is not None and age_s is not None else None
     state, words = _run_state(view, spans, None if at_s is not None else age_s, waiting is not None)
+    if not spans and problem is not None:
+        words = "Nothing of this run could be read yet."
+    if view.strangers:
+        words += f" {strangers_in_words(view)}."
+    sample = known.sample(at_s)
     return {
         "run_id": run_id,
         "place": setting.place,
         "version": __version__,
         "now_s": now_s,
-        "at_s": shown_s,
+        "at_s": to_s if at_s is None else at_s,
         "from_s": known.from_s,
         "to_s": to_s,
         "age_s": age_s,
         "problem": problem,
-        "run": {"state": state, "words": words, **_numbers(known, view, spans, setting, shown_s)},
+        "run": {"state": state, "words": words, **_numbers(known, view, spans, setting, at_s)},
         "nodes": [_node(known, node, spans[node.node_id], at_s) for node in view.nodes],
-        "waiting_for": None if waiting is None else asdict(waiting),
-        "promises": [asdict(one) for one in known.promises(detect_s=setting.detect_s)],
-        "links": [_link(link) for link in known.links()],
-        "rounds": [],
-        "membership": [
-            {"id": node_id, "spans": [[_ms(s.from_s), _ms(s.to_s), s.standing] for s in stays]}
-            for node_id, stays in known.membership().items()
-        ],
-        "events": [_event(event) for event in known.events(at_s)[-SHOWN_EVENTS:]],
+        "waiting_for": None if waiting is None else _waiting(waiting),
+        "promises": [_promise(one) for one in known.promises(at_s)],
         "checkpoints": [
             {"step": one.step, "round": one.round, "at_s": _ms(one.at_s), "bytes": one.bytes, "took_s": one.took_s}
             for one in known.checkpoints(at_s)[-SHOWN_CHECKPOINTS:]
         ],
-        "sample": None
-        if setting.sample is None
-        else dict(zip(("node_id", "at_s", "text"), setting.sample, strict=True)),
+        "sample": None if sample is None else {"node_id": sample.node_id, "at_s": sample.at_s, "text": sample.text},
         "orders": {"allowed": setting.orders_allowed, "why": setting.orders_why},
     }
+
+
+def _waiting(waiting: WaitingFor) -> dict[str, Any]:
+    return {"nodes": waiting.nodes, "since_s": waiting.since_s, "words": waiting.words}
+
+
+def _promise(one: Promise) -> dict[str, Any]:
+    return {"key": one.key, "title": one.title, "state": one.state, "words": one.words, "evidence": one.evidence}
+
+
+def _stays(node_id: str, spans: Sequence[Span]) -> dict[str, Any]:
+    return {"id": node_id, "spans": [[_ms(span.from_s), _ms(span.to_s), span.standing] for span in spans]}
 
 
 def _event(event: EventView) -> dict[str, Any]:
@@ -191,7 +284,8 @@ def _run_state(
     view: RunView, spans: Mapping[str, Span | None], age_s: float | None, is_waiting: bool
 ) -> tuple[str, str]:
     """The state of the run in one word, and in a sentence."""
-    standings = [span.standing for span in spans.values() if span is not None]
+    own = {node.node_id: spans[node.node_id] for node in view.own}
+    standings = [span.standing for span in own.values() if span is not None]
     at_work = [standing for standing in standings if standing in _AT_WORK]
     if not standings:
         return "waiting", "No node has recorded anything yet."
@@ -206,8 +300,8 @@ def _run_state(
     if "joining" in standings or "starting" in standings:
         return "waiting", "Nodes are on their way in; none trains yet."
     if "failed" in standings:
-        failed = sorted(node_id for node_id, span in spans.items() if span is not None and span.standing == "failed")
-        return "failed", f"No node trains any more; {', '.join(failed[:4])} failed."
+        failed = sorted(node_id for node_id, span in own.items() if span is not None and span.standing == "failed")
+        return "failed", f"No node trains any more; {listed(failed)} failed."
     return (
         "stalled",
         f"No node trains any more: all {len(standings)} left or were lost; round {view.round} is the newest.",
@@ -219,18 +313,18 @@ def _nodes(count: int) -> str:
 
 
 def _numbers(
-    known: RunHistory, view: RunView, spans: Mapping[str, Span | None], setting: Setting, shown_s: float | None
+    known: RunHistory, view: RunView, spans: Mapping[str, Span | None], setting: Setting, at_s: float | None
 ) -> dict[str, Any]:
     """The numbers of the run."""
-    current = view.current or view.nodes
-    at_work = [node for node in view.nodes if (span := spans[node.node_id]) and span.standing in _AT_WORK]
+    current = view.current or view.own
+    at_work = [node for node in view.own if (span := spans[node.node_id]) and span.standing in _AT_WORK]
     step = max((node.step for node in current), default=None)
-    total = max((node.total_steps for node in view.nodes if node.total_steps is not None), default=None)
+    total = max((node.total_steps for node in view.own if node.total_steps is not None), default=None)
     losses = [node.loss for node in at_work or current if node.loss is not None]
     rates = [node.tokens_per_s for node in at_work if node.tokens_per_s is not None]
-    mfus = [mfu for node in at_work if (mfu := known.mfu_of(node.node_id)) is not None]
+    mfus = [node.mfu for node in at_work if node.mfu is not None]
     held_out = [node.evaluation for node in current if node.evaluation is not None]
-    parameters = max((node.parameters for node in view.nodes if node.parameters is not None), default=None)
+    parameters = max((node.parameters for node in view.own if node.parameters is not None), default=None)
     shape = [f"{human_count(parameters)} parameters"] if parameters is not None else []
     return {
         "step": step,
@@ -240,40 +334,42 @@ def _numbers(
         "tokens": max((node.tokens for node in current), default=None),
         "tokens_per_s": sum(rates) if rates else None,
         "mfu": fmean(mfus) if mfus else None,
-        "left_s": _left_s(known, step, total, shown_s) if at_work else None,
+        "left_s": _left_s(known, step, total, at_s) if at_work else None,
         "parameters": parameters,
         "loss": fmean(losses) if losses else None,
         "held_out": max(held_out, key=lambda one: one.step).losses.get("") if held_out else None,
         "config_words": ", ".join([*shape, *([setting.config_words] if setting.config_words else [])]),
-        "cost": _cost(known, len(at_work), setting.price_per_hour, shown_s),
+        "cost": _cost(known, view, len(at_work), setting.price_per_hour, at_s),
         "sent_bytes": view.sent_bytes,
         "ddp_bytes": view.ddp_bytes,
     }
 
 
-def _left_s(known: RunHistory, step: int | None, total: int | None, shown_s: float | None) -> float | None:
+def _left_s(known: RunHistory, step: int | None, total: int | None, at_s: float | None) -> float | None:
     """Seconds that the rest takes at the pace of the newest rounds, or of a step where there are none."""
     if step is None or total is None or step >= total:
         return None
-    rounds = [view for view in known.rounds(shown_s) if view.round > 0]
-    first = next((view for view in rounds[-20:]), None)
-    if first is not None and len(rounds) > 1 and rounds[-1].round > first.round:
-        done = known.view(first.committed_at_s).nodes
-        begun = max((node.step for node in done), default=0)
-        took_s = rounds[-1].committed_at_s - first.committed_at_s
-        if step > begun and took_s > 0:
-            return (total - step) * took_s / (step - begun)
-    step_s = known.usual_step_s()
+    rounds = [view for view in known.rounds(at_s, most=_PACE_ROUNDS) if view.round > 0 and view.step is not None]
+    if len(rounds) > 1:
+        first, last = rounds[0], rounds[-1]
+        steps, took_s = (last.step or 0) - (first.step or 0), last.committed_at_s - first.committed_at_s
+        if steps > 0 and took_s > 0:
+            return (total - step) * took_s / steps
+    step_s = known.usual_step_s() if at_s is None else None
     return None if step_s is None else (total - step) * step_s
 
 
-def _cost(known: RunHistory, nodes: int, price: float | None, shown_s: float | None) -> dict[str, Any] | None:
+def _cost(
+    known: RunHistory, view: RunView, nodes: int, price: float | None, at_s: float | None
+) -> dict[str, Any] | None:
     """What the nodes cost since they started, by the time that each was there."""
+    shown_s = known.to_s if at_s is None else at_s
     if price is None or shown_s is None:
         return None
     hours = 0.0
-    for spans in known.membership().values():
-        for span in spans:
+    membership = known.membership(at_s)
+    for node in view.own:
+        for span in membership.get(node.node_id, ()):
             if span.standing not in ("left", "lost", "failed", "finished"):
                 end_s = shown_s if span.to_s is None else min(span.to_s, shown_s)
                 hours += max(0.0, end_s - span.from_s) / 3600
@@ -297,12 +393,12 @@ def _node(known: RunHistory, node: NodeView, span: Span | None, at_s: float | No
         "step": node.step,
         "loss": node.loss,
         "tokens_per_s": node.tokens_per_s if is_at_work else None,
-        "mfu": known.mfu_of(node.node_id) if is_at_work else None,
+        "mfu": node.mfu if is_at_work else None,
         "round": node.round,
         "digest": node.digest,
         "sent_bytes": node.sent_bytes,
         "received_bytes": node.received_bytes,
-        "memory_bytes": known.memory_of(node.node_id),
+        "memory_bytes": node.memory_bytes,
         "last_at_s": None if node.last_at_s is None else node.last_at_s - known.offsets().get(node.node_id, 0.0),
         "starts": node.starts,
     }

@@ -1,61 +1,66 @@
-"""Follows a run for the page: one thread reads its facts, documents are made when somebody asks, and not too often."""
+"""Follows a run for the page: one thread reads its facts and makes documents, as often as processor time allows."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
+import gc
 import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zeroband.config.schema import FaultConfig
 from zeroband.errors import ConfigError, StoreLost
-from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import FactSource, FolderFacts, is_node_folder
+from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.history import Axis, RunHistory
 from zeroband.observe.log import get_logger
-from zeroband.observe.metrics import METRICS_FILE
-from zeroband.tools.board.document import Encoder, Setting, series_document
+from zeroband.observe.words import listed
+from zeroband.tools.board.document import Answer, Encoder, Setting, series_document
+from zeroband.tools.runs import newest_run, node_folders
 
-LOOK_S = 0.5
-"""Pause between two looks while somebody watches."""
+LOOK_S, EDITION_S = 0.5, 1.0
+"""Least pause between two looks while somebody watches, and between two documents."""
 _IDLE_LOOK_S = 5.0
+_AGAIN_S = 5.0
+"""A document says how long nothing has come, and is made anew although nothing came."""
 _WATCHED_S = 20.0
 """How long after a request somebody counts as watching."""
-_SHARE = 0.0025
-"""Share of a core for reading, and for each document: after t seconds of work, t / _SHARE pass before the next."""
+_READ_SHARE, _STATE_SHARE, _SERIES_SHARE = 0.003, 0.0015, 0.0005
+"""Share of a core for each kind of work: after t seconds of it, t / share pass before the next."""
 _LONGEST_S = 10.0
 _STOP_S = 5.0
 _CHUNK_BYTES = 64 * 1024
 """Most that is read of a file at once: a long past is folded piece by piece."""
-_SAMPLE = "sample.txt"
-_SAMPLE_CHARS = 4000
-_SAMPLE_EVERY_S = 10.0
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Bytes for the page, as they are and compressed."""
+class _Made:
+    """A document, and what it was made of."""
 
-    body: bytes
-    gzipped: bytes
-    etag: str
+    answer: Answer
+    version: int
+    turns: int
+    at_s: float
+    """When, by the monotonic clock."""
+    pause_s: float
+    """What has to pass before another one, by the work that this one was."""
 
-    @staticmethod
-    def of(body: bytes) -> Answer:
-        return Answer(body, gzip.compress(body, 1, mtime=0), f'"{hashlib.sha256(body).hexdigest()[:24]}"')
+    def due_s(self, version: int, turns: int) -> float:
+        """When it is to be replaced: at the next look where a node stands elsewhere now."""
+        if version == self.version:
+            return self.at_s + max(_AGAIN_S, self.pause_s)
+        return self.at_s + (LOOK_S if turns != self.turns else self.pause_s)
 
 
 class RunWatch:
     """Reads a run's facts in a thread of its own, from `start` to `close`; any thread may ask for documents.
 
-    `find`: gives the run's source, or None where there is none yet. `now`: wall clock, for people.
+    `find`: gives the run's source, or None where there is none yet. `now`: wall clock, for people. `clock`: one that
+    never goes back. `work_s`: processor time of the calling thread.
     """
 
     def __init__(
@@ -64,30 +69,36 @@ class RunWatch:
         *,
         setting: Setting | None = None,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        work_s: Callable[[], float] = time.thread_time,
     ) -> None:
         self._find = find
         self._setting = setting or Setting()
-        self._now = now
+        self._now, self._clock, self._work_s = now, clock, work_s
         self._lock = threading.Lock()
         self._source: FactSource | None = None
         self._history: RunHistory | None = None
         self._to_s: float | None = None
+        self._nodes = -1
         self._problem: str | None = None
+        self._said = ""
+        """What went wrong here last."""
         self._arrived_s: float | None = None
         """When the newest fact came, by the monotonic clock; None: it was there when this began."""
         self._has_caught_up = False
         """Whether what was there before this page has been read."""
-        self._sample_due_s = 0.0
+        self._version = 0
+        """Grows whenever something is known that was not."""
         self._asked_s = -_WATCHED_S
-        self._encoder = Encoder()
-        self._newest: tuple[int, float, Answer] | None = None
-        """Version, when it may be made anew, document."""
-        self._series: dict[tuple[Axis, int], tuple[int, float, Answer]] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._encoder, self._encoder_of_the_past = Encoder(), Encoder()
+        self._newest: _Made | None = None
+        self._series: dict[tuple[Axis, int], _Made] = {}
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="facts", daemon=True)
-        self.version = 0
-        """Grows whenever something changed."""
+        self.edition = 0
+        """Number of documents so far: what `state` gives changes with it, and only then."""
 
     def start(self) -> None:
         self._thread.start()
@@ -110,13 +121,26 @@ class RunWatch:
 
     def touch(self) -> None:
         """Somebody watches."""
-        was_idle = time.monotonic() - self._asked_s > _WATCHED_S
-        self._asked_s = time.monotonic()
-        if was_idle:
+        was_watched = self._is_watched()
+        self._asked_s = self._clock()
+        if not was_watched:
             self._woken.set()
 
+    @contextmanager
+    def telling(self, listener: Callable[[], None]) -> Generator[None]:
+        """Somebody watches, and is told of each new document, in whatever thread makes it."""
+        self.touch()
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def _is_watched(self) -> bool:
+        return bool(self._listeners) or self._clock() - self._asked_s <= _WATCHED_S
+
     def look(self) -> bool:
-        """Read what is new, or the next piece of it. Whether there was something."""
+        """Read what is new, or the next piece of it. Whether there is more."""
         if self._source is None:
             try:
                 self._source = self._find()
@@ -127,11 +151,10 @@ class RunWatch:
                 return False
             with self._lock:
                 self._history, self._arrived_s = RunHistory(self._source.run_id), None
-                self._setting = read_setting(self._setting, self._source)
-            self.version += 1
+            self._version += 1
         try:
-            node_ids = self._source.node_ids()
             facts = self._source.read()
+            node_ids = self._source.node_ids()
         except (ConfigError, StoreLost, OSError) as error:
             self._note(str(error))
             return False
@@ -144,76 +167,116 @@ class RunWatch:
                 history.add(fact)
             self._to_s = history.to_s
         if facts:
-            self._arrived_s = time.monotonic() if self._has_caught_up else None
-            if self._setting.detect_s is None:
-                self._setting = read_setting(self._setting, self._source)
-            self.version += 1
-        else:
-            self._has_caught_up = True
-        if time.monotonic() >= self._sample_due_s:
-            self._setting = read_sample(self._setting, self._source)
-            self._sample_due_s = time.monotonic() + _SAMPLE_EVERY_S
+            self._arrived_s = self._clock() if self._has_caught_up else None
+            self._version += 1
+        self._has_caught_up = self._has_caught_up or not self._source.has_more
+        if len(node_ids) != self._nodes:  # each writes its configuration before anything else
+            self._nodes, self._setting = len(node_ids), read_setting(self._setting, self._source)
         self._note(self._broken())
-        return bool(facts)
+        return self._source.has_more
 
     def _broken(self) -> str | None:
         source, history = self._source, self._history
         if source is None or history is None:
             return None
         lines = sum(source.skipped_lines().values()) + sum(history.odd_lines().values())
-        return f"{lines} lines of this run's files could not be read; the others are shown" if lines else None
+        said = [f"{lines} lines of this run's files could not be read; the others are shown"] if lines else []
+        unread = source.unread()
+        said += [f"cannot read {listed(unread)}; all else is shown"] if unread else []
+        return "; ".join(said) or None
 
     def _note(self, problem: str | None) -> None:
         if problem != self._problem:
             self._problem = problem
-            self.version += 1
+            self._version += 1
 
     def _follow(self) -> None:
+        look_at_s, has_frozen = self._clock(), False
         while not self._stopping.is_set():
-            worked_s = time.thread_time()
-            try:
-                while self.look() and not self._stopping.is_set():
-                    pass
-            except Exception as error:  # noqa: BLE001 - whatever it is, the page goes on and says so
+            if self._clock() >= look_at_s:
+                worked_s = self._catch_up()
+                look_at_s = self._clock() + max(LOOK_S, min(_IDLE_LOOK_S, worked_s / _READ_SHARE))
+                if self._has_caught_up and not has_frozen:
+                    gc.collect()
+                    gc.freeze()  # what is known of a long past stays; going through it again and again costs
+                    has_frozen = True
+            wait_s = _IDLE_LOOK_S
+            if self._is_watched():
+                has_made_it = self._try(self.state) is not None
+                due_s = self._due_s(self._newest) if self._newest and has_made_it else self._clock() + LOOK_S
+                wait_s = max(0.0, min(look_at_s, due_s) - self._clock())
+            if self._woken.wait(wait_s):
+                self._woken.clear()
+                look_at_s = self._clock()
+
+    def _catch_up(self) -> float:
+        """Read all that is new. Seconds of work that the last of it was."""
+        worked_s = self._work_s()
+        while self._try(self.look) and not self._stopping.is_set():
+            worked_s = self._work_s()
+        return self._work_s() - worked_s
+
+    def _try(self, step: Callable[[], object]) -> object:
+        """Take a step; whatever comes of it, the page goes on and says so."""
+        try:
+            return step()
+        except Exception as error:  # noqa: BLE001
+            said = f"the page cannot read the run: {type(error).__name__}; its console says more"
+            if said != self._said:
                 _log.warning("the page cannot read the run", exc_info=error)
-                self._note(f"the page cannot read the run: {type(error).__name__}; its console says more")
-            is_watched = time.monotonic() - self._asked_s <= _WATCHED_S
-            pause_s = min(_IDLE_LOOK_S, max(LOOK_S, (time.thread_time() - worked_s) / _SHARE))
-            self._woken.wait(pause_s if is_watched else _IDLE_LOOK_S)
-            self._woken.clear()
+            self._said = said
+            self._note(said)
+            return None
+
+    def _turns(self) -> int:
+        return 0 if self._history is None else self._history.turns
+
+    def _due_s(self, made: _Made) -> float:
+        return made.due_s(self._version, self._turns())
 
     def state(self, at_s: float | None = None) -> Answer:
-        """The document of a moment; of now at most twice a second a new one, and seldomer where it takes long."""
-        begun_s, worked_s = time.monotonic(), time.thread_time()
-        known = self._newest
-        if at_s is None and known is not None and (known[0] == self.version or begun_s < known[1]):
-            return known[2]
-        version = self.version
+        """The document of a moment; of now the newest one, which is not made anew more often than its work allows."""
+        if at_s is not None:
+            with self._lock:
+                return self._encode(self._encoder_of_the_past, at_s)
+        made = self._newest
+        if made is not None and self._clock() < self._due_s(made):
+            return made.answer
         with self._lock:
-            body = self._encoder.state(
-                self._history, self.run_id, self._setting, now_s=round(self._now(), 1), age_s=self._age_s(), at_s=at_s,
-                problem=self._problem,
-            )  # fmt: skip
-        answer = Answer.of(body)
-        if at_s is None:
-            took_s = time.thread_time() - worked_s
-            self._newest = (version, begun_s + max(LOOK_S, min(_LONGEST_S, took_s / _SHARE)), answer)
-        return answer
+            made = self._newest
+            if made is not None and self._clock() < self._due_s(made):  # another thread was faster
+                return made.answer
+            made = self._newest = self._make(lambda: self._encode(self._encoder, None), _STATE_SHARE)
+            self.edition += 1
+        for listener in list(self._listeners):
+            listener()
+        return made.answer
+
+    def _encode(self, encoder: Encoder, at_s: float | None) -> Answer:
+        return encoder.state(
+            self._history, self.run_id, self._setting, now_s=round(self._now(), 1), age_s=self._age_s(), at_s=at_s,
+            problem=self._problem,
+        )  # fmt: skip
+
+    def _make(self, encode: Callable[[], Answer], share: float) -> _Made:
+        """A document, with what is known as it is made."""
+        version, turns, at_s, worked_s = self._version, self._turns(), self._clock(), self._work_s()
+        answer = encode()
+        _ = answer.gzipped  # which is work, too
+        pause_s = max(EDITION_S, min(_LONGEST_S, (self._work_s() - worked_s) / share))
+        return _Made(answer, version, turns, at_s, pause_s)
 
     def series(self, by: Axis, points: int) -> Answer:
         """Curves; kept as `state` is."""
-        begun_s, worked_s = time.monotonic(), time.thread_time()
-        known = self._series.get((by, points))
-        if known is not None and (known[0] == self.version or begun_s < known[1]):
-            return known[2]
-        version = self.version
+        made = self._series.get((by, points))
+        if made is not None and (made.version == self._version or self._clock() < made.at_s + made.pause_s):
+            return made.answer
         with self._lock:
-            answer = Answer.of(series_document(self._history, by, points))
-        took_s = time.thread_time() - worked_s
+            made = self._make(lambda: Answer.of(series_document(self._history, by, points)), _SERIES_SHARE)
         if len(self._series) > 32:
             self._series.clear()
-        self._series[(by, points)] = (version, begun_s + max(LOOK_S, min(_LONGEST_S, took_s / _SHARE)), answer)
-        return answer
+        self._series[by, points] = made
+        return made.answer
 
     def _age_s(self) -> float | None:
         """Seconds since the newest fact: since it came, or by the clocks where it was there before this page."""
@@ -221,7 +284,7 @@ class RunWatch:
         if to_s is None:
             return None
         if self._arrived_s is not None:
-            return round(time.monotonic() - self._arrived_s, 1)
+            return round(self._clock() - self._arrived_s, 1)
         return round(max(0.0, self._now() - to_s), 1)
 
 
@@ -229,64 +292,29 @@ def find_run(path: Path) -> FolderFacts | None:
     """The run in a folder: the folder itself, or the one in it that was written to last; None: there is none yet."""
     if not path.is_dir():
         return None
-    if _written_s(path) is not None:
-        return FolderFacts(path, most_bytes=_CHUNK_BYTES)
-    runs = {child: at_s for child in path.iterdir() if child.is_dir() and (at_s := _written_s(child)) is not None}
-    return FolderFacts(max(runs, key=lambda run: runs[run]), most_bytes=_CHUNK_BYTES) if runs else None
-
-
-def _written_s(run_dir: Path) -> float | None:
-    """When a run was written to last; None where no node recorded anything in this folder."""
-    times = [
-        (node / name).stat().st_mtime
-        for node in run_dir.iterdir()
-        if node.is_dir() and is_node_folder(node)
-        for name in (EVENTS_FILE, METRICS_FILE)
-        if (node / name).exists()
-    ]
-    return max(times, default=None)
+    run_dir = newest_run(path)
+    return FolderFacts(run_dir, most_bytes=_CHUNK_BYTES) if node_folders(run_dir) else None
 
 
 def read_setting(setting: Setting, source: FactSource) -> Setting:
     """What the configuration of a run's nodes says, where it lies beside their facts."""
     setting = replace(setting, place=source.place)
-    for path in _files(source, "config.toml")[:1]:
-        try:
-            config = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        fault, outer = _section(config, "fault"), _section(config, "outer")
-        detect_s = fault.get("detect_s", FaultConfig().detect_s)
-        words = [str(outer.get("type", "no outer algorithm"))]
-        if isinstance(outer.get("inner_steps"), int):
-            words.append(f"a round every {outer['inner_steps']} steps")
-        data = _section(config, "data")
-        if isinstance(data.get("seq_length"), int):
-            words.append(f"sequences of {data['seq_length']} tokens")
-        known_s = float(detect_s) if isinstance(detect_s, (int, float)) else None
-        return replace(setting, detect_s=known_s, config_words=", ".join(words))
-    return setting
-
-
-def _files(source: FactSource, name: str) -> list[Path]:
-    """The nodes' files of this name, where they can be had."""
-    return [] if source.folder is None else sorted(source.folder.glob(f"*/{name}"))
+    files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))
+    if not files:
+        return setting
+    try:
+        config = tomllib.loads(files[0].read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return setting
+    outer, data = _section(config, "outer"), _section(config, "data")
+    words = [str(outer.get("type", "no outer algorithm"))]
+    if isinstance(outer.get("inner_steps"), int):
+        words.append(f"a round every {outer['inner_steps']} steps")
+    if isinstance(data.get("seq_length"), int):
+        words.append(f"sequences of {data['seq_length']} tokens")
+    return replace(setting, config_words=", ".join(words))
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def read_sample(setting: Setting, source: FactSource) -> Setting:
-    """The newest text that a node generated, where it lies beside its facts."""
-    newest: tuple[str, float, str] | None = setting.sample
-    for path in _files(source, _SAMPLE):
-        try:
-            at_s = path.stat().st_mtime
-            if newest is None or at_s > newest[1]:
-                with path.open(encoding="utf-8", errors="replace") as file:
-                    newest = (path.parent.name, at_s, file.read(_SAMPLE_CHARS))
-        except OSError:
-            continue
-    return replace(setting, sample=newest)

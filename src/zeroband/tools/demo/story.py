@@ -146,7 +146,7 @@ class Story:
             notes=self._chronicle.notes,
             said=self._chronicle.said,
             starting=self._starting(view),
-            waits=in_words(waited_for(view, time.time())),
+            waits=in_words(waited_for(view)),
             footer=self._act.value.format(
                 kill_step=self._kill_step, restart_step=self._restart_step, total_steps=self._total_steps
             ),

@@ -138,7 +138,7 @@ def last_held_out(record: RunRecord) -> float | None:
 
 def promises(record: RunRecord) -> tuple[Promise, ...]:
     """The four promises; that of the data by the audit where it could be made."""
-    found = record.history.promises(detect_s=record.number("fault.detect_s"))
+    found = record.history.promises()
     return tuple(_audited(one, record) if one.key == "ledger" else one for one in found)
 
 

@@ -197,7 +197,6 @@ def _membership(record: RunRecord) -> str:
     rows: list[tuple[str, ...]] = []
     for node in view.nodes[:_SHOWN_NODES]:
         spans = membership.get(node.node_id, ())
-        mfu = history.mfu_of(node.node_id)
         rows.append(
             (
                 node.node_id,
@@ -205,8 +204,8 @@ def _membership(record: RunRecord) -> str:
                 f"{node.step}",
                 known(node.loss, "{:.4f}"),
                 known(node.tokens_per_s),
-                known(None if mfu is None else 100 * mfu, "{:.1f}"),
-                size(history.memory_of(node.node_id)),
+                known(None if node.mfu is None else 100 * node.mfu, "{:.1f}"),
+                size(node.memory_bytes),
                 human_bytes(node.sent_bytes),
                 human_bytes(node.received_bytes),
                 f"{node.starts}",

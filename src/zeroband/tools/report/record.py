@@ -56,13 +56,6 @@ class RunRecord:
         """What the nodes have set for a key: that of the first which says it."""
         return next((config[key] for config in self.configs.values() if key in config), None)
 
-    def number(self, key: str) -> float | None:
-        """That value as a number; None where it is none."""
-        try:
-            return float(self.value(key) or "")
-        except ValueError:
-            return None
-
 
 def read_record(run_dir: Path, *, now_s: float, version: str = "") -> RunRecord:
     """Read all of it. `now_s`: wall clock, shown as when the report was made."""

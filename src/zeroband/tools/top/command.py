@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
-from zeroband.observe.status import RunReader
+from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import RunView
 from zeroband.tools.fact_source import add_source, open_source
 from zeroband.tools.runs import newest_run
@@ -69,7 +69,7 @@ def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[
 
 
 class Watch:
-    """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds."""
+    """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds; `clock`: one of no jumps."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class Watch:
         *,
         hint: str = _HINT,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
-        self._reader = RunReader(facts)
+        self._reader = RunReader(facts, clock=clock)
         self._starting = starting
         self._hint = hint
         self._now = now
@@ -100,34 +101,30 @@ class Watch:
         problem = ""
         try:
             self.run = self._reader.read()
-        except (ConfigError, StoreLost) as error:
+        except (ConfigError, StoreLost, OSError) as error:
             problem = f"cannot read {self._facts.place}: {error}"
-        run, now_s = self.run, self._now()
+        run = self.run
         self._chronicle.add(run.events)
         known = [node.node_id for node in run.nodes]
         starting = self._starting(known)
-        skipped = sum(node.skipped_lines for node in run.nodes)
-        footer = "; ".join(
-            filter(None, [problem or self._hint, f"{skipped} lines could not be read" if skipped else ""])
-        )
         return Scene(
             title=f"zeroband top: {run.run_id}",
             run=run,
-            elapsed_s=now_s,
+            elapsed_s=self._now(),
             node_ids=tuple(sorted({*known, *starting})),
-            total_steps=max((node.total_steps for node in run.nodes if node.total_steps is not None), default=None),
+            total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
             notes=self._chronicle.notes,
             said=self._chronicle.said,
-            footer=footer,
+            footer="; ".join(filter(None, [problem or self._hint, *problems_of(run)])),
             starting=starting,
-            waits=in_words(waited_for(run, now_s)),
+            waits=in_words(waited_for(run)),
             is_wall_clock=True,
         )
 
 
 def is_over(run: RunView) -> bool:
     """Whether every node has ended; one that died as it started, and so never says so, counts where others finished."""
-    states = {node.state for node in run.nodes}
+    states = {node.state for node in run.own}
     return bool(states) and states <= {*_ENDED, *(("starting",) if "finished" in states else ())}
 
 

@@ -60,7 +60,7 @@ class Scene:
     @property
     def step(self) -> int:
         """Inner steps of the node that is furthest."""
-        return max((node.step for node in self.run.nodes), default=0)
+        return max((node.step for node in self.run.own), default=0)
 
     @property
     def undisturbed(self) -> list[NodeView]:
@@ -68,8 +68,8 @@ class Scene:
 
         All of them where there is none.
         """
-        first = [node for node in self.run.nodes if node.starts == 1 and node.node_id not in self.down]
-        return first if any(node.loss_curve for node in first) else list(self.run.nodes)
+        first = [node for node in self.run.own if node.starts == 1 and node.node_id not in self.down]
+        return first if any(node.loss_curve for node in first) else list(self.run.own)
 
 
 class Chronicle:
@@ -240,19 +240,19 @@ def on_its_way(node: NodeView) -> str | None:
     return "in; first inner step" if node.state == "training" and node.step == 0 else None
 
 
-def waited_for(run: RunView, now_s: float) -> tuple[tuple[str, ...], float] | None:
+def waited_for(run: RunView) -> tuple[tuple[str, ...], float] | None:
     """Find whom the others wait for: the members behind, where those in front stand still. With the seconds so far.
 
-    `now_s`: wall clock. In front: most inner steps. Still: silent for three of their steps, and for 5 s.
+    In front: most inner steps. Still: nothing came from them for three of their steps, and for 5 s.
     """
-    known = {node.node_id: node for node in run.nodes}
+    known = {node.node_id: node for node in run.own}
     training = [known[node_id] for node_id in run.members if node_id in known and known[node_id].state == "training"]
     most = max((node.step for node in training), default=0)
     front = [node for node in training if node.step == most]
     behind = tuple(node.node_id for node in training if node.step < most)
     if not behind:
         return None
-    silent_s = now_s - max(node.last_at_s or 0.0 for node in front)
+    silent_s = min(node.silent_s for node in front)
     return (behind, silent_s) if silent_s >= max(_STILL_S, *(3 * _step_s(node) for node in front)) else None
 
 

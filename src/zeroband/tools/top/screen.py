@@ -331,7 +331,7 @@ def _facts(scene: Scene) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
-    speeds = [node.tokens_per_s for node in run.nodes if node.state == "training" and node.tokens_per_s is not None]
+    speeds = [node.tokens_per_s for node in run.own if node.state == "training" and node.tokens_per_s is not None]
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")

@@ -134,6 +134,7 @@ def test_store_shows_what_the_files_of_all_nodes_hold(node: Node, run_dir: Path,
     assert shown.read() == in_files(run_dir)
     assert (shown.read(), shown.skipped_lines()) == ([], {"n0": 0, "n1": 0})
     assert RunReader(opened()).read() == RunReader(FolderFacts(run_dir)).read()
+    assert shown.ages_s().keys() == {"n0", "n1"} and all(0.0 <= age_s < 100.0 for age_s in shown.ages_s().values())
 
 
 def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(tmp_path: Path, run_dir: Path) -> None:
@@ -148,17 +149,27 @@ def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(
                 raise StoreLost("away")
             return [fact for fact in self.found if fact.node_id not in but_of]
 
+        def unread(self, *, but_of: Collection[str]) -> list[str]:
+            return []
+
+        def ages_s(self) -> dict[str, float]:
+            return {"n0": 7.0, "n1": 7.0}
+
     node, far, now_s = Node(run_dir, "none"), Away(), [0.0]
+    with pytest.raises(StoreLost, match="away"):
+        facts.NearAndFar(FolderFacts(tmp_path / "none"), cast("StoreFacts", Away())).read()
+    both = facts.NearAndFar(FolderFacts(run_dir, most_bytes=100), cast("StoreFacts", far), now=lambda: now_s[0])
     node.start()
-    both = facts.NearAndFar(FolderFacts(run_dir), cast("StoreFacts", far), now=lambda: now_s[0])
-    for _ in range(2):
-        node.train(1)
-        assert {fact.node_id for fact in both.read()} == {"n0"}
-        with pytest.raises(StoreLost, match="away"):
-            both.read()
+    node.train(3)
+    assert {fact.node_id for fact in both.read()} == {"n0"}
+    assert both.has_more
+    while both.has_more:
+        both.read()
+    assert both.unread() == ["the other nodes: away"]
     assert far.asked == 1  # a page does not wait for it at each look
     far.found, now_s[0] = [Fact("n0", {"at_s": 1.0, "step": 1}), Fact("n1", {"at_s": 1.0, "step": 1})], 60.0
-    assert (both.read(), both.node_ids()) == ([Fact("n1", {"at_s": 1.0, "step": 1})], ["n0"])
+    assert (both.read(), both.node_ids(), both.unread()) == ([Fact("n1", {"at_s": 1.0, "step": 1})], ["n0"], [])
+    assert both.ages_s()["n1"] == 7.0 > both.ages_s()["n0"]
 
 
 def test_each_line_is_given_once_over_restarts_of_the_node(node: Node, run_dir: Path, opened: Open) -> None:
@@ -419,6 +430,14 @@ def test_reader_with_another_token_sees_nothing_and_is_told(node: Node, opened: 
         with pytest.raises(ConfigError, match=r"run\.token"):
             look()
     assert shown.skipped_lines() == {}
+
+
+def test_facts_that_are_left_of_a_run_with_another_token_are_said(node: Node, opened: Open) -> None:
+    """There is nothing else in the store that tells it."""
+    node.tell()
+    shown = opened("another")
+    assert (shown.node_ids(), shown.read()) == ([], [])
+    assert shown.unread() == ["n0: sealed with another run.token"]
 
 
 def test_forged_entries_are_skipped_and_counted(node: Node, run_dir: Path, client: redis.Redis, opened: Open) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from tests.made_runs import BEGIN_S, event, joined, run_of
+from tests.made_runs import BEGIN_S, MadeFacts, joined, run_of
 
-from zeroband.errors import ConfigError, StoreLost
+from zeroband.errors import ConfigError
 from zeroband.observe.facts import Fact
 from zeroband.tools.board.app import HEADERS, build_app, names_of
 from zeroband.tools.board.document import Setting
@@ -35,30 +35,6 @@ NODE_KEYS = {
     *("id", "state", "why", "join", "step", "loss", "tokens_per_s", "mfu", "round", "digest", "sent_bytes", "starts"),
     *("received_bytes", "memory_bytes", "last_at_s"),
 }
-
-
-class MadeFacts:
-    """Facts that are there at once, and a problem at will."""
-
-    run_id, place, folder = "run", "made up", None
-
-    def __init__(self, facts: Sequence[Fact]) -> None:
-        self.facts = list(facts)
-        self.problem: Exception | None = None
-
-    def node_ids(self) -> list[str]:
-        return sorted({fact.node_id for fact in self.facts})
-
-    def read(self) -> list[Fact]:
-        if self.problem is not None:
-            raise self.problem
-        new, self.facts = self.facts, []
-        return new
-
-    def skipped_lines(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 def watch_of(facts: Sequence[Fact], **setting: Any) -> RunWatch:
@@ -320,29 +296,3 @@ def test_failure_inside_gives_no_traceback(static: Path, monkeypatch: pytest.Mon
     assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert answer.json() == {"error": "the page failed; its console says why"}
     assert "x-content-type-options" in answer.headers
-
-
-def test_age_counts_from_the_arrival_of_what_is_new() -> None:
-    source = MadeFacts(joined("a", 0))
-    watch = RunWatch(lambda: source, now=lambda: BEGIN_S + 1000)
-    for more in ([event("a", 1, "joined", member_id="a#1", round=0)], []):  # the past may come in pieces
-        watch.look()
-        source.facts = more
-    watch.look()
-    assert json.loads(watch.state(BEGIN_S + 1).body)["age_s"] == 999
-    source.facts = [event("a", 2, "left", reason="done")]
-    watch.look()
-    assert json.loads(watch.state(BEGIN_S + 2).body)["age_s"] < 100
-
-
-def test_store_that_is_away_is_said_and_comes_back() -> None:
-    source = MadeFacts(joined("a", 0))
-    watch = RunWatch(lambda: source)
-    watch.look()
-    source.problem = StoreLost("the store is away")
-    watch.look()
-    assert json.loads(watch.state().body)["problem"] == "the store is away"
-    source.problem, source.facts = None, [event("a", 5, "left", reason="done")]
-    watch.look()
-    state = json.loads(watch.state(BEGIN_S + 5).body)
-    assert (state["problem"], state["nodes"][0]["state"]) == (None, "left")

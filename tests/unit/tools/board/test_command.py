@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.made_runs import run_of
+from tests.made_runs import committed, event, run_of
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import facts
@@ -31,6 +32,15 @@ def write(run_dir: Path, facts: Sequence[Fact]) -> None:
         node_dir.mkdir(parents=True, exist_ok=True)
         with (node_dir / ("events.jsonl" if "kind" in record else "metrics.jsonl")).open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def publish(run_dir: Path, redis_url: str) -> None:
+    """Tell the store what the nodes recorded, sealed with a token."""
+    key = RunKey.of("s3cret", run_dir.name)
+    for node_dir in sorted(run_dir.iterdir()):
+        FactPublisher(
+            node_dir, node_dir.name, lambda: RedisStore(redis_url, run_dir.name, key=key, patience_s=5.0)
+        ).close()
 
 
 def facts_of(rounds: int) -> list[Fact]:
@@ -56,10 +66,8 @@ def test_run_that_appears_later_is_shown(tmp_path: Path) -> None:
     watch = RunWatch(lambda: find_run(tmp_path / "runs"))
     watch.look()
     assert json.loads(watch.state().body)["run_id"] is None
-    before = watch.version
     write(tmp_path / "runs" / "first", facts_of(3))
     watch.look()
-    assert watch.version > before
     state = json.loads(watch.state(2e9).body)
     assert (state["run_id"], state["run"]["round"]) == ("first", 3)
 
@@ -72,6 +80,18 @@ def test_broken_lines_are_said(tmp_path: Path) -> None:
     watch.look()
     state = json.loads(watch.state().body)
     assert state["problem"] == "2 lines of this run's files could not be read; the others are shown"
+    assert state["run"]["round"] == 3
+
+
+def test_file_that_cannot_be_read_costs_that_file_only(tmp_path: Path) -> None:
+    write(tmp_path / "run", facts_of(3))
+    (tmp_path / "run" / "a" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "a" / "metrics.jsonl").mkdir()
+    watch = RunWatch(lambda: find_run(tmp_path))
+    watch.look()
+    state = json.loads(watch.state().body)
+    assert state["problem"] == "cannot read a/metrics.jsonl: Is a directory; all else is shown"
+    assert [node["step"] for node in state["nodes"]] == [0, 3]
     assert state["run"]["round"] == 3
 
 
@@ -112,11 +132,7 @@ def test_run_is_shown_from_its_store_and_orders_are_taken_with_its_token(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "far", facts_of(3))
-    for node_id in ("a", "b"):
-        key = RunKey.of("s3cret", "far")
-        FactPublisher(
-            tmp_path / "far" / node_id, node_id, lambda key=key: RedisStore(redis_url, "far", key=key, patience_s=5.0)
-        ).close()
+    publish(tmp_path / "far", redis_url)
     asked = command.parser().parse_args(["--store", redis_url, "--run-id", "far"])
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
     find, desk, place = command.watched(asked)
@@ -183,6 +199,47 @@ def test_what_crosses_a_network_in_the_clear_is_warned_of(
     said = capsys.readouterr().err
     assert ("everybody who reaches this address can read the run" in said) == warned
     assert ("in the clear: use an ssh tunnel, or put TLS in front" in said) == warned_of_token
+
+
+def test_page_of_a_store_has_the_light_of_detection_and_the_sample(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The harbour was quiet.\n" * 40
+    more = [
+        event("a", 7, "peer_lost", round=4, member_ids=["b#1"]),
+        committed("a", 7.5, 4, ("a",)),
+        event("a", 8, "sample_written", path="sample.txt", text=text),
+    ]
+    write(tmp_path / "lit", [*facts_of(3), *more])
+    publish(tmp_path / "lit", redis_url)
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
+    watch = RunWatch(command.watched(command.parser().parse_args(["--store", redis_url, "--run-id", "lit"]))[0])
+    watch.look()
+    state = json.loads(watch.state().body)
+    detection = state["promises"][3]
+    assert (detection["key"], detection["state"]) == ("detection", "good")
+    assert "fault.detect_s, 5 s" in detection["evidence"][1]
+    assert (state["sample"]["node_id"], state["sample"]["text"]) == ("a", text)
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["there is a run", "facts are left of it"])
+def test_wrong_token_is_said_in_words(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    run_id = f"secret-{is_over}"
+    write(tmp_path / run_id, facts_of(1))
+    publish(tmp_path / run_id, redis_url)
+    if not is_over:
+        with closing(RedisStore(redis_url, run_id, key=RunKey.of("s3cret", run_id), patience_s=5.0)) as store:
+            store.found_or_match({"run.id": run_id})
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "guess")
+    watch = RunWatch(command.watched(command.parser().parse_args(["--store", redis_url, "--run-id", run_id]))[0])
+    watch.look()
+    state = json.loads(watch.state().body)
+    assert "run.token" in state["problem"]
+    assert (state["run_id"], state["nodes"]) == (run_id, [])
+    assert state["run"]["words"] == "Nothing of this run could be read yet."
+    assert "s3cret" not in watch.state().body.decode() and "guess" not in watch.state().body.decode()
 
 
 @pytest.mark.slow

@@ -185,22 +185,30 @@ def test_chronicle_keeps_the_newest_notes_and_counts_all() -> None:
 
 def test_waited_for_is_who_stays_behind_those_that_stand_still(run: RunView) -> None:
     front, other, _, behind = run.nodes
-    nodes = (replace(front, last_at_s=90.0), replace(other, last_at_s=80.0), replace(behind, step=36, last_at_s=99.0))
+    nodes = (replace(front, silent_s=10.0), replace(other, silent_s=20.0), replace(behind, step=36, silent_s=1.0))
     stuck = replace(run, nodes=nodes)
-    assert waited_for(stuck, 100.0) == (("node3",), 10.0)
-    assert in_words(waited_for(stuck, 100.0)) == "node3, for 10 s"
+    assert waited_for(stuck) == (("node3",), 10.0)
+    assert in_words(waited_for(stuck)) == "node3, for 10 s"
 
 
 @pytest.mark.parametrize(
-    ("step", "last_at_s", "tokens"),
-    [(40, 90.0, 0), (36, 96.0, 0), (36, 90.0, 40 * 2100 * 4)],
+    ("step", "silent_s", "tokens"),
+    [(40, 10.0, 0), (36, 4.0, 0), (36, 10.0, 40 * 2100 * 4)],
     ids=["all as far", "not still for long", "its steps take as long"],
 )
-def test_waited_for_is_nobody_where_nobody_waits(run: RunView, step: int, last_at_s: float, tokens: int) -> None:
-    front, other, _, behind = (replace(node, last_at_s=last_at_s, tokens=tokens) for node in run.nodes)
+def test_waited_for_is_nobody_where_nobody_waits(run: RunView, step: int, silent_s: float, tokens: int) -> None:
+    front, other, _, behind = (replace(node, silent_s=silent_s, tokens=tokens) for node in run.nodes)
     nodes = (front, other, replace(behind, step=step))
-    assert waited_for(replace(run, nodes=nodes), 100.0) is None
+    assert waited_for(replace(run, nodes=nodes)) is None
     assert in_words(None) == ""
+
+
+def test_scene_counts_no_node_of_another_run(run: RunView, make_scene: Callable[..., Scene]) -> None:
+    ours = [replace(node, founding="second", founded_at_s=50.0) for node in run.nodes]
+    other = replace(ours[0], node_id="node9", step=90, founding="first", founded_at_s=1.0)
+    scene = make_scene(run=replace(run, nodes=(*ours, other)))
+    assert scene.step == 40
+    assert "node9" not in [node.node_id for node in scene.undisturbed]
 
 
 @pytest.mark.parametrize(

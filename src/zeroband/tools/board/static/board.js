@@ -19,7 +19,7 @@ const shown = { state: null, newest: null, received_ms: 0, made_ms: 0, series: n
 const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
 
 async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
+  const answer = await fetch(path, { cache: "no-cache", signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
 }
