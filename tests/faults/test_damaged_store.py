@@ -26,6 +26,7 @@ def fuzz(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
 
 
+@pytest.mark.soak
 def test_training_goes_on_while_every_key_of_its_store_is_damaged(tmp_path: Path) -> None:
     """No node ends, no round has two results, no sample is lost, all are members in the end."""
     run = fuzz(tmp_path, "--nodes", "2", "--minutes", "0", "--each-key", "--pause-s", "0.2", "--kinds", *KINDS)

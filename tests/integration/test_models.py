@@ -125,7 +125,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
         yield folder / "ckpt" / cluster.run_id, losses(node.metrics(), after=5)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_checkpoint_of_two_ranks_goes_on_with_others(
     ranks: int, two_ranks: tuple[Path, dict[int, tuple[float, object]]], tmp_path: Path
 ) -> None:
