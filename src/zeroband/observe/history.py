@@ -1439,8 +1439,12 @@ def require_line(record: Mapping[str, Any]) -> None:
     if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e11:
         raise ValueError(f"at_s={at_s!r}")
     for name, value in record.items():
-        is_usual = _USUAL.get(name) or (_is_number if "/" in name else None)  # those that nobody here reads are
-        if is_usual is not None and value is not None and not is_usual(value):
+        is_usual = _USUAL.get(name)
+        if is_usual is None:
+            if (type(value) is float and -_MOST < value < _MOST) or "/" not in name:  # nearly all
+                continue
+            is_usual = _is_number
+        if value is not None and not is_usual(value):
             raise ValueError(f"{name}={value!r}")
     if "kind" not in record and not isinstance(record["step"], int):
         raise ValueError("no step")
