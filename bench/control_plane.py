@@ -5,13 +5,15 @@ and main thread of each member do to the store what they do in a run. Some proce
 the times to a decision are those of members that share the processors of this machine.
 
     python bench/control_plane.py --nodes 4 16 64
-    python bench/control_plane.py --nodes 128 --churn    # then 30 % leave at once, and 50 join at once
+    python bench/control_plane.py --nodes 128 --churn     # then 30 % leave at once, and 50 join at once
+    python bench/control_plane.py --nodes 128 --probe     # members probe one another, too, as their guardians do
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import queue
 import tempfile
 import threading
 import time
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,14 @@ import redis
 from evidence import count, require
 
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.neighbours import neighbours, suspects
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -39,6 +45,7 @@ from zeroband.errors import PeerLost
 from zeroband.node.shared_flags import SharedFlags
 
 RUN_ID = "scale"
+KEY, HOST = RunKey(b"k" * 32), "127.0.0.1"
 SHAPE = RunShape(total_steps=10**9, batch_size=32)
 STEPS = 50
 START_S = 600.0
@@ -65,33 +72,45 @@ class Cost:
 
 
 class Lease:
-    """What a guardian does to the store, without its process: takes a lease, renews it, gives it back."""
+    """What a guardian does, without its process: takes a lease, renews it, gives it back, and may probe others."""
 
     pid = 0
 
-    def __init__(self, store: RedisStore, order: GuardianOrder) -> None:
+    def __init__(self, store: RedisStore, order: GuardianOrder, *, probes: bool) -> None:
         self._store, self._order = store, order
+        identity, lease_s = Identity(order.member_id, KEY), order.lease_s
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._links = LinkMonitor(HOST, identity=identity, detect_s=lease_s, on_gone=self._gone.put) if probes else None
         self._stop = threading.Event()
         self._renew(is_first=order.is_first)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _renew(self, *, is_first: bool = False) -> None:
-        order = self._order
-        peer = Peer(order.node_id, order.listen.host, 29700, True)
-        self._store.renew_lease(order.member_id, peer, first=is_first)
+        order, links = self._order, self._links
+        if links is None:
+            self._store.renew_lease(order.member_id, Peer(order.node_id, HOST, 29700, True), first=is_first)
+            return
+        peer = Peer(order.node_id, HOST, links.port, True, links.cut_off(), links.doubted())
+        peers = self._store.renew_lease(order.member_id, peer, first=is_first) or {}
+        asked = neighbours(order.member_id, peers) | suspects(peers)
+        links.watch({m: (HOST, peers[m].port) for m in asked if m != order.member_id})
 
     def _run(self) -> None:
         while not self._stop.wait(self._order.renew_s):
             self._renew()
+            while not self._gone.empty():
+                self._store.expire_lease(self._gone.get())
 
     def is_running(self) -> bool:
         return True
 
     def end(self) -> None:
-        """Renew no more: the lease runs out."""
+        """Renew no more: the lease runs out, unless those who probe this one see that it is gone."""
         self._stop.set()
         self._thread.join()
+        if self._links is not None:
+            self._links.close()
 
     def close(self) -> None:
         self.end()
@@ -102,7 +121,8 @@ class Lease:
 class Node:
     """One member, and what a node has beside it."""
 
-    def __init__(self, url: str, number: int, folder: Path) -> None:
+    def __init__(self, url: str, number: int, folder: Path, *, probes: bool) -> None:
+        self._probes = probes
         self._store = RedisStore(url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
         self._url, self.number = url, number
         self._flags = SharedFlags(folder / f"flags-{number}", create=True)
@@ -118,7 +138,7 @@ class Node:
 
     def _guard(self, order: GuardianOrder) -> Lease:
         store = RedisStore(self._url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
-        self.lease = Lease(store, order)
+        self.lease = Lease(store, order, probes=self._probes)
         return self.lease
 
     def join(self, last: int) -> None:
@@ -185,14 +205,14 @@ class Node:
         self._store.close()
 
 
-def carry(url: str, numbers: Sequence[int], told: Connection) -> None:
+def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool) -> None:
     """A process that carries some members: does what it is told with those that are meant, all at once."""
     nodes: dict[int, Node] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(numbers)) as threads:
 
         def act(what: str, number: int, arguments: Sequence[Any]) -> None:
             if what == "start":
-                nodes[number] = Node(url, number, Path(folder))
+                nodes[number] = Node(url, number, Path(folder), probes=probes)
             elif number in nodes:  # else it has not started, or is not there any more
                 getattr(nodes[number], what)(*arguments)
 
@@ -201,7 +221,7 @@ def carry(url: str, numbers: Sequence[int], told: Connection) -> None:
             doing = [threads.submit(act, what, number, arguments) for number in numbers if number in meant]
             problems = [repr(done.exception()) for done in doing if done.exception() is not None]
             newest = max((node.verdict.round for node in nodes.values() if node.verdict is not None), default=-1)
-            told.send((problems, time.process_time(), newest))
+            told.send((problems, time.process_time(), newest, len(list(Path("/proc/self/fd").iterdir()))))
             if what == "close":
                 return
 
@@ -209,18 +229,21 @@ def carry(url: str, numbers: Sequence[int], told: Connection) -> None:
 class Crowd:
     """Members of one run, in processes that carry them, and the store between them."""
 
-    def __init__(self, server: RedisServer, *groups: range) -> None:
+    def __init__(self, server: RedisServer, *groups: range, probes: bool = False) -> None:
         """`groups`: members that are told what to do together; no process carries members of two."""
+        work = partial(carry, probes=probes)
         self._client = redis.Redis.from_url(server.local_url)
         spawn = multiprocessing.get_context("spawn")
         self._workers: list[tuple[range, Connection]] = []
         self._processes: list[Any] = []
         for numbers in (group[at : at + PER_PROCESS] for group in groups for at in range(0, len(group), PER_PROCESS)):
             ours, theirs = spawn.Pipe()
-            self._processes.append(spawn.Process(target=carry, args=(server.local_url, numbers, theirs), daemon=True))
+            self._processes.append(spawn.Process(target=work, args=(server.local_url, numbers, theirs), daemon=True))
             self._processes[-1].start()
             self._workers.append((numbers, ours))
         self._everybody = range(groups[-1].stop)
+        self.descriptors = 0
+        """Open in the processes of the members that were told something last."""
 
     def have(self, what: str, members: range, *arguments: Any) -> tuple[float, int]:
         """Have these members do something, all at once. Returns their processes' processor time, their newest round."""
@@ -228,9 +251,10 @@ class Crowd:
         for worker in meant:
             worker.send((what, members, *arguments))
         answers = [worker.recv() for worker in meant]
-        problems = [problem for some, _, _ in answers for problem in some]
+        problems = [problem for some, *_ in answers for problem in some]
         require(not problems, "; ".join(problems[:3]))
-        return sum(cpu_s for _, cpu_s, _ in answers), max(newest for _, _, newest in answers)
+        self.descriptors = sum(open for *_, open in answers)
+        return sum(cpu_s for _, cpu_s, *_ in answers), max(newest for _, _, newest, _ in answers)
 
     def cost_of(self, act: Callable[[], object]) -> Cost:
         def now() -> tuple[float, ...]:
@@ -276,6 +300,8 @@ class Figures:
     store_round_cpu_s: float
     clients: float
     """Connections to the store, of one member."""
+    descriptors: float
+    """Open files of one member, sockets nearly all of them."""
 
 
 def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s: float) -> Figures:
@@ -286,7 +312,7 @@ def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s
     crowd.have("round", members, 0.0)
     training = crowd.cost_of(lambda: time.sleep(train_s))
     spent = crowd.cost_of(lambda: [crowd.have("round", members, transfer_s) for _ in range(rounds)])
-    clients = crowd.clients()
+    clients, _ = crowd.clients(), crowd.have("rest", members)
     beside = spent.seconds / training.seconds
     return Figures(
         nodes=nodes,
@@ -298,12 +324,14 @@ def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s
         round_s=spent.seconds / rounds - transfer_s,
         store_round_cpu_s=(spent.store_cpu_s - beside * training.store_cpu_s) / rounds,
         clients=clients / nodes,
+        descriptors=crowd.descriptors / nodes,
     )
 
 
 HEAD = (
     "nodes | sent while training, Mbit/s | of a core, a member | round: MB sent | commands, a member "
-    "| ms of processor, a member | s to the verdict | s of the store's processor | connections, a member"
+    "| ms of processor, a member | s to the verdict | s of the store's processor | connections to the store, a member "
+    "| descriptors, a member"
 )
 
 
@@ -311,7 +339,7 @@ def row(found: Figures) -> str:
     return (
         f"{found.nodes} | {found.training_mbit:.2f} | {found.training_cpu:.4f} | {found.round_bytes / 1e6:.3f} "
         f"| {found.round_commands:.1f} | {1e3 * found.round_cpu_s:.1f} | {found.round_s:.2f} "
-        f"| {found.store_round_cpu_s:.3f} | {found.clients:.1f}"
+        f"| {found.store_round_cpu_s:.3f} | {found.clients:.1f} | {found.descriptors:.0f}"
     )
 
 
@@ -350,13 +378,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--train-s", type=float, default=5.0)
     parser.add_argument("--transfer-s", type=float, default=1.0)
+    parser.add_argument("--probe", action="store_true", help="have members probe one another")
     parser.add_argument("--churn", action="store_true", help="then have some leave, and others join, at once")
     options = parser.parse_args()
     print(HEAD, flush=True)
     for nodes in options.nodes:
         with RedisServer() as server, ExitStack() as stack:
             joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
-            crowd = Crowd(server, range(nodes), joiners)
+            crowd = Crowd(server, range(nodes), joiners, probes=options.probe)
             stack.callback(crowd.close)
             found = figures(crowd, nodes, rounds=options.rounds, train_s=options.train_s, transfer_s=options.transfer_s)
             require(found.round_bytes > 0, "the store sent nothing")

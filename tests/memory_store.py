@@ -317,6 +317,11 @@ class MemoryStore(Store):
         with self.record.changed:
             self.record.links[member_id] = links
 
+    def may_measure(self, member_id: str) -> bool:
+        return True
+
+    def has_measured(self, member_id: str) -> None: ...
+
     def links(self) -> dict[str, LinkRates]:
         with self.record.changed:
             return dict(self.record.links)

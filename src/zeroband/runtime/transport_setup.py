@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.guardian.link_report import PartnersWriter
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
@@ -86,7 +87,8 @@ class TransportSetup:
         """The data path that the configuration asks for."""
         comm, time_outs = self._config.comm, self._config.fault.time_outs
         if comm.backend == "native":
-            reach = None if self._links is None else Reach(self._links, self._addresses)
+            tell_partners = PartnersWriter(self._flags.path.parent).tell
+            reach = None if self._links is None else Reach(self._links, self._addresses, tell_partners)
             return NativePlane(
                 self._config.run.id,
                 self._flags,

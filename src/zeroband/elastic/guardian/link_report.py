@@ -1,20 +1,21 @@
-"""What a guardian knows of the node's links, for the trainer to record: a small file in the node's shared memory.
+"""What guardian and trainer tell one another of the node's links: two small files in the node's shared memory.
 
-The guardian writes it when something changed notably, the trainer reads it. Neither waits for the other.
+The guardian writes how they are when something changed notably, the trainer over which of them it exchanges bytes.
+Neither waits for the other.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroband.elastic.membership.records import LinkRates
 
-LINKS_FILE = "links.json"
-"""Name of the file in the node's folder."""
+LINKS_FILE, PARTNERS_FILE = "links.json", "partners.json"
+"""Names of the files in the node's folder."""
 
 EVERY_S = 3.0
 """Least time between two reports."""
@@ -73,11 +74,7 @@ class LinkWriter:
             return
         self._told, self._told_at_s = links, now_s
         text = json.dumps({"member": self._member_id, "links": {m: asdict(link) for m, link in links.items()}})
-        whole = self._path.with_suffix(".new")
-        try:
-            whole.write_text(text, encoding="utf-8")
-            whole.replace(self._path)
-        except OSError:
+        if not _write(self._path, text):
             self._told = {}  # the next time
 
 
@@ -114,3 +111,41 @@ class LinkReader:
             return None
         self._seen = links
         return [{"to": member, **asdict(link)} for member, link in sorted(links.items())]
+
+
+class PartnersWriter:
+    """The trainer's end: with whom it exchanges bytes, which the guardian then probes, whoever else it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PARTNERS_FILE
+        self._told: frozenset[str] | None = None
+
+    def tell(self, members: Iterable[str]) -> None:
+        partners = frozenset(members)
+        if partners != self._told and _write(self._path, json.dumps(sorted(partners))):
+            self._told = partners
+
+
+class PartnersReader:
+    """The guardian's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PARTNERS_FILE
+
+    def partners(self) -> frozenset[str] | None:
+        """Members with whom the trainer exchanges bytes; None: it does not say, as where it is with all of them."""
+        try:
+            return frozenset(json.loads(self._path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+
+def _write(path: Path, text: str) -> bool:
+    """Replace a file whole, if that can be."""
+    whole = path.with_suffix(".new")
+    try:
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(path)
+    except OSError:
+        return False
+    return True

@@ -108,7 +108,9 @@ class Port:
         for task in [*self._busy]:
             task.cancel()
         if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)  # a call that is seen now would be taken no more
             self._listener.close()
+            self._listener = None
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._busy.add(task)

@@ -30,6 +30,8 @@ _PROBE_BYTES = 8
 _IDLE = 4
 """Multiple of `detect_s` after which a connection without a probe is given up: an asker sends ten in one."""
 _START_DEADLINE_S = 10.0
+_DOUBTED = 1 / 3
+"""Part of `detect_s` without an answer after which a member is doubted."""
 _LEAST_CALL_S = 1.0
 """Least time for the handshake of a probe; a busy machine takes longer for it than for an answer."""
 
@@ -71,7 +73,7 @@ class LinkMonitor:
     probes; it may hand them on, and they are hung up on when it returns. `detect_s`: a member that answers nothing for
     so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
     machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
-    carries, in Mbit/s; asked once for each member that answers, one after the other.
+    carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`.
     Raises ConfigError when it cannot listen.
     """
 
@@ -99,8 +101,10 @@ class LinkMonitor:
         """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
         self._beat_at_s = time.monotonic()
-        self._bursts = asyncio.Lock()
-        """One at a time, so that they do not slow one another."""
+        self._bursts = asyncio.Semaphore(0)
+        """Those that may be made now."""
+        self._unmeasured = 0
+        self._is_measuring = False
         self._loop = asyncio.new_event_loop()
         self._is_listening = threading.Event()
         self.port = 0
@@ -111,17 +115,45 @@ class LinkMonitor:
         if self._problem is not None:
             raise _cannot_listen(host, port, self._problem) from self._problem
 
-    def watch(self, members: Mapping[str, Address]) -> None:
-        """Probe exactly these members from now on."""
+    def watch(self, members: Mapping[str, Address], *, silent_s: Mapping[str, float] | None = None) -> None:
+        """Probe exactly these members from now on. `silent_s`: for how long others have asked some of them in vain."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._set_members, dict(members))
+            self._loop.call_soon_threadsafe(self._set_members, dict(members), dict(silent_s or {}))
+
+    @property
+    def doubt_s(self) -> float:
+        """After so long without an answer a member is doubted."""
+        return _DOUBTED * self._detect_s
 
     def cut_off(self) -> tuple[str, ...]:
         """Members that did not answer for `detect_s`, in the order of their ids."""
+        return self._silent_for(self._detect_s)
+
+    def doubted(self) -> tuple[str, ...]:
+        """Members that did not answer for `doubt_s`, those that are cut off too, in the order of their ids."""
+        return self._silent_for(self.doubt_s)
+
+    def _silent_for(self, seconds: float) -> tuple[str, ...]:
         now_s, links = time.monotonic(), dict(self._links)
         if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
             return ()
-        return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
+        return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > seconds))
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a measurement that was let is not over."""
+        return self._is_measuring
+
+    @property
+    def wants_to_measure(self) -> bool:
+        """Whether a link waits for its measurement, and none is let."""
+        return self._unmeasured > 0 and not self._is_measuring
+
+    def let_measure(self) -> None:
+        """Have one link measured: the run's links are shared, and measurements at one time slow one another."""
+        self._is_measuring = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._bursts.release)
 
     def answered_at_s(self, member: str) -> float | None:
         """When a member answered last, or was first watched, by this process's clock; None: it is not watched."""
@@ -166,7 +198,7 @@ class LinkMonitor:
         """Close all connections, so that those who ask learn at once that nobody answers any more."""
         self._listener.close()
         for link in self._links.values():
-            link.task.cancel()
+            link.end()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -204,12 +236,13 @@ class LinkMonitor:
             if self._askers.get(caller) is task:
                 del self._askers[caller]
 
-    def _set_members(self, members: Mapping[str, Address]) -> None:
+    def _set_members(self, members: Mapping[str, Address], silent_s: Mapping[str, float]) -> None:
         for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
-            self._links.pop(member).task.cancel()
+            self._links.pop(member).end()
         for member, address in members.items():
             if member not in self._links:
-                self._links[member] = _Link(address, self._loop.create_task(self._probe(member, address)))
+                task = self._loop.create_task(self._probe(member, address))
+                self._links[member] = _Link(address, task, time.monotonic() - silent_s.get(member, 0.0))
 
     async def _probe(self, member: str, address: Address) -> None:
         """Ask for as long as it is watched.
@@ -257,23 +290,35 @@ class LinkMonitor:
             return False, was_answered
 
     async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Address], Awaitable[int]]) -> None:
-        async with self._bursts:
+        self._unmeasured += 1
+        try:
+            await self._bursts.acquire()
+        finally:
+            self._unmeasured -= 1
+        try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
                 link.mbit = await measure(member, link.address)
+        finally:
+            self._is_measuring = False
 
 
 class _Link:
     """One member as seen from here."""
 
-    def __init__(self, address: Address, task: asyncio.Task[None]) -> None:
+    def __init__(self, address: Address, task: asyncio.Task[None], answered_at_s: float) -> None:
         self.address = address
         self.task = task
-        self.answered_at_s = time.monotonic()
+        self.answered_at_s = answered_at_s
         self.rtt_s: float | None = None
         """The shortest round trip so far."""
         self.mbit = 0
         """0: not measured."""
         self.measuring: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        for task in (self.task, self.measuring):
+            if task is not None:
+                task.cancel()
 
     def answered(self, asked_at_s: float) -> None:
         self.answered_at_s = time.monotonic()

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import select
 import signal
 import socket
@@ -25,9 +26,10 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
-from zeroband.elastic.guardian.link_report import LinkWriter
+from zeroband.elastic.guardian.link_report import LinkWriter, PartnersReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
+from zeroband.elastic.membership.neighbours import neighbours, suspects
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
@@ -44,6 +46,8 @@ _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _START_DEADLINE_S = 60.0
 _TICK_S = 0.1
 _PREDECESSOR_S = 5.0
+_TURN_S = 1.0
+"""Pause before a member asks again whether it may measure."""
 
 _log = get_logger(__name__)
 
@@ -265,9 +269,17 @@ class _Watch:
             measure=self._measure_rate if listen.run_key else None,
         )
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
+        self._partners = PartnersReader(Path(order.shm_dir))
+        self._members: dict[str, Peer] = {}
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
-        self._cut_off: tuple[str, ...] = ()
+        self._silent: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        """Members that are cut off, and those that are doubted, as it was told last."""
+        self._known_partners: frozenset[str] | None = None
+        self._has_neighbours = False
+        """Whether it probes some of the members only."""
+        self._is_measuring = False
+        self._asks_again_s = 0.0
 
     def takes_lease(self) -> bool:
         """Try to take the lease for the first time; False while the store is out of reach."""
@@ -283,7 +295,7 @@ class _Watch:
         states = [process_state(pid) for pid in self._order.rank_pids]
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
-        if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
+        if deserves_lease and (is_due or self._silences() != self._silent):
             self.renew()
         elif self._liveness.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
             self._store.expire_lease(self._order.member_id)
@@ -291,13 +303,16 @@ class _Watch:
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
         while not self._gone.empty():
             self._store.expire_lease(self._gone.get())
+        if self._partners.partners() != self._known_partners:
+            self._probe()
+        self._take_turns_at_measuring(now_s)
 
     def renew(self, *, is_first: bool = False) -> None:
         """Keep the lease; a refusal goes to the node's flags. Raises StoreLost."""
-        self._cut_off = self._links.cut_off()
+        self._silent = self._silences()
         order = self._order
         port = order.listen.port or self._links.port
-        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, self._cut_off)
+        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._silent)
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
         listed_version = self._flags.listed_version
@@ -306,8 +321,32 @@ class _Watch:
         if members is None:
             self._flags.set_fenced(True)
             return
-        others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
-        self._links.watch(others)
+        self._members = members
+        self._probe()
+
+    def _silences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Members that are cut off; and those that others are to ask too, where not everybody asks everybody anyhow."""
+        return self._links.cut_off(), self._links.doubted() if self._has_neighbours else ()
+
+    def _probe(self) -> None:
+        """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
+        own, members, partners = self._order.member_id, self._members, self._partners.partners()
+        near, doubted = neighbours(own, members), suspects(members)
+        self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
+        wanted = members.keys() if partners is None else {*near, *partners, *doubted}
+        addresses = {m: (members[m].host, members[m].port) for m in wanted if m in members and m != own}
+        self._links.watch(addresses, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
+
+    def _take_turns_at_measuring(self, now_s: float) -> None:
+        """Measure a link if it is this member's turn. Raises StoreLost."""
+        if self._is_measuring and not self._links.is_measuring:
+            self._store.has_measured(self._order.member_id)
+            self._is_measuring = False
+        if self._links.wants_to_measure and now_s >= self._asks_again_s:
+            self._asks_again_s = now_s + random.uniform(0.5, 1.5) * _TURN_S
+            if self._store.may_measure(self._order.member_id):
+                self._is_measuring, self._asks_again_s = True, now_s
+                self._links.let_measure()
 
     async def _pass_on(self, connection: socket.socket, what: HandedOver) -> None:
         """Give the trainer a connection of which the other end is a node of this run."""

@@ -211,6 +211,8 @@ class Peer:
     """Whether others may fetch its state."""
     cut_off: tuple[str, ...] = ()
     """Members that did not answer its probes for `fault.detect_s`."""
+    doubted: tuple[str, ...] = ()
+    """Members that did not answer them for a part of that, so that others ask them too."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready,
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -132,6 +132,14 @@ class Store(Protocol):
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         """Say what a member knows of its links, for whoever proposes an opening."""
+        ...
+
+    def may_measure(self, member_id: str) -> bool:
+        """Whether a member may measure one of its links now: few of a whole run do at one time."""
+        ...
+
+    def has_measured(self, member_id: str) -> None:
+        """Let another member measure."""
         ...
 
     def links(self) -> Mapping[str, LinkRates]:

@@ -55,6 +55,9 @@ FACTS_TTL_S = ROUND_TTL_S
 FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
 """At most so much of what a node recorded is kept; the newest stays."""
 
+MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
+"""At most so many links of a run are measured at one time, each for so long."""
+
 HISTORY_LENGTH = 1000
 """Verdicts kept for readers of the run's history."""
 
@@ -126,6 +129,7 @@ class Keys:
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
         self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
+        self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
         self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
         self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
@@ -191,28 +195,24 @@ class RedisStore(Store):
         self._answer_s = min(max(1.0, lease_s), patience_s)
         self._redis = connect(url, timeout_s=self._answer_s)
         self._view = self._script(scripts.VIEW, _VIEW)
-        self._open, self._begin, self._fail, self._order, self._clear, self._end_lease = (
+        self._open, self._begin, self._fail, self._order = (
+            self._script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
+        )
+        self._clear, self._end_lease, self._tell_links, self._measure = (
             self._script(text, _FLAG)
-            for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER, scripts.CLEAR, scripts.END_LEASE)
+            for text in (scripts.CLEAR, scripts.END_LEASE, scripts.TELL_LINKS, scripts.MEASURE)
         )
         self._commit, self._restore = (self._script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
-        self._renew, self._leave = (
-            self._script(scripts.RENEW, _RENEWAL),
-            self._script(scripts.LEAVE, (list, list)),
-        )
+        self._renew = self._script(scripts.RENEW, _RENEWAL)
+        self._leave = self._script(scripts.LEAVE, (list, list))
         self._found = self._script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
-        self._read, self._read_history = (
-            self._script(scripts.READ, (_TEXT, _TEXT, _TEXT)),
-            self._script(scripts.READ_HISTORY, list),
-        )
-        self._tell_links = self._script(scripts.TELL_LINKS, _FLAG)
+        self._read = self._script(scripts.READ, (_TEXT, _TEXT, _TEXT))
+        self._read_history = self._script(scripts.READ_HISTORY, list)
         self._read_links = self._script(scripts.READ_LINKS, (_TIMES, _WORDS))
         self._add_once = self._script(scripts.ADD_ONCE, int)
         self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
-        self._read_facts, self._read_nodes = (
-            self._script(scripts.READ_FACTS, list),
-            self._script(scripts.READ_NODES, list),
-        )
+        self._read_facts = self._script(scripts.READ_FACTS, list)
+        self._read_nodes = self._script(scripts.READ_NODES, list)
         self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
 
     def _script(self, text: str, answer: Shape) -> StoreScript:
@@ -533,6 +533,12 @@ class RedisStore(Store):
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self._judge.seal_links(member_id, links)
         self._run(self._tell_links, [self.keys.links, self.keys.changes], [member_id, sealed, RUN_TTL_S])
+
+    def may_measure(self, member_id: str) -> bool:
+        return bool(self._run(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
+
+    def has_measured(self, member_id: str) -> None:
+        self._call(lambda: self._redis.zrem(self.keys.measuring, member_id))
 
     def links(self) -> Mapping[str, LinkRates]:
         keys, known = self.keys, self._known()

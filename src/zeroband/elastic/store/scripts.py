@@ -494,6 +494,25 @@ return {redis.call('HMGET', KEYS[2], 'born', 'n', 'links'), since(KEYS[1], known
 """,
 )
 
+MEASURE = _script(
+    "zset",
+    """
+-- KEYS: measuring   ARGV: member most lasts_ms
+-- measuring: member -> when its measurement is over at the latest
+local now = time_ms()
+local lasts = tonumber(ARGV[3])
+for _, bounds in ipairs({{'-inf', now}, {'(' .. now + lasts, '+inf'}}) do
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], bounds[1], bounds[2])) do
+    redis.call('ZREM', KEYS[1], member)
+  end
+end
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], now + lasts, ARGV[1])
+redis.call('EXPIRE', KEYS[1], math.ceil(lasts / 1000))
+return 1
+""",
+)
+
 SAY = _script(
     "hash",
     """

@@ -70,6 +70,13 @@ class Gathering:
     def total_bytes(self) -> int:
         return sum(self.lengths)
 
+    def partners(self, member: int, receiver: int | None) -> frozenset[int]:
+        """Members with whom one exchanges bytes, by their places. `receiver`: the place of the one that gets them."""
+        receivers = set(range(len(self.lengths))) if receiver is None else {receiver}
+        senders = {place for place, length in enumerate(self.lengths) if length > 0}
+        found = (receivers if member in senders else set[int]()) | (senders if member in receivers else set[int]())
+        return frozenset(found - {member})
+
     def part_of(self, member: int) -> slice:
         """Where the payload of the n-th member lies among all of them."""
         start = sum(self.lengths[:member])

@@ -59,6 +59,13 @@ class Shape:
     is_ring: bool
     chunk_numel: int
 
+    def partners(self, member: int) -> frozenset[int]:
+        """Members with whom one exchanges bytes, by their places."""
+        if not self.is_ring:
+            return frozenset(range(len(self.order))) - {member}
+        at = self.order.index(member)
+        return frozenset({self.order[at - 1], self.order[(at + 1) % len(self.order)]}) - {member}
+
 
 @dataclass(frozen=True)
 class Encoded:

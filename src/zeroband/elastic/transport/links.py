@@ -103,12 +103,14 @@ class Links:
         state = self.state(member)
         return state.is_up and (state.streams >= streams or not _dials(own, member))
 
-    def connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
-        """Have a link to each of these members, and to nobody else.
+    def connect(
+        self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool], *, keep: Iterable[str] = ()
+    ) -> tuple[str, ...]:
+        """Have a link to each of these members, and to nobody else; one that there is to a member of `keep` may stay.
 
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
-        self._forget_all_but(others)
+        self._forget_all_but({*others, *keep})
         connecting = self._connect(own, others, is_aborted)
         try:
             asyncio.get_running_loop()

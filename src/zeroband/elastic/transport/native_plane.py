@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -36,6 +36,10 @@ _ASK_S = 1.0
 _log = get_logger(__name__)
 
 
+def _tell_nobody(_members: Iterable[str]) -> None:
+    """For partners that nobody wants to know of."""
+
+
 @dataclass(frozen=True)
 class Reach:
     """How a node comes to the others of its run."""
@@ -43,6 +47,8 @@ class Reach:
     links: Links
     addresses: Callable[[Sequence[str]], Mapping[str, Address]]
     """Where these members listen, as far as the store knows. Raises StoreLost."""
+    tell_partners: Callable[[Iterable[str]], None] = _tell_nobody
+    """Told with which members this node exchanges bytes."""
 
 
 class NativePlane:
@@ -84,6 +90,10 @@ class NativePlane:
         self._shortage: str | None = None
         """The shortage of descriptors, as it was said last."""
         self._learned = LearnedRates()
+        self._partners: tuple[int, frozenset[str]] = 0, frozenset()
+        """Epoch, and the members with whom bytes were exchanged in it."""
+        if reach is not None:
+            reach.tell_partners(())
 
     def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
         opening, numel = request.opening, request.result.numel()
@@ -93,12 +103,13 @@ class NativePlane:
             self._take_alone(request)
             return 0, 0
         shape = shape_of(numel, self._codec, opening.shares, opening.network)
+        partners = shape.partners(opening.members.index(request.member_id))
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             place, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
             return engine.start(*place, *buffers, allowed=allowed, errors=request.residual, encoded=request.encoded)
 
-        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),))
+        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
         opening = request.opening
@@ -123,7 +134,8 @@ class NativePlane:
             )
 
         kind = (gathering.total_bytes, gathering.number)
-        return self._operate(self._reach, start, request, kind, lane=gathering.number)
+        partners = gathering.partners(opening.members.index(request.member_id), receiver)
+        return self._operate(self._reach, start, request, kind, partners, lane=gathering.number)
 
     def _operate(
         self,
@@ -131,20 +143,22 @@ class NativePlane:
         start: Callable[[Engine, _Place, float], Running],
         request: RoundRequest,
         kind: Kind,
+        partners: Iterable[int],
         *,
         lane: int = 0,
     ) -> tuple[int, int]:
         """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
         opening, member_id = request.opening, request.member_id
-        self._connect(reach, opening, member_id)
-        for member in opening.members:
+        others = {opening.members[place]: place for place in sorted(partners)}
+        self._connect(reach, opening, member_id, tuple(others))
+        for member in others:
             reach.links.set_congestion(member, self._tuning(member).congestion)
         links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         points = self._faults.transfer(opening.round)
         running = start(reach.links.engine, _Place(operation, at, links), points.stops[0] if points.stops else 1.0)
         try:
-            run = _Run(running, opening, at, reach.links, self._limits, self._flags, points)
+            run = _Run(running, opening, others, reach.links, self._limits, self._flags, points)
             meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
             self._pace(run, kind)
             self._await(run, meter)
@@ -176,10 +190,13 @@ class NativePlane:
         if request.residual is not None:
             request.residual.zero_()
 
-    def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
-        """Have links to all other members. Raises PeerLost, naming those that are not reached."""
-        others = [member for member in opening.members if member != member_id]
-        self._limits.forget_all_but(others)
+    def _connect(self, reach: Reach, opening: Opening, member_id: str, others: Sequence[str]) -> None:
+        """Have links to these members, and keep those to the opening's others. Raises PeerLost, naming who is away."""
+        if opening.epoch != self._partners[0]:
+            self._partners = opening.epoch, frozenset()
+        self._partners = opening.epoch, self._partners[1] | frozenset(others)
+        reach.tell_partners(self._partners[1])
+        self._limits.forget_all_but(opening.members)
         for member in others:  # one that went silent between two rounds would be found out in the middle of this one
             if reach.links.state(member).silent_s > self._limits.of_link(member).limit_s:
                 reach.links.drop(member)
@@ -197,7 +214,7 @@ class NativePlane:
             streams = sum(reach.links.state(member).streams for member in others)
             return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
 
-        away = reach.links.connect(member_id, wanted, is_over)
+        away = reach.links.connect(member_id, wanted, is_over, keep=opening.members)
         if away and self._is_aborted(opening):
             raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
@@ -295,8 +312,8 @@ class _Run:
 
     running: Running
     opening: Opening
-    at: int
-    """This node's place among the members."""
+    partners: Mapping[str, int]
+    """The members with whom bytes are exchanged, and their places among all."""
     links: Links
     limits: StallLimits
     flags: SharedFlags
@@ -318,7 +335,7 @@ class _Run:
         return min(_ASK_S, self.limits.bounds.beat_s)
 
     def traffic(self) -> dict[str, Traffic]:
-        return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
+        return {member: self.running.traffic(place) for member, place in self.partners.items()}
 
     def look(self, meter: Meter) -> None:
         """See how far it is, and go on from where it was to stand still."""
@@ -349,7 +366,7 @@ class _Run:
         if now_s - self.asked_at_s < self.ask_s:
             return {}
         self.asked_at_s = now_s
-        states = {m: self.links.state(m) for i, m in enumerate(self.opening.members) if i != self.at}
+        states = {member: self.links.state(member) for member in self.partners}
         self._require_heard(states)
         self._require_progress(states, now_s)
         return states

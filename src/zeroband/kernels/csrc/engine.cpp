@@ -163,7 +163,9 @@ RunningPtr Engine::start(std::unique_ptr<Transfer> transfer, std::vector<uint32_
     for (const uint32_t member : others) {
         const uint32_t link = running->link_of[member];
         const LinkState state = link_state(link);
-        if (!state.is_up) running->transfer->end(PEER_LOST, member);
+        const Traffic traffic = running->transfer->traffic(member);
+        const bool is_needed = traffic.to_send_bytes + traffic.to_receive_bytes > 0;
+        if (is_needed && !state.is_up) running->transfer->end(PEER_LOST, member);
     }
     for (const auto& loop : loops_) loop->retry_held();
     awaken(*running, others);

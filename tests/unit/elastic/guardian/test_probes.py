@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
@@ -14,6 +15,7 @@ from zeroband.elastic.guardian import probes as links
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
 
 HOST = "127.0.0.1"
@@ -46,12 +48,16 @@ def gone() -> queue.SimpleQueue[str]:
     return queue.SimpleQueue()
 
 
+Measure = Callable[[str, Address], Awaitable[int]]
+
+
 @pytest.fixture
 def open_monitor(gone: queue.SimpleQueue[str]) -> Iterator[OpenMonitor]:
     monitors: list[LinkMonitor] = []
 
-    def open_one(member: str = A, *, detect_s: float = DETECT_S) -> LinkMonitor:
-        monitors.append(LinkMonitor(HOST, identity=Identity(member, KEY), detect_s=detect_s, on_gone=gone.put))
+    def open_one(member: str = A, *, detect_s: float = DETECT_S, measure: Measure | None = None) -> LinkMonitor:
+        identity = Identity(member, KEY)
+        monitors.append(LinkMonitor(HOST, identity=identity, detect_s=detect_s, on_gone=gone.put, measure=measure))
         return monitors[-1]
 
     yield open_one
@@ -308,6 +314,47 @@ def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent:
     clock.jumped_s = 60.0
     assert monitor.cut_off() == ()
     until(lambda: monitor.cut_off() == (B,))
+
+
+def test_member_is_doubted_before_it_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor = open_monitor(detect_s=1000.0)
+    assert (monitor.doubt_s, monitor.doubted()) == (pytest.approx(1000 / 3), ())
+    monitor.watch({B: address_of(silent)}, silent_s={B: 400.0, C: 2000.0})
+    until(lambda: monitor.doubted() == (B,))
+    assert monitor.cut_off() == ()
+
+
+def test_member_that_others_asked_in_vain_is_cut_off_so_much_sooner(
+    open_monitor: OpenMonitor, silent: socket.socket
+) -> None:
+    monitor, sound = open_monitor(detect_s=1000.0), open_monitor(C)
+    monitor.watch({B: address_of(silent), C: (HOST, sound.port)}, silent_s={B: 1001.0, C: 1001.0})
+    until(lambda: monitor.cut_off() == (B,))
+    monitor.watch({B: address_of(silent), C: (HOST, sound.port)}, silent_s={C: 1001.0})
+    assert not monitor.cut_off() or C not in monitor.cut_off(), "it has answered since"
+
+
+def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: OpenMonitor) -> None:
+    asked, may_end = list[str](), threading.Event()
+
+    async def measure(member: str, address: Address) -> int:
+        asked.append(member)
+        while not may_end.is_set():
+            await asyncio.sleep(0.001)
+        return 7
+
+    monitor, others = open_monitor(measure=measure), {member: open_monitor(member) for member in (B, C)}
+    monitor.watch({member: (HOST, other.port) for member, other in others.items()})
+    until(lambda: monitor.wants_to_measure)
+    assert asked == []
+    monitor.let_measure()
+    until(lambda: len(asked) == 1)
+    assert monitor.is_measuring and not monitor.wants_to_measure, "it waits for the end of the first"
+    may_end.set()
+    until(lambda: not monitor.is_measuring and monitor.wants_to_measure)
+    monitor.let_measure()
+    until(lambda: [link.mbit_s for link in monitor.seen().values()] == [7, 7])
+    assert sorted(asked) == [B, C] and not monitor.wants_to_measure
 
 
 def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:

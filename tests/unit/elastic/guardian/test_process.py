@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from zeroband.elastic.guardian.link_report import LinkReader
+from zeroband.elastic.guardian.link_report import LinkReader, PartnersWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
     GuardianOrder,
@@ -30,6 +30,7 @@ from zeroband.elastic.guardian.process import (
     speaks,
 )
 from zeroband.elastic.guardian.rate import answer_rate
+from zeroband.elastic.membership.neighbours import neighbours
 from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver, channel
@@ -329,6 +330,51 @@ def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
     guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
     assert guarded.said().cut_off == ()
     _until(lambda: guarded.said().cut_off == (OTHER,))
+
+
+def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
+    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, many = RunKey(b"k" * 32), [f"m{number}#1" for number in range(20)]
+    watched = list[set[str]]()
+    monkeypatch.setattr(
+        LinkMonitor,
+        "watch",
+        lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
+    )
+    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    writer = PartnersWriter(Path(guarded.order.shm_dir))
+    near = neighbours(MEMBER, many)
+    far = sorted(set(many) - near)
+    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
+    try:
+        for member in many:
+            store.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
+        _until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
+        writer.tell(())
+        _until(lambda: watched[-1] == near)
+        writer.tell([far[0], "gone#1"])
+        _until(lambda: watched[-1] == {*near, far[0]})
+        store.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
+        _until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(("members", "doubted"), [(4, ()), (20, ("m1#1",))])
+def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
+    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch, members: int, doubted: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(LinkMonitor, "doubted", lambda self: ("m1#1",))
+    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
+    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
+    try:
+        for number in range(members):
+            store.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
+        PartnersWriter(Path(guarded.order.shm_dir)).tell(())
+        _until(lambda: guarded.said().doubted == doubted)
+    finally:
+        store.close()
 
 
 def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(

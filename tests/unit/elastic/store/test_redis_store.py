@@ -27,7 +27,14 @@ from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.judge import Judge
-from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, RedisStore
+from zeroband.elastic.store.redis_store import (
+    HISTORY_LENGTH,
+    MEASURED_AT_ONCE,
+    MEASURING_MS,
+    ROUND_TTL_S,
+    SPENT_TTL_S,
+    RedisStore,
+)
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
@@ -346,6 +353,18 @@ def test_wait_ends_at_once_where_another_thread_has_seen_more(
         threads.submit(store.view, 0).result()
     monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
     assert store.await_change(0, seen, within_s=1e6).opening == opening
+
+
+def test_few_links_of_a_run_are_measured_at_one_time(store: RedisStore, redis_client: redis.Redis) -> None:
+    few = [f"m{number}#1" for number in range(MEASURED_AT_ONCE)]
+    assert [store.may_measure(member) for member in (*few, A, B)] == [*[True] * MEASURED_AT_ONCE, False, False]
+    store.has_measured(few[1])
+    assert [store.may_measure(member) for member in (A, B)] == [True, False]
+    redis_client.zadd(store.keys.measuring, {few[0]: 1, few[2]: float("inf")})  # it died; somebody's nonsense
+    assert [store.may_measure(member) for member in (B, C, few[0])] == [True, True, False]
+    redis_client.set(store.keys.measuring, "nonsense")
+    assert store.may_measure(A)
+    assert 0 < redis_client.ttl(store.keys.measuring) <= MEASURING_MS / 1000
 
 
 def test_decision_that_fell_while_links_were_read_is_not_waited_for(

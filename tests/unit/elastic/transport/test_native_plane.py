@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
 from math import ceil
 from pathlib import Path
@@ -29,6 +30,7 @@ from zeroband.elastic.transport.handshake import OPEN, new_session
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, Reach
 from zeroband.elastic.transport.rate_control import Middle
+from zeroband.elastic.transport.shape import shape_of
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.elastic.transport.tuning import LinkTuning
 from zeroband.errors import PeerLost, TransferStalled
@@ -101,7 +103,8 @@ class Node:
         self._flags = SharedFlags(folder / member_id, create=True)
         self._main = ThreadPoolExecutor(1)
         self.addresses: dict[str, Address] = {}
-        reach = Reach(self.links, addresses=lambda members: self.addresses)
+        self.partners: Iterable[str] = ("not told",)
+        reach = Reach(self.links, lambda members: self.addresses, partial(setattr, self, "partners"))
         self.plane = NativePlane(
             "run", self._flags, CODECS["fp32"], reach, FaultPoints(()), streams=streams, paced=True, bounds=bounds
         )
@@ -148,6 +151,31 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node
     yield made
     for node in made:
         node.close()
+
+
+def around(members: Sequence[str]) -> list[tuple[str, str]]:
+    """Who stands before and behind each in a ring."""
+    return list(zip((*members[-1:], *members[:-1]), (*members[1:], *members[:1]), strict=True))
+
+
+def test_ring_takes_links_between_neighbours_alone(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = tuple(f"{name}#1" for name in "abcde")
+    opening = replace(OPENING, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
+    five = [*nodes, *(Node(member, tmp_path, bounds=BOUNDS) for member in members[3:])]
+    monkeypatch.setattr(native_module, "shape_of", lambda *given: replace(shape_of(*given), is_ring=True))
+    try:
+        for one, other in zip(five, [*five[1:], five[0]], strict=True):
+            join(one, other)
+        results = [node.reduce(opening) for node in five]
+        means = [result.result(DEADLINE_S) for result in results]
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        torch.testing.assert_close(means[0], SOURCE)
+        assert [set(node.partners) for node in five] == [{before, after} for before, after in around(members)]
+    finally:
+        for node in five[3:]:
+            node.close()
 
 
 def test_link_whose_packets_vanish_is_dropped_and_the_one_to_a_late_member_is_not(nodes: list[Node]) -> None:
