@@ -130,8 +130,12 @@ class LinkMonitor:
         return self._silent_for(self._detect_s)
 
     def doubted(self) -> tuple[str, ...]:
-        """Members that did not answer for `doubt_s`, those that are cut off too, in the order of their ids."""
-        return self._silent_for(self.doubt_s)
+        """Members that did not answer for `doubt_s`, those that are cut off too, in the order of their ids.
+
+        None where they are three quarters of those who are asked, or more: it is this node then that is cut off.
+        """
+        silent = self._silent_for(self.doubt_s)
+        return silent if 4 * len(silent) < 3 * len(self._links) else ()
 
     def _silent_for(self, seconds: float) -> tuple[str, ...]:
         now_s, links = time.monotonic(), dict(self._links)

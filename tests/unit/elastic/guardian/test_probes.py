@@ -317,11 +317,18 @@ def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent:
 
 
 def test_member_is_doubted_before_it_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
-    monitor = open_monitor(detect_s=1000.0)
+    monitor, address = open_monitor(detect_s=1000.0), address_of(silent)
     assert (monitor.doubt_s, monitor.doubted()) == (pytest.approx(1000 / 3), ())
-    monitor.watch({B: address_of(silent)}, silent_s={B: 400.0, C: 2000.0})
+    monitor.watch({B: address, C: address}, silent_s={B: 400.0, "d#1": 2000.0})
     until(lambda: monitor.doubted() == (B,))
     assert monitor.cut_off() == ()
+
+
+def test_node_that_hardly_anybody_answers_doubts_nobody(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor, address = open_monitor(detect_s=1000.0), address_of(silent)
+    monitor.watch(dict.fromkeys((B, C, "d#1", "e#1"), address), silent_s=dict.fromkeys((B, C, "d#1"), 1001.0))
+    until(lambda: monitor.cut_off() == (B, C, "d#1"))
+    assert monitor.doubted() == ()
 
 
 def test_member_that_others_asked_in_vain_is_cut_off_so_much_sooner(

@@ -56,10 +56,12 @@ def test_both_ends_of_a_doubted_or_cut_link_are_suspects_and_strangers_are_not()
 
 def found_within_one_detection(cut: Collection[Pair]) -> set[Pair]:
     """Cut pairs that one of the two has found itself when the first doubts were told."""
-    silent = {own: {other for other in neighbours(own, MANY) if frozenset((own, other)) in cut} for own in MANY}
-    peers = {own: Peer(own, "host", 1, False, (), tuple(sorted(others))) for own, others in silent.items()}
-    asked = suspects(peers)
-    return {frozenset((own, other)) for own in MANY for other in {*asked, *silent[own]} if {own, other} in cut}
+    asked = {own: neighbours(own, MANY) for own in MANY}
+    silent = {own: {other for other in asked[own] if frozenset((own, other)) in cut} for own in MANY}
+    told = {own: sorted(others) if 4 * len(others) < 3 * len(asked[own]) else [] for own, others in silent.items()}
+    peers = {own: Peer(own, "host", 1, False, (), tuple(others)) for own, others in told.items()}
+    doubted = suspects(peers)
+    return {frozenset((own, other)) for own in MANY for other in {*doubted, *silent[own]} if {own, other} in cut}
 
 
 def cuts() -> Iterator[tuple[str, set[Pair]]]:
