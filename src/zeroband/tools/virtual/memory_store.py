@@ -1,6 +1,7 @@
-"""A store in the memory of one process: nodes are threads, a change wakes who waits, a test moves the clock.
+"""A store in the memory of one process, whose clock its owner moves: for runs in virtual time, and for tests.
 
-It keeps the contract of `tests/contract/test_store.py`, as `RedisStore` does, and shares no code with that.
+It keeps the contract of `Store` as `RedisStore` does, and shares no code with that. Nodes may be threads: a change
+wakes who waits.
 """
 
 from __future__ import annotations
@@ -250,8 +251,16 @@ class MemoryStore(Store):
         with record.changed:
             self._wake()
             opening, holds = self._opening(), record.leases.get(member_id, 0) > record.now_ms
-            is_newer = opening is not None and opening.version > listed_version
-            if is_newer and not (first or holds or member_id in (*opening.members, *opening.late)):
+            is_newer = (
+                opening is not None
+                and opening.version > listed_version
+                and member_id
+                not in (
+                    *opening.members,
+                    *opening.late,
+                )
+            )
+            if is_newer and not (first or holds):
                 return None
             record.leases[member_id] = record.now_ms + self._lease_ms
             record.pulse_ms = record.now_ms
@@ -390,5 +399,5 @@ class MemoryStore(Store):
 
 
 def _age(verdict: Verdict | None) -> tuple[int, int]:
-    """Of two verdicts the one of the higher round, and then of the newer opening, counts."""
+    """What of two verdicts is higher: the round, and then the version of the opening."""
     return (-1, -1) if verdict is None else (verdict.round, verdict.opening.version)

@@ -1,0 +1,83 @@
+"""A run in virtual time goes as the rules say, and takes what its models say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zeroband.tools.cluster.simulate import main
+from zeroband.tools.virtual.models import NodeModel, RunModel, fetch_s, transfer_s
+from zeroband.tools.virtual.run import Found, VirtualRun
+
+STEP_S, INNER_STEPS, AGREEMENT_S = 2.0, 10, 0.4
+FOUR = RunModel((NodeModel(STEP_S, 100),) * 4, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.0)
+LOSING = replace(FOUR, nodes=FOUR.nodes * 4, mtbf_s=600.0, away_s=60.0, jitter=0.1)
+
+
+def play(model: RunModel, rounds: int, **more: Any) -> Found:
+    return VirtualRun(replace(model, **more)).play(rounds)
+
+
+def test_round_takes_its_steps_its_transfer_and_the_agreement() -> None:
+    found = play(FOUR, 10)
+    moved_s = transfer_s(FOUR, range(4))
+    assert moved_s > 1.2, "a node sends and receives 15 MB at 100 Mbit/s"
+    assert found.seconds == pytest.approx(AGREEMENT_S + 10 * (INNER_STEPS * STEP_S + moved_s + AGREEMENT_S))
+    assert (found.rounds, found.tokens, found.members) == (10, 4 * 10 * INNER_STEPS, 40)
+    assert found.goodput == pytest.approx(10 * INNER_STEPS * STEP_S / found.seconds)
+    assert sum(found.spent_s.values()) == pytest.approx(4 * found.seconds)
+
+
+def test_overlap_hides_what_is_shorter_than_the_steps() -> None:
+    found = play(FOUR, 10, overlaps=True)
+    moved_s = transfer_s(FOUR, range(4)) + AGREEMENT_S
+    assert found.seconds == pytest.approx(AGREEMENT_S + 10 * INNER_STEPS * STEP_S + moved_s)
+    slow = play(FOUR, 10, overlaps=True, encoded_bytes=10**9)
+    assert slow.seconds == pytest.approx(
+        AGREEMENT_S + INNER_STEPS * STEP_S + 10 * (transfer_s(replace(FOUR, encoded_bytes=10**9), range(4)) + 0.4)
+    )
+
+
+def test_round_waits_for_the_slowest_unless_there_is_a_deadline() -> None:
+    nodes = (*FOUR.nodes[:3], NodeModel(10 * STEP_S, 100))
+    waiting, going = play(FOUR, 10, nodes=nodes), play(FOUR, 100, nodes=nodes, straggler_s=1.0)
+    assert waiting.seconds / 10 > 10 * INNER_STEPS * STEP_S
+    assert going.seconds / 100 < 1.5 * INNER_STEPS * STEP_S
+    assert going.tokens > 3 * 100 * INNER_STEPS, "what the slow one learned counts, too"
+    assert 300 < going.members < 320
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("straggler_s", [None, 1.0])
+def test_run_outlasts_its_losses_and_each_sample_counts_once(overlaps: bool, straggler_s: float | None) -> None:
+    found = play(LOSING, 100, overlaps=overlaps, straggler_s=straggler_s)
+    assert found.losses > 20 and found.joins > 10 and found.reopened > 0
+    assert 0.3 < found.goodput < 0.9 and found.spent_s["away"] > 0
+    assert found == play(LOSING, 100, overlaps=overlaps, straggler_s=straggler_s), "the same seed"
+    assert found != VirtualRun(replace(LOSING, overlaps=overlaps, straggler_s=straggler_s), seed=1).play(100)
+
+
+def test_lost_node_costs_the_others_the_detection_and_a_transfer_once() -> None:
+    """Of two runs of which one loses a node that stays away."""
+    whole = play(FOUR, 20)
+    lost = VirtualRun(replace(FOUR, mtbf_s=1e9, away_s=1e9))
+    lost.lose_at(3, 5 * (INNER_STEPS * STEP_S))
+    found = lost.play(20)
+    assert (found.losses, found.members) == (1, 4 * 4 + 3 * 16)
+    most_s = FOUR.detect_s + transfer_s(FOUR, range(4)) + 2 * AGREEMENT_S
+    assert 0 < found.seconds - whole.seconds < most_s + 16 * 1.0, "three send no more than four"
+
+
+def test_joiner_fetches_the_state_before_it_takes_part() -> None:
+    assert fetch_s(FOUR, 0) == pytest.approx(8 * 80 / 100 + 0.1)
+
+
+def test_command_prints_what_came_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--nodes", "8", "--params", "10M", "--mbit", "100,50", "--rounds", "20", "--mtbf-s", "3000"]
+    assert main(["--virtual", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "20 rounds of 8 nodes" in said and "every sample was trained once" in said
+    assert main(["--virtual", *arguments[:-1], "0"]) == 2
+    assert "--mtbf-s: '0' is not a number above 0" in capsys.readouterr().err
