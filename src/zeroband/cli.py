@@ -51,6 +51,7 @@ _COMMANDS = {
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
     "report": _Command("tools.report.command", "RUN_DIR: everything about a run in one HTML file, for later"),
+    "store": _Command("tools.store", "serve as the store of a run, until Ctrl-C; no Redis to set up"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),

@@ -146,6 +146,15 @@ class RedisServer:
         assert self._process is not None, "not started"
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def said(self) -> str:
+        """What the server wrote into its log."""
+        return (self._folder / "redis.log").read_text(errors="replace").strip() or "nothing"
+
     def start(self, *, empty: bool = False) -> RedisServer:
         """Run it and wait until it answers; with what it held if it is persistent, and not to come back `empty`."""
         assert self._process is None, "started already"
@@ -160,9 +169,9 @@ class RedisServer:
         end_s = time.monotonic() + _START_DEADLINE_S
         while not answers(self._socket):
             if self._process.poll() is not None or time.monotonic() > end_s:
-                said = log.read_text(errors="replace").strip()
+                said = self.said
                 self.close()
-                raise ConfigError(f"{self._program} does not answer on its socket; it said: {said or 'nothing'}")
+                raise ConfigError(f"{self._program} does not answer on its socket; it said: {said}")
             time.sleep(0.005)
         return self
 
