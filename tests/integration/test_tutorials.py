@@ -50,7 +50,6 @@ def test_tutorials_come_out_as_they_say(names: tuple[str, ...], tmp_path: Path) 
         opened.follow(*(TUTORIALS / f"{name}.md" for name in names))
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_tutorial_of_data_trains_two_nodes_on_each_sample_once(tmp_path: Path) -> None:
     with terminals(tmp_path) as opened:
