@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from zeroband.config.cautions import method_of, overlap_steps, round_steps
 from zeroband.config.stability import Method
@@ -20,9 +20,6 @@ from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import find_run_dir
 from zeroband.runtime.run_folder import CONFIG_FILE
 from zeroband.tools.plan.forecast import HEADERS, STORE_TRIPS, Forecast, Job, Link, forecast_of
-
-_FIRST_ROUNDS = 1
-"""Rounds of each node that are left out: in them nodes connect and measure their links."""
 
 _USUAL_RTT_S = 1e-3
 """Round trip between nodes where none was measured: those of one machine."""
@@ -81,39 +78,24 @@ def read_run(folder: Path) -> Recorded:
         method = "eager"  # which takes as long
     if outer is None or method is None:
         raise ConfigError(f"{run_dir}: its nodes do not train by a method that the planner knows")
-    records = [found for found in metrics.values() if len(_rounds(found)) > _FIRST_ROUNDS]
+    rounds = [round for lines in metrics.values() for round in _rounds(lines)]
     params = next((e["parameters"] for e in events if e["kind"] == "node_started" and e.get("parameters")), None)
-    if not records or params is None:
-        raise ConfigError(
-            f"{run_dir}: no node committed {_FIRST_ROUNDS + 1} rounds; let the run go on, then plan again"
-        )
-    return _measure(run_dir.name, method, outer, codec, float(params), records, events)
-
-
-def _measure(
-    name: str,
-    method: Method,
-    outer: Mapping[str, Any],
-    codec: str | None,
-    params: float,
-    records: Sequence[Sequence[Mapping[str, Any]]],
-    events: Iterable[Mapping[str, Any]],
-) -> Recorded:
-    rounds = [line for found in records for line in _rounds(found)[_FIRST_ROUNDS:]]
-    agreement_s, straggling_s = _waits(rounds)
-    link, link_mbit = _link(rounds, events, agreement_s)
-    job = _job(outer, method, params, records, straggling_s)
+    if not rounds or params is None:
+        raise ConfigError(f"{run_dir}: no node committed two rounds with others; let the run go on, then plan again")
+    steps_s = [max(0.0, line["train/step_s"] - _of(line, "blocked_s")) for lines in metrics.values() for line in lines]
+    link, link_mbit = _link(rounds, events)
+    job = _job(outer, method, float(params), rounds, median(steps_s))
     found = Recorded(
-        name=name,
+        name=run_dir.name,
         method=method,
         codec=codec or ("int8" if outer["type"] == "diloco" else "fp32"),
         job=job,
         link=link,
         link_mbit=link_mbit,
         rounds=len(rounds),
-        round_s=_round_s(records),
+        round_s=fmean(round.took_s for round in rounds),
         transfer_s=_usual(rounds, "transfer_s"),
-        own_s=_own_s(rounds, outer),
+        own_s=_own_s(rounds),
         sent_bytes=_usual(rounds, "sent_bytes"),
     )
     said = found.forecast
@@ -121,9 +103,7 @@ def _measure(
     return replace(found, job=replace(job, own_factor=found.own_s / said_own_s if found.own_s and said_own_s else 1.0))
 
 
-def _link(
-    rounds: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]], agreement_s: float
-) -> tuple[Link, float | None]:
+def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tuple[Link, float | None]:
     """The rates that transfers reached, and the slowest link between two nodes in Mbit/s as they measured it."""
     links = [link for event in events if event["kind"] == "links" for link in event["links"]]
     rtts_ms = [link["rtt_ms"] for link in links if link.get("rtt_ms")]
@@ -133,25 +113,20 @@ def _link(
         up_bytes_per_s=max(1.0, _usual(rounds, "sent_bytes") * each_byte),
         down_bytes_per_s=max(1.0, _usual(rounds, "received_bytes") * each_byte),
         rtt_s=min(rtts_ms) / 1e3 if rtts_ms else _USUAL_RTT_S,
-        store_rtt_s=max(agreement_s, _SHORTEST_S) / STORE_TRIPS,
+        store_rtt_s=max(_last_waits_s(rounds), _SHORTEST_S) / STORE_TRIPS,
     )
     return reached, min(mbits, default=None)
 
 
-def _job(
-    outer: Mapping[str, Any],
-    method: Method,
-    params: float,
-    records: Sequence[Sequence[Mapping[str, Any]]],
-    straggling_s: float,
-) -> Job:
+def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequence[_Round], step_s: float) -> Job:
     """The settings of a run, with the step that it measured."""
-    step_s = median(max(0.0, line["train/step_s"] - _of(line, "blocked_s")) for found in records for line in found)
-    steps, fragments = round_steps(outer) or _steps_between(records), int(outer.get("fragments") or 1)
+    fragments = int(outer.get("fragments") or 1)
+    between = round_steps(outer) or round(fragments * median(one.steps for one in rounds))
+    steps = max(1, between)
     is_demo = method == "demo"
     return Job(
         params=params,
-        nodes=max(int(line["outer/nodes"]) for found in records for line in _rounds(found)),
+        nodes=max(int(one.line["outer/nodes"]) for one in rounds),
         step_s=step_s,
         inner_steps=steps,
         sparse_steps=steps,
@@ -161,21 +136,39 @@ def _job(
         demo_overlap=overlap_steps(outer) if is_demo else 0,
         relay="aggregator" if outer.get("aggregator") else "none",
         cores=1.0,
-        slowest_step_s=step_s + straggling_s * fragments / steps,
+        slowest_step_s=step_s + _straggling_s(rounds, outer) * fragments / steps,
     )
 
 
-def _own_s(rounds: Sequence[Mapping[str, Any]], outer: Mapping[str, Any]) -> float:
-    """Seconds of own work in a round; where the rest of it passes beside training, what its end says."""
+def _own_s(rounds: Sequence[_Round]) -> float:
+    """Seconds of own work in a round: of its end at least, where the rest passes beside training."""
+    others_s = (_of(one.line, "blocked_s") - _of(one.line, "wait_s") - _of(one.line, "transfer_s") for one in rounds)
+    return max(_usual(rounds, "apply_s"), median(others_s))
+
+
+def _last_waits_s(rounds: Iterable[_Round]) -> float:
+    """Seconds that the last member of a round waits, which is for the store."""
+    return median(map(min, _waits(rounds)))
+
+
+def _straggling_s(rounds: Sequence[_Round], outer: Mapping[str, Any]) -> float:
+    """Seconds of a round in which training stands still for slower members; it does not where waits pass beside it."""
     if overlap_steps(outer):
-        return _usual(rounds, "apply_s")
-    parts = [(_of(line, "blocked_s"), _of(line, "wait_s") + _of(line, "transfer_s")) for line in rounds]
-    return max(_usual(rounds, "apply_s"), median(blocked_s - others_s for blocked_s, others_s in parts))
+        return fmean(max(0.0, _of(one.line, "blocked_s") - _of(one.line, "apply_s")) for one in rounds)
+    return fmean(fmean(waits) - min(waits) for waits in _waits(rounds))
 
 
-def _usual(rounds: Sequence[Mapping[str, Any]], name: str) -> float:
+def _waits(rounds: Iterable[_Round]) -> list[list[float]]:
+    """What the members waited, round by round."""
+    by_round: dict[int, list[float]] = defaultdict(list)
+    for one in rounds:
+        by_round[int(one.line["outer/round"])].append(_of(one.line, "wait_s"))
+    return list(by_round.values())
+
+
+def _usual(rounds: Iterable[_Round], name: str) -> float:
     """Median of a metric of rounds."""
-    return median(_of(line, name) for line in rounds)
+    return median(_of(one.line, name) for one in rounds)
 
 
 def _lines(run_dir: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -209,39 +202,27 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _rounds(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that end a round with other nodes."""
-    return [line for line in records if "outer/transfer_s" in line and int(line.get("outer/nodes") or 1) > 1]
+class _Round(NamedTuple):
+    """The line of a node that ends a round with others, and what lies between it and the round before."""
+
+    line: Mapping[str, Any]
+    steps: int
+    took_s: float
 
 
-def _waits(rounds: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds in a round that its last member waits, which is for the store, and that the others wait for it."""
-    by_round: dict[int, list[float]] = defaultdict(list)
-    for line in rounds:
-        by_round[int(line["outer/round"])].append(_of(line, "wait_s"))
-    last_s = [min(waits) for waits in by_round.values()]
-    return median(last_s), fmean(fmean(waits) - min(waits) for waits in by_round.values())
+def _rounds(lines: Iterable[Mapping[str, Any]]) -> list[_Round]:
+    """A node's rounds without its first one, in which it measures its links, and without a flush of several at once."""
+    found: list[_Round] = []
+    before, steps, took_s = None, 0, 0.0
+    for line in lines:
+        steps, took_s = steps + 1, took_s + float(line["train/step_s"])
+        if "outer/transfer_s" in line and int(line.get("outer/nodes") or 1) > 1:
+            number = int(line["outer/round"])
+            if before is not None and number == before + 1:
+                found.append(_Round(line, steps, took_s))
+            before, steps, took_s = number, 0, 0.0
+    return found
 
 
 def _of(line: Mapping[str, Any], name: str) -> float:
     return float(line.get(f"outer/{name}") or 0.0)
-
-
-def _steps_between(records: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """Inner steps of a round, where a time decides about them."""
-    return max(1, round(sum(map(len, records)) / sum(len(_rounds(found)) for found in records)))
-
-
-def _round_s(records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """Mean of the time between two rounds, by the durations of the inner steps."""
-    found: list[float] = []
-    for lines in records:
-        since_s = 0.0
-        of_node: list[float] = []
-        for line in lines:
-            since_s += float(line["train/step_s"])
-            if "outer/transfer_s" in line:
-                of_node.append(since_s)
-                since_s = 0.0
-        found += of_node[_FIRST_ROUNDS:]
-    return fmean(found)

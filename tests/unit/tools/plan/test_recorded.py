@@ -13,11 +13,12 @@ from zeroband import cli
 from zeroband.errors import ConfigError
 from zeroband.tools.plan.forecast import forecast_of
 from zeroband.tools.plan.recorded import Recorded, read_run
+from zeroband.tools.plan.units import human_time
 
 PARAMS, STEPS, TWICE = 935_040, 10, 2.0
 
 Row = tuple[float, float, float, float, float, float]
-"""Seconds of a round of one node: of its first nine steps, of the tenth with the outer step, of which it was blocked,
+"""Seconds of a round of one node: of all its steps but the last, of that with the outer step, and in the round blocked,
 waited, transferred and applied."""
 
 # zeroband simulate 2 1 src/zeroband/train.py @debug/sparseloco, then @debug/diloco: 2 cores that other work shared.
@@ -53,30 +54,62 @@ DILOCO: Sequence[Sequence[Row]] = (
         (5.809, 1.823, 1.1701, 1.1506, 0.0071, 0.0025),
     ),
 )
+STREAMING: Sequence[Sequence[Row]] = (
+    (
+        (2.213, 0.45, 0.008, 0.0193, 0.0515, 0.0078),
+        (1.935, 0.416, 0.0026, 0.1012, 0.0109, 0.0025),
+        (2.017, 0.719, 0.0111, 0.023, 0.0301, 0.0109),
+        (2.794, 0.912, 0.0069, 0.0227, 0.1088, 0.0067),
+        (2.733, 0.711, 0.0023, 0.0493, 0.053, 0.0022),
+        (2.24, 0.671, 0.0102, 0.0944, 0.0786, 0.007),
+    ),
+    (
+        (1.504, 0.43, 0.0101, 0.3128, 0.0426, 0.0099),
+        (1.935, 0.325, 0.0042, 0.6567, 0.0709, 0.004),
+        (2.133, 0.439, 0.0034, 0.6264, 0.0091, 0.0032),
+        (2.956, 0.94, 0.0159, 0.9771, 0.1057, 0.0158),
+        (2.712, 0.655, 0.0132, 0.5974, 0.0178, 0.0131),
+        (2.483, 0.544, 0.0209, 0.2475, 0.0563, 0.0208),
+    ),
+)
+"""Of @debug/streaming: a fragment every five steps, which travels beside the next two."""
+
 SENT = {"sparseloco": 25_713, "diloco": 949_652}
 MBIT = {"sparseloco": 371, "diloco": 10_568}
 
 
 def recorded_run(folder: Path, outer_type: str, nodes: Sequence[Sequence[Row]]) -> Path:
     """Write what the nodes of such a run leave in its directory."""
+    outer = f'[outer]\ntype = "{outer_type}"\ninner_steps = {STEPS}\nfragments = 1\noverlap = 0\n'
+    link = {"to": "other#1", "mbit_s": MBIT[outer_type], "rtt_ms": 0.29, "is_cut_off": False}
     for number, rows in enumerate(nodes):
         node = folder / f"node{number}"
         node.mkdir(parents=True)
-        outer = f'[outer]\ntype = "{outer_type}"\ninner_steps = {STEPS}\nfragments = 1\noverlap = 0\n'
         (node / "config.toml").write_text(f'{outer}\n[comm]\ncodec = "none"\n', encoding="utf-8")
-        link = {"to": "other#1", "mbit_s": MBIT[outer_type], "rtt_ms": 0.29, "is_cut_off": False}
         _write(
             node / "events.jsonl",
             [{"kind": "node_started", "parameters": PARAMS}, {"kind": "links", "links": [link]}],
         )
-        _write(node / "metrics.jsonl", list(_steps(rows, SENT[outer_type])))
+        _write(node / "metrics.jsonl", _steps(rows, SENT[outer_type], STEPS))
     return folder
 
 
-def _steps(rows: Sequence[Row], sent_bytes: int) -> Sequence[Mapping[str, Any]]:
+def streaming_run(folder: Path) -> Path:
+    """Write what the streaming run left, with its last line, a flush of two fragments at once."""
+    recorded_run(folder, "diloco", STREAMING)
+    for node, rows in zip(sorted(folder.iterdir()), STREAMING, strict=True):
+        outer = '[outer]\ntype = "diloco"\ninner_steps = 10\nfragments = 2\noverlap = 2\nmerge = "mix"\n'
+        (node / "config.toml").write_text(f'{outer}\n[comm]\ncodec = "int4"\n', encoding="utf-8")
+        lines = _steps(rows, 248_336, STEPS // 2)
+        flush = {"outer/round": len(rows) + 2, "outer/sent_bytes": 2 * 248_336, "outer/wait_s": 60.0}
+        _write(node / "metrics.jsonl", [*lines, {**lines[-1], **flush}])
+    return folder
+
+
+def _steps(rows: Sequence[Row], sent_bytes: int, steps: int) -> list[Mapping[str, Any]]:
     lines: list[Mapping[str, Any]] = []
     for number, (before_s, last_s, *parts) in enumerate(rows, start=1):
-        lines += [_step(len(lines) + i, before_s / (STEPS - 1)) for i in range(1, STEPS)]
+        lines += [_step(len(lines) + i, before_s / (steps - 1)) for i in range(1, steps)]
         names = ("blocked_s", "wait_s", "transfer_s", "apply_s")
         timed = {f"outer/{name}": part for name, part in zip(names, parts, strict=True)}
         moved = {"outer/sent_bytes": sent_bytes, "outer/received_bytes": sent_bytes}
@@ -103,6 +136,11 @@ def dense(tmp_path: Path) -> Path:
     return recorded_run(tmp_path / "dense", "diloco", DILOCO)
 
 
+@pytest.fixture
+def streamed(tmp_path: Path) -> Path:
+    return streaming_run(tmp_path / "streamed")
+
+
 def ratio(forecast: float, was: float) -> float:
     return max(forecast / was, was / forecast)
 
@@ -114,16 +152,16 @@ def test_settings_of_a_run_are_read(dense: Path) -> None:
     assert found.job.step_s == pytest.approx(0.9, abs=0.3)
 
 
-@pytest.mark.parametrize("name", ["sparse", "dense"])
+@pytest.mark.parametrize("name", ["sparse", "dense", "streamed"])
 def test_forecast_of_the_same_settings_is_within_twice_of_what_was_measured(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     found: Recorded = read_run(request.getfixturevalue(name))
     said = found.forecast
-    assert ratio(said.round_s, found.round_s) < TWICE
-    assert ratio(said.transfer_s, found.transfer_s) < TWICE
-    assert ratio(said.own_s + said.beside_s - found.link.agreement_s, found.own_s) < TWICE
-    assert ratio(said.sent_bytes, found.sent_bytes) < 1.01
+    assert ratio(said.round_s / found.times, found.round_s) < TWICE
+    assert ratio(said.transfer_s / found.times, found.transfer_s) < TWICE
+    assert ratio((said.own_s + said.beside_s) / found.times - found.link.agreement_s, found.own_s) < TWICE
+    assert ratio(said.sent_bytes / found.times, found.sent_bytes) < 1.01
 
 
 def test_one_run_forecasts_the_round_of_the_other_method(sparse: Path, dense: Path) -> None:
@@ -144,6 +182,35 @@ def test_wait_for_a_slow_node_is_not_taken_for_the_store(tmp_path: Path) -> None
     assert found.job.straggling_s(STEPS, 1) == pytest.approx((2.0 - 0.04) / 2)
 
 
+@pytest.mark.parametrize(("name", "method"), [("sparse", "sparseloco"), ("dense", "diloco"), ("streamed", "streaming")])
+def test_command_without_other_options_has_the_forecast_of_the_run_in_its_table(
+    name: str, method: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = request.getfixturevalue(name)
+    assert cli.main(["plan", "--from", str(run_dir)]) == 0
+    said = read_run(run_dir).forecast
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == [method, said.codec])
+    shown = (human_time(said.transfer_s), human_time(said.round_s), f"{100 * said.compute_utilisation:.1f} %")
+    assert all(f"  {cell}  " in row for cell in shown), (row, shown)
+
+
+def test_fragments_are_rounds_of_their_own_and_a_flush_of_several_is_left_out(streamed: Path) -> None:
+    found = read_run(streamed)
+    assert (found.method, found.codec, found.times, found.job.inner_steps, found.job.overlap) == (
+        "streaming", "int4", 2, 10, 2,
+    )  # fmt: skip
+    assert (found.rounds, found.sent_bytes) == (10, 248_336)
+
+
+def test_own_work_is_what_training_stood_still_for_without_waits_and_transfer(sparse: Path, streamed: Path) -> None:
+    assert read_run(sparse).own_s == pytest.approx((0.094 + 0.1081) / 2)
+    assert read_run(streamed).own_s == pytest.approx(0.00685)  # its end, where the rest passes beside training
+
+
+def test_waits_that_pass_beside_training_are_no_straggling(streamed: Path) -> None:
+    assert read_run(streamed).job.straggling_s(STEPS, 2) < 0.01
+
+
 def test_command_shows_the_run_beside_its_forecast_and_plans_others(
     sparse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +226,7 @@ def test_command_shows_the_run_beside_its_forecast_and_plans_others(
     ("missing", "message"),
     [
         ("config.toml", "no node left its config.toml there"),
-        ("metrics.jsonl", "no node committed 2 rounds; let the run go on, then plan again"),
+        ("metrics.jsonl", "no node committed two rounds with others; let the run go on, then plan again"),
     ],
 )
 def test_run_with_nothing_to_learn_from_is_refused(sparse: Path, missing: str, message: str) -> None:
