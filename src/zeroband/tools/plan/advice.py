@@ -45,7 +45,7 @@ def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Cautio
     is_sparse = forecast.method == "sparseloco"
     setting = AlgorithmSetting(
         method=forecast.method,
-        nodes=job.nodes,
+        nodes=job.senders if forecast.method == "demo" else job.nodes,  # of which it counts what comes from each
         params=job.params,
         inner_steps=forecast.round_steps,
         total_steps=knobs.total_steps,

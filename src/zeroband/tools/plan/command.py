@@ -1,12 +1,15 @@
 """`zeroband plan`: what fits, before anything is rented.
 
-Two questions, which may be asked together:
+Two questions, which may be asked together, and a run to learn from:
 
     zeroband plan @FILE --key value --gpus 8 --gpu-memory 80GB    does a run fit into the memory of a machine
     zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2   which method fits a link
     zeroband plan @FILE --gpus 8 --gpu-memory 80GB --nodes 8 --up 1gbit --gpu-tflops 989 --mfu 0.4   both
+    zeroband plan --from runs/default --nodes 16 --up 100mbit   what a run measured, with other nodes or links
 
-Predicts; measures nothing. Exit codes: 0; 2 for arguments that make no sense; 3 where the memory does not suffice.
+Predicts; measures nothing. --from takes a run's own step, rates, waits and work for what no other option says.
+--sites, --quorum and --relay store describe a forecast: no setting of a run does what they stand for.
+Exit codes: 0; 2 for arguments that make no sense; 3 where the memory does not suffice.
 """
 
 from __future__ import annotations
@@ -15,40 +18,58 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
 from zeroband.tools.plan.advice import Advice, OuterKnobs, advise, cautions_of
-from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
+from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
 from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
-from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_size, parse_whole
+from zeroband.tools.plan.recorded import Recorded, read_run
+from zeroband.tools.plan.units import (
+    human_time,
+    parse_count,
+    parse_positive,
+    parse_rate,
+    parse_share,
+    parse_size,
+    parse_whole,
+)
 
 _EXIT_CONFIG, _EXIT_UNFIT = 2, 3
 _OF_A_LINK = ("params", "nodes", "up", "step_s")
-_COLUMNS = (
-    "method",
-    "values",
-    "steps",
-    "sent",
-    "received",
-    "at a time",
-    "transfer",
-    "own",
-    "waits",
-    "computes",
-    "2N/sent",
-    "link",
-)
+_COLUMNS = {
+    "method": "",
+    "values": "how a value travels",
+    "steps": "inner steps of a round; all that follows is of one node in one round",
+    "sent": "bytes up",
+    "received": "bytes down",
+    "at a time": "bytes up in one synchronisation: what the link has to carry at once",
+    "transfer": "time in which bytes travel, beside training or not",
+    "own": "time of the node's own work for a round, in which training stands still",
+    "waits": "time in which training waits for the link, the others and the store",
+    "round": "time from one round to the next",
+    "computes": "part of the time in which the node trains",
+    "saves": "how many times less than 2 bytes a parameter and step it has to say",
+    "link": "how many times as fast it must be for the target; `none is`: no link would do",
+}
+"""Columns of the table, and what they mean."""
 
 _T = TypeVar("_T")
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for. Returns the exit code."""
-    options, of_run = _parser().parse_known_args(argv)
+    parser = _parser()
+    options, of_run = parser.parse_known_args(argv)
     try:
+        recorded = read_run(options.from_run) if options.from_run else None
+        if recorded is not None:
+            parser.set_defaults(**_defaults_from(recorded, is_up_given=options.up is not None))
+            options, of_run = parser.parse_known_args(argv)
+            print(f"{_what_was_measured(recorded)}\n")
         fits = _plan_memory(options, of_run) if of_run else True
         if not of_run or options.up:
             _plan_link(options)
@@ -92,18 +113,60 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         usage="zeroband plan [@FILE] [--key value ...] [options]",
     )
+    parser.add_argument(
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id> to learn from"
+    )
+    _add_machine(parser)
+    _add_link(parser)
+    _add_methods(parser)
+    return parser
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """What a node is, and how many there are."""
     parser.add_argument("--gpus", default="1", help="of one node, a rank on each; default: %(default)s")
     parser.add_argument("--gpu-memory", help="of one GPU: 80GB, 79.6GiB")
     parser.add_argument("--gpu-tflops", help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
     parser.add_argument("--mfu", default=0.4, type=float, help="part of them that training uses; default: %(default)s")
     parser.add_argument("--params", help="of the model: 1e9, 150M, 7B")
     parser.add_argument("--nodes", help="machines that train together")
+    parser.add_argument("--step-s", help="seconds of an inner step of one node")
+    parser.add_argument("--slowest-step-s", help="the same of the slowest node; default: --step-s")
+    parser.add_argument("--grace-s", help="most seconds that others wait for it (outer.straggler_deadline_s)")
+    parser.add_argument("--quorum", help="part of the nodes that must be there before the grace begins; default: any")
+    parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu",
+        help="where state and codec are; gpu: on each of --gpus, by counted bytes, not measured; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--own-factor", default="1",
+        help="times as long as the constants say a node's own part takes; default: %(default)s",
+    )  # fmt: skip
+
+
+def _add_link(parser: argparse.ArgumentParser) -> None:
+    """What lies between the nodes."""
     parser.add_argument("--up", help="rate at which the slowest node sends: 20mbit, 1gbit")
     parser.add_argument("--down", help="rate at which it receives; default: --up")
+    parser.add_argument("--efficiency", default="1", help="part of the rates that transfers get; default: %(default)s")
     parser.add_argument("--rtt-ms", default="100", help="round trip between the nodes; default: %(default)s")
     parser.add_argument("--store-rtt-ms", help="round trip to the store; default: --rtt-ms")
-    parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
-    parser.add_argument("--step-s", help="seconds of an inner step of one node")
+    parser.add_argument(
+        "--store-trips", default=str(STORE_TRIPS), help="to the store in a synchronisation; default: %(default)s"
+    )
+    parser.add_argument(
+        "--sites", help="whose nodes count as one on the links between sites; what moves inside a site is not counted"
+    )
+    parser.add_argument(
+        "--relay", choices=("none", "store", "aggregator"), default="none",
+        help="sparse payloads go to each node, or up once to where all read them, as in an object store, or to one "
+        "that combines them (outer.aggregator, which demo has)",
+    )  # fmt: skip
+
+
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    """The knobs of the methods, and what they are judged by."""
     parser.add_argument("--inner-steps", default="100", help="of diloco, streaming, eager; default: %(default)s")
     parser.add_argument("--sparse-steps", default="30", help="inner steps of sparseloco; default: %(default)s")
     parser.add_argument("--fragments", default="5", help="of streaming; default: %(default)s")
@@ -112,19 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--demo-overlap", type=int, choices=(0, 1), default=0, help="steps that demo's payload may travel"
     )
-    parser.add_argument(
-        "--relay",
-        choices=("none", "store", "aggregator"),
-        default="none",
-        help="sparse payloads go to each node, or up once to where all read them, or to one that combines them",
-    )
     parser.add_argument("--outer-lr", help="to judge; default: what is safe for each method")
     parser.add_argument("--outer-momentum", default=0.9, type=float, help="default: %(default)s")
     parser.add_argument("--total-steps", help="inner steps of the run, to judge whether the rounds are enough")
     parser.add_argument(
         "--target", default=0.95, type=float, help="part of the time to compute in; default: %(default)s"
     )
-    return parser
 
 
 def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
@@ -146,12 +202,31 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
         demo_overlap=options.demo_overlap,
         relay=options.relay,
         cores=_named("--cores", parse_positive, options.cores),
+        device=options.device,
+        gpus=_named("--gpus", parse_whole, options.gpus),
+        own_factor=_named("--own-factor", parse_positive, options.own_factor),
+        sites=_given("--sites", parse_whole, options.sites),
+        slowest_step_s=_given("--slowest-step-s", parse_positive, options.slowest_step_s),
+        grace_s=_given("--grace-s", parse_positive, options.grace_s),
+        quorum=_given("--quorum", parse_share, options.quorum) or 0.0,
     )
-    lr = _named("--outer-lr", parse_positive, options.outer_lr) if options.outer_lr else None
-    total_steps = _named("--total-steps", parse_whole, options.total_steps) if options.total_steps else None
-    rtt_s = _named("--rtt-ms", parse_positive, options.rtt_ms) / 1e3
-    store_rtt_s = _named("--store-rtt-ms", parse_positive, options.store_rtt_ms) / 1e3 if options.store_rtt_ms else None
-    return job, Link(up, down, rtt_s, store_rtt_s), OuterKnobs(lr, options.outer_momentum, total_steps), options.target
+    if job.sites is not None and job.sites > job.nodes:
+        raise ConfigError(f"--sites: {job.sites} sites need a node each, and there are {job.nodes}")
+    store_rtt_ms = _given("--store-rtt-ms", parse_positive, options.store_rtt_ms)
+    link = Link(
+        up,
+        down,
+        rtt_s=_named("--rtt-ms", parse_positive, options.rtt_ms) / 1e3,
+        store_rtt_s=None if store_rtt_ms is None else store_rtt_ms / 1e3,
+        store_trips=_named("--store-trips", parse_positive, options.store_trips),
+        efficiency=_named("--efficiency", parse_share, options.efficiency),
+    )
+    knobs = OuterKnobs(
+        _given("--outer-lr", parse_positive, options.outer_lr),
+        options.outer_momentum,
+        _given("--total-steps", parse_whole, options.total_steps),
+    )
+    return job, link, knobs, options.target
 
 
 def _named(flag: str, parse: Callable[[str], _T], text: str) -> _T:
@@ -161,16 +236,70 @@ def _named(flag: str, parse: Callable[[str], _T], text: str) -> _T:
         raise ConfigError(f"{flag}: {error}") from None
 
 
+def _given(flag: str, parse: Callable[[str], _T], text: str | None) -> _T | None:
+    return None if text is None else _named(flag, parse, text)
+
+
+def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, str]:
+    """What the options stand for that are left out, as a run measured it; --down follows an --up that is given."""
+    job, link = recorded.job, recorded.link
+    steps = job.inner_steps
+    fragments = next(count for count in (job.fragments if job.fragments > 1 else 5, 4, 3, 2, 1) if steps % count == 0)
+    overlap = job.overlap if recorded.method == "streaming" else min(5, steps // fragments - 1)
+    found = {
+        "params": f"{job.params:.0f}",
+        "nodes": str(job.nodes),
+        "step_s": f"{job.step_s:.6f}",
+        "rtt_ms": f"{1e3 * link.rtt_s:.6f}",
+        "store_rtt_ms": f"{1e3 * (link.store_rtt_s or link.rtt_s):.6f}",
+        "cores": f"{job.cores:g}",
+        "own_factor": f"{job.own_factor:.6f}",
+        "k": str(job.k),
+        "relay": job.relay,
+        "slowest_step_s": f"{job.slowest_step_s or job.step_s:.6f}",
+    }
+    if not is_up_given:
+        for name, rate in (("up", link.up_bytes_per_s), ("down", link.down_bytes_per_s)):
+            found[name] = f"{rate * 8 / 1e6:.6f}mbit"
+    if recorded.method in ("diloco", "streaming", "eager"):
+        return found | {"inner_steps": str(steps), "fragments": str(fragments), "overlap": str(overlap)}
+    return found | ({"sparse_steps": str(steps)} if recorded.method == "sparseloco" else {})
+
+
+def _what_was_measured(recorded: Recorded) -> str:
+    """What a run measured, beside the forecast of its own settings."""
+    job, said = recorded.job, recorded.forecast
+    link = min(recorded.link.up_bytes_per_s, recorded.link.down_bytes_per_s) * 8 / 1e6
+    if recorded.efficiency is None or recorded.link_mbit is None:
+        of_link = ""
+    else:
+        part = f"{100 * recorded.efficiency:.0f} %"
+        of_link = (
+            f", {part} of the slowest link that nodes measured, {recorded.link_mbit:g} Mbit/s; "
+            "where transfers are long, an --efficiency for an --up that you give"
+        )
+    rows = (
+        ("a round", recorded.round_s, said.round_s / recorded.times),
+        ("transfer", recorded.transfer_s, said.transfer_s / recorded.times),
+        ("own work", recorded.own_s, (said.own_s + said.beside_s) / recorded.times - recorded.link.agreement_s),
+    )
+    return "\n".join(
+        [
+            f"{recorded.name}: {recorded.method}, {said.codec} values, {job.nodes} nodes",
+            *(f"  {name}: {human_time(was_s)}, by the formulas {human_time(is_s)}" for name, was_s, is_s in rows),
+            f"  transfers got {_digits(link)} Mbit/s{of_link}",
+        ]
+    )
+
+
 def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnobs, target: float) -> str:
     """The whole answer as text."""
-    rows = [_COLUMNS, *(_row(forecast, job, target) for forecast in found)]
+    rows = [tuple(_COLUMNS), *(_row(forecast, job, target) for forecast in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [
         "",
-        "Bytes of one node in a round of so many steps; 2N/payload compares what it has to say with 2 bytes a",
-        "parameter and step; own: what the node itself does for a round while training stands still; link: how many",
-        f"times as fast it must be to compute {100 * target:g} % of the time.",
+        *_legend(job, target),
         "",
         f"take {advice.forecast.method} with {advice.forecast.codec} values:",
         *(f"  - {reason}" for reason in advice.reasons),
@@ -182,6 +311,21 @@ def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnob
     return "\n".join([*lines, *(["", "warnings:", *warnings] if warnings else [])])
 
 
+def _legend(job: Job, target: float) -> list[str]:
+    """What the columns mean, and what is not in them."""
+    width = max(map(len, _COLUMNS))
+    lines = [f"  {name:<{width}}  {meaning}" for name, meaning in _COLUMNS.items() if meaning]
+    lines.append(f"the target: to train {100 * target:g} % of the time")
+    if job.sites is not None:
+        lines.append(
+            f"{job.nodes} nodes at {job.sites} sites: each site is one node on the links between them; what moves "
+            "inside a site is not counted"
+        )
+    if job.device == "gpu":
+        lines.append("own work on GPUs is counted from bytes and instructions, not measured")
+    return lines
+
+
 def _row(forecast: Forecast, job: Job, target: float) -> tuple[str, ...]:
     faster = forecast.faster_link(target)
     return (
@@ -191,13 +335,19 @@ def _row(forecast: Forecast, job: Job, target: float) -> tuple[str, ...]:
         human_bytes(forecast.sent_bytes),
         human_bytes(forecast.received_bytes),
         human_bytes(forecast.peak_bytes),
-        f"{forecast.transfer_s:.3g} s",
-        f"{forecast.own_s:.3g} s",
-        f"{forecast.waits_s:.3g} s",
+        human_time(forecast.transfer_s),
+        human_time(forecast.own_s),
+        human_time(forecast.waits_s + forecast.straggling_s),
+        human_time(forecast.round_s),
         f"{100 * forecast.compute_utilisation:.1f} %",
-        f"{forecast.payload_ratio(job.params):.3g}x",
-        "enough" if faster <= 1 else "none is" if math.isinf(faster) else f"{faster:.3g}x",
+        f"{_digits(forecast.payload_ratio(job.params))}x",
+        "enough" if faster <= 1 else "none is" if math.isinf(faster) else f"{_digits(faster)}x",
     )
+
+
+def _digits(number: float) -> str:
+    """A number with three digits or all before its point, never as a power of ten."""
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ With N parameters, M nodes, E bytes of N encoded values, inner steps of t second
 
 - all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/times.py` predicts
 - all-gather: each node sends its payload to M - 1 others and receives theirs
-- utilisation: H t / (H t + own + max(0, agreement + transfer + unpacking - overlap))
+- utilisation: H t / (H t + own + stragglers + max(0, agreement + transfer + unpacking - overlap))
 
-where `own` is what a node does for a round while training stands still, and the agreement is between the members.
+where `own` is what a node does for a round while training stands still, the agreement is between the members, and
+stragglers is the wait for the slowest node. With S sites, S stands for M in what travels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,9 +33,12 @@ Relay = Literal["none", "store", "aggregator"]
 """How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
 once, and down one payload that combines all of them."""
 
+Device = Literal["cpu", "gpu"]
+"""Where a node does its own part of a round."""
+
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
-    "ddp": ("fp32", "bf16", "int8"),
-    "diloco": ("fp32", "int8", "int4"),
+    "ddp": ("fp32", "fp16", "bf16", "int8"),
+    "diloco": ("fp32", "fp16", "int8", "int4"),
     "streaming": ("int8", "int4"),
     "eager": ("int8", "int4"),
 }
@@ -56,15 +60,19 @@ class Link:
     """Round trip to another node."""
     store_rtt_s: float | None = None
     """Round trip to the store; None: as to another node."""
+    store_trips: float = STORE_TRIPS
+    """Round trips to the store in each synchronisation."""
+    efficiency: float = 1.0
+    """Part of the rates that transfers get, of which headers are not yet taken off."""
 
     @property
     def agreement_s(self) -> float:
         """Seconds for the members to agree on a round's beginning and its end."""
-        return STORE_TRIPS * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
+        return self.store_trips * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
 
     def network(self, nodes: int) -> LinkTable:
         """Return the links of an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
-        mbit = max(1, round(min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
+        mbit = max(1, round(self.efficiency * min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
         return LinkTable((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
 
 
@@ -91,6 +99,32 @@ class Job:
     relay: Relay = "none"
     cores: float = 4.0
     """Number of cores that a node has for its own part of a round."""
+    device: Device = "cpu"
+    gpus: int = 1
+    """GPUs of a node, which share its own part where `device` says so."""
+    own_factor: float = 1.0
+    """How many times as long as the constants say the own part takes on these machines."""
+    sites: int | None = None
+    """Sites whose nodes count as one on the links between sites; None: each node for itself."""
+    slowest_step_s: float | None = None
+    """Seconds of an inner step of the slowest node; None: all are equally fast."""
+    grace_s: float | None = None
+    """Most seconds that the others wait for it, once `quorum` of the nodes are there; None: for as long as it takes."""
+    quorum: float = 0.0
+    """Part of the nodes that must be there before the grace begins; the slowest node is one of `nodes`."""
+
+    @property
+    def senders(self) -> int:
+        """Nodes between which bytes travel over wide links: one for each site."""
+        return self.nodes if self.sites is None else self.sites
+
+    def straggling_s(self, steps: int, times: int) -> float:
+        """Seconds of a round of so many synchronisations in which all wait for the slowest node."""
+        if self.slowest_step_s is None or self.nodes == 1:
+            return 0.0
+        late_s = steps * max(0.0, self.slowest_step_s - self.step_s)
+        has_quorum = (self.nodes - 1) / self.nodes >= self.quorum
+        return late_s if self.grace_s is None or not has_quorum else min(late_s, times * self.grace_s)
 
 
 @dataclass(frozen=True)
@@ -122,6 +156,19 @@ OWN_WORK: Mapping[Method, OwnWork] = {
 }
 """Own work by method, on a CPU."""
 
+_DENSE_ON_GPU = OwnWork(1.2e-10, 0.009)
+
+OWN_WORK_ON_GPU: Mapping[Method, OwnWork] = {
+    "ddp": OwnWork(4.2e-10, 0.009),
+    "diloco": _DENSE_ON_GPU,
+    "streaming": _DENSE_ON_GPU,
+    "eager": _DENSE_ON_GPU,
+    "demo": OwnWork(3e-11, 0.021, 1e-11, 2e-13),
+    "sparseloco": OwnWork(2e-10, 0.02, 1e-11, 2e-12),
+}
+"""Own work by method with state and codec on a GPU, of one GPU for each value. Counted, not measured
+(docs/algorithms.md): bytes over PCIe at 20 GB/s and in its memory at 2 TB/s, instructions at half of an H100's peak."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -148,12 +195,18 @@ class Forecast:
     own_s: float
     """Seconds in a round of the node's own work for it, for which training stands still."""
     step_s: float
+    straggling_s: float = 0.0
+    """Seconds in a round for which the node waits for the slowest one, whatever the link."""
+
+    @property
+    def round_s(self) -> float:
+        """Seconds from one round to the next."""
+        return self.round_steps * self.step_s + self.own_s + self.waits_s + self.straggling_s
 
     @property
     def compute_utilisation(self) -> float:
         """Part of the time in which the node computes."""
-        compute_s = self.round_steps * self.step_s
-        return compute_s / (compute_s + self.own_s + self.waits_s)
+        return self.round_steps * self.step_s / self.round_s
 
     def payload_ratio(self, params: float) -> float:
         """How many times less than 2 bytes a parameter and step a node has to say."""
@@ -164,37 +217,42 @@ class Forecast:
 
         Infinite where no rate gives it.
         """
-        idle_s = self.round_steps * self.step_s * (1 / target - 1) - self.own_s
+        idle_s = self.round_steps * self.step_s * (1 / target - 1) - self.own_s - self.straggling_s
         allowed_s = idle_s + self.overlap_s - self.beside_s
         return max(1.0, self.transfer_s / allowed_s) if min(idle_s, allowed_s) > 0 else math.inf
 
 
 def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
     """Forecast all methods with all codecs that make sense for them. Raises ConfigError for contradicting knobs."""
-    return tuple(forecast for build in _BUILDERS for forecast in build(job, link))
+    return tuple(f for method, build in _BUILDERS.items() for f in build(job, link, CODECS_OF.get(method, ())))
 
 
-def _ddp(job: Job, link: Link) -> Iterator[Forecast]:
-    yield from (_dense(job, link, "ddp", codec, 1, overlap_s=0.0) for codec in CODECS_OF["ddp"])
+def forecast_of(job: Job, link: Link, method: Method, codec: str) -> Forecast:
+    """Forecast one method, not "delayed", with any codec where averages travel. Raises as `forecasts` does."""
+    return next(_BUILDERS[method](job, link, (codec,)))
 
 
-def _diloco(job: Job, link: Link) -> Iterator[Forecast]:
-    yield from (_dense(job, link, "diloco", codec, job.inner_steps, overlap_s=0.0) for codec in CODECS_OF["diloco"])
+def _ddp(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "ddp", codec, 1, overlap_s=0.0) for codec in codecs)
 
 
-def _eager(job: Job, link: Link) -> Iterator[Forecast]:
-    for codec in CODECS_OF["eager"]:
+def _diloco(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "diloco", codec, job.inner_steps, overlap_s=0.0) for codec in codecs)
+
+
+def _eager(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
+    for codec in codecs:
         yield _dense(job, link, "eager", codec, job.inner_steps, overlap_s=job.inner_steps * job.step_s)
 
 
 def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float) -> Forecast:
     """An all-reduce of all values once a round."""
     encoded = FORMATS[codec].encoded_size(round(job.params))
-    moved, transfer_s = _all_reduce(encoded, job.nodes, link)
+    moved, transfer_s = _all_reduce(encoded, job.senders, link)
     return _forecast(job, link, method, codec, steps, encoded, (moved, moved, moved), transfer_s, overlap_s)
 
 
-def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
+def _streaming(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
     """An all-reduce of each fragment once a round, one after the other."""
     problem = overlap_problem(
         inner_steps=job.inner_steps,
@@ -206,21 +264,21 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
     )
     if problem is not None:
         raise ConfigError(problem)
-    for codec in CODECS_OF["streaming"]:
+    for codec in codecs:
         part = FORMATS[codec].encoded_size(math.ceil(job.params / job.fragments))
-        moved, part_s = _all_reduce(part, job.nodes, link)
+        moved, part_s = _all_reduce(part, job.senders, link)
         bytes_of_part = (moved, moved, float(round(moved)))
         steps, overlap_s = job.inner_steps, job.overlap * job.step_s
         yield _forecast(job, link, "streaming", codec, steps, part, bytes_of_part, part_s, overlap_s, job.fragments)
 
 
-def _demo(job: Job, link: Link) -> Iterator[Forecast]:
+def _demo(job: Job, link: Link, _codecs: Sequence[str]) -> Iterator[Forecast]:
     config = DemoConfig(type="demo", k=job.k)
     sent = _Payload(config.values, config.k, config.chunk**2, job.params)
     yield _gathered(job, link, "demo", sent, 1, overlap_s=job.demo_overlap * job.step_s)
 
 
-def _sparseloco(job: Job, link: Link) -> Iterator[Forecast]:
+def _sparseloco(job: Job, link: Link, _codecs: Sequence[str]) -> Iterator[Forecast]:
     config = SparseLocoConfig(type="sparseloco")
     sent = _Payload(config.values, config.k, config.chunk**2, job.params)
     yield _gathered(job, link, "sparseloco", sent, job.sparse_steps, overlap_s=0.0)
@@ -256,12 +314,12 @@ class _Payload:
 
 def _gathered(job: Job, link: Link, method: Method, sends: _Payload, steps: int, *, overlap_s: float) -> Forecast:
     """An all-gather of payloads once a round."""
-    others, payload = job.nodes - 1, sends.nbytes
+    others, payload = job.senders - 1, sends.nbytes
     sent = payload * (others if job.relay == "none" else min(1, others))
     received = payload * others
     if job.relay == "aggregator" and others:
-        received = sends.combined(job.nodes, weighted=method == "sparseloco")
-    transfer_s = all_gather_s(sent, received, job.nodes, link, ways=1 if job.relay == "none" else 2)
+        received = sends.combined(job.senders, weighted=method == "sparseloco")
+    transfer_s = all_gather_s(sent, received, job.senders, link, ways=1 if job.relay == "none" else 2)
     moved = (float(sent), float(received), float(sent))
     return _forecast(job, link, method, sends.values, steps, payload, moved, transfer_s, overlap_s)
 
@@ -279,9 +337,12 @@ def _forecast(
     times: int = 1,
 ) -> Forecast:
     """Forecast rounds of so many synchronisations. `moved`: bytes sent, received and at a time, in each of them."""
-    work, a_value_s, others = OWN_WORK[method], job.params / job.cores, job.nodes - 1
-    own_s = work.packing_s * a_value_s + times * work.round_s / min(1.0, job.cores)
-    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
+    is_on_gpu, others = job.device == "gpu", job.nodes - 1
+    work = (OWN_WORK_ON_GPU if is_on_gpu else OWN_WORK)[method]
+    a_value_s = job.own_factor * job.params / (job.gpus if is_on_gpu else job.cores)
+    each_s = job.own_factor * work.round_s / (1.0 if is_on_gpu else min(1.0, job.cores))
+    own_s = work.packing_s * a_value_s + times * each_s
+    unpacking_s = (work.unpacking_s + work.payload_s * job.senders) * a_value_s
     beside_s = link.agreement_s + unpacking_s if others else 0.0
     sent, received, peak = moved
     return Forecast(
@@ -298,6 +359,7 @@ def _forecast(
         waits_s=times * max(0.0, transfer_s + beside_s - overlap_s),
         own_s=own_s if others else 0.0,
         step_s=job.step_s,
+        straggling_s=job.straggling_s(steps, times),
     )
 
 
@@ -320,15 +382,15 @@ def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Lin
     if nodes == 1:
         return 0.0
     transfer_s = HEADERS * max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)
-    return transfer_s + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
+    return transfer_s / link.efficiency + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
 
 
-_BUILDERS: tuple[Callable[[Job, Link], Iterator[Forecast]], ...] = (
-    _ddp,
-    _diloco,
-    _streaming,
-    _eager,
-    _sparseloco,
-    _demo,
-)
+_BUILDERS: Mapping[Method, Callable[[Job, Link, Sequence[str]], Iterator[Forecast]]] = {
+    "ddp": _ddp,
+    "diloco": _diloco,
+    "streaming": _streaming,
+    "eager": _eager,
+    "sparseloco": _sparseloco,
+    "demo": _demo,
+}
 """Methods in the order in which they are preferred where they serve equally well: the fewest known losses first."""

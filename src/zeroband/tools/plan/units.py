@@ -1,11 +1,13 @@
-"""Numbers with units as people type them, read strictly. Pure."""
+"""Numbers with units as people type them, read strictly, and times as people say them. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from zeroband.errors import ConfigError
 
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SIZES = {"mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
@@ -53,3 +55,26 @@ def parse_whole(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
         raise ConfigError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def parse_share(text: str) -> float:
+    """`0.9`: a part of a whole, above 0 and at most 1. Raises ConfigError."""
+    part = parse_positive(text)
+    if part > 1:
+        raise ConfigError(f"{text!r} is more than all of it; write 95 % as 0.95")
+    return part
+
+
+def human_time(seconds: float) -> str:
+    """A duration in the unit that a person would take: `3.4 ms`, `7.42 s`, `54 min`, `5.4 h`, `12 days`."""
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.0995:
+        return f"{1e3 * seconds:.2g} ms"
+    if seconds < 89.5:
+        return f"{seconds:.3g} s"
+    for size_s, unit, most in ((_MINUTE_S, "min", 90), (_HOUR_S, "h", 48), (_DAY_S, "days", math.inf)):
+        count = seconds / size_s
+        if count < most:
+            return f"{count:.2g} {unit}" if count < 9.95 else f"{count:.0f} {unit}"
+    return "for ever"

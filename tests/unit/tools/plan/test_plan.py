@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -16,12 +17,13 @@ from zeroband.outer.compression.combine import combined_bytes
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import FlatLayout, Slot
-from zeroband.tools.plan.advice import OuterKnobs, advise
+from zeroband.tools.plan.advice import OuterKnobs, advise, cautions_of
 from zeroband.tools.plan.command import main
 from zeroband.tools.plan.forecast import (
     CODECS_OF,
     HEADERS,
     OWN_WORK,
+    OWN_WORK_ON_GPU,
     STORE_TRIPS,
     Forecast,
     Job,
@@ -29,7 +31,15 @@ from zeroband.tools.plan.forecast import (
     Relay,
     forecasts,
 )
-from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_size, parse_whole
+from zeroband.tools.plan.units import (
+    human_time,
+    parse_count,
+    parse_positive,
+    parse_rate,
+    parse_share,
+    parse_size,
+    parse_whole,
+)
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
 JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
@@ -89,6 +99,24 @@ def test_number_of_things_that_is_not_whole_is_refused(text: str) -> None:
 def test_number_that_is_not_positive_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a number above 0"):
         parse_positive(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"), (0.0034, "3.4 ms"), (0.0995, "0.0995 s"), (7.421, "7.42 s"), (89.4, "89.4 s"), (89.6, "1.5 min"),
+        (3210, "54 min"), (5399, "90 min"), (5400, "1.5 h"), (47.9 * 3600, "48 h"), (48 * 3600, "2 days"),
+        (1e7, "116 days"), (math.inf, "for ever"),
+    ],
+)  # fmt: skip
+def test_times_are_told_in_units_that_people_take(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text
+
+
+@pytest.mark.parametrize("text", ["1.1", "95"])
+def test_part_that_is_more_than_all_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is more than all of it; write 95 % as 0\.95"):
+        parse_share(text)
 
 
 def test_ddp_sends_all_values_every_step_and_waits_for_them() -> None:
@@ -187,6 +215,91 @@ def test_more_cores_shorten_a_nodes_own_work_and_a_store_nearby_the_agreement() 
     assert found.beside_s == pytest.approx(STORE_TRIPS * 0.001 + UNPACKS_S / 2)
 
 
+@pytest.mark.parametrize("method", ["diloco", "sparseloco", "demo"])
+def test_links_that_transfers_use_in_part_take_that_much_longer(method: str) -> None:
+    values = {"diloco": "int8", "sparseloco": "two_bit", "demo": "sign"}[method]
+    whole, half = (of(method, values, link=replace(LINK, rtt_s=1e-6, efficiency=e)) for e in (1.0, 0.5))
+    assert half.transfer_s / whole.transfer_s == pytest.approx(2.0, rel=0.02)
+
+
+def test_agreement_takes_the_trips_that_were_measured() -> None:
+    found = of("diloco", "int8", link=replace(LINK, store_trips=6.5, store_rtt_s=0.02))
+    assert found.beside_s == pytest.approx(6.5 * 0.02)
+
+
+def test_float16_travels_at_half_the_bytes_of_float32() -> None:
+    for method in ("ddp", "diloco"):
+        assert of(method, "fp16").payload_bytes == CODECS["fp16"].encoded_size(4096_000)
+
+
+@pytest.mark.parametrize("method", ["diloco", "sparseloco", "demo"])
+def test_own_work_on_gpus_is_shared_by_them_and_no_matter_of_cores(method: Method) -> None:
+    values = {"diloco": "int8", "sparseloco": "two_bit", "demo": "sign"}[method]
+    jobs = [
+        replace(JOB, params=4096e5, device="gpu", gpus=gpus, cores=cores) for gpus, cores in ((1, 1), (8, 1), (8, 64))
+    ]
+    one, eight, with_cores = (of(method, values, job) for job in jobs)
+    fixed_s, work = OWN_WORK_ON_GPU[method].round_s, OWN_WORK_ON_GPU[method]
+    assert one.own_s == pytest.approx(work.packing_s * 4096e5 + fixed_s)
+    assert eight.own_s == with_cores.own_s == pytest.approx(work.packing_s * 4096e5 / 8 + fixed_s)
+    assert one.own_s < of(method, values, replace(JOB, params=4096e5)).own_s
+
+
+def test_machines_that_take_longer_than_the_constants_take_so_for_all_of_it() -> None:
+    usual, slow = (of("demo", "sign", replace(JOB, own_factor=factor)) for factor in (1.0, 3.0))
+    assert slow.own_s == pytest.approx(3 * usual.own_s)
+    assert slow.beside_s - AGREES_S == pytest.approx(3 * (usual.beside_s - AGREES_S))
+
+
+@pytest.mark.parametrize("relay", ["none", "store", "aggregator"])
+def test_bytes_of_a_node_do_not_grow_with_the_nodes_of_a_site(relay: Relay) -> None:
+    few, many = (replace(JOB, nodes=nodes, sites=4, relay=relay) for nodes in (8, 512))
+    for here, there in zip(forecasts(few, LINK), forecasts(many, LINK), strict=True):
+        assert (here.sent_bytes, here.received_bytes) == (there.sent_bytes, there.received_bytes)
+        assert here.transfer_s == there.transfer_s
+    alone = of("sparseloco", "two_bit", replace(JOB, nodes=512))
+    assert alone.sent_bytes == 511 / 3 * of("sparseloco", "two_bit", many).sent_bytes or relay != "none"
+
+
+def test_demo_is_not_warned_of_payloads_that_sites_keep_off() -> None:
+    for sites, warned in ((None, True), (8, False)):
+        job = replace(JOB, params=2e9, nodes=64, sites=sites)
+        said = [str(caution) for caution in cautions_of(of("demo", "sign", job), job, OuterKnobs())]
+        assert any("every node downloads 63 payloads" in text for text in said) is warned
+
+
+def test_nodes_at_one_site_agree_and_send_nothing_over_wide_links() -> None:
+    for found in forecasts(replace(JOB, sites=1), LINK):
+        assert (found.sent_bytes, found.received_bytes, found.transfer_s) == (0, 0, 0)
+        assert found.own_s > 0 and found.beside_s >= AGREES_S
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "quorum", "waits_s"),
+    [(None, 0.0, 10.0), (2.0, 0.0, 2.0), (2.0, 0.75, 2.0), (2.0, 0.8, 10.0), (60, 0, 10)],
+)
+def test_slowest_node_is_waited_for_until_the_grace_of_a_quorum_is_over(
+    grace_s: float | None, quorum: float, waits_s: float
+) -> None:
+    job = replace(JOB, slowest_step_s=1.0, grace_s=grace_s, quorum=quorum)
+    found, usual = of("diloco", "int8", job), of("diloco", "int8")
+    assert found.straggling_s == waits_s
+    assert found.round_s == pytest.approx(usual.round_s + waits_s)
+    assert found.compute_utilisation < usual.compute_utilisation
+
+
+def test_fragments_have_a_grace_each_and_one_node_waits_for_nobody() -> None:
+    job = replace(JOB, slowest_step_s=1.0, grace_s=1.5)
+    assert of("streaming", "int8", job).straggling_s == 4 * 1.5
+    assert of("diloco", "int8", replace(job, nodes=1)).straggling_s == 0.0
+
+
+def test_no_link_is_fast_enough_where_a_slow_node_takes_more_than_the_idle_time() -> None:
+    job = replace(JOB, slowest_step_s=1.0)
+    assert of("diloco", "int8", job).faster_link(0.6) == math.inf
+    assert of("diloco", "int8", job).faster_link(0.3) < math.inf
+
+
 def test_one_node_sends_nothing() -> None:
     for found in forecasts(Job(1e6, 1, 0.5), LINK):
         assert (found.sent_bytes, found.received_bytes, found.transfer_s, found.compute_utilisation) == (0, 0, 0, 1.0)
@@ -224,8 +337,11 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
     arguments = ["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", "--outer-lr", "0.7"]
     assert cli.main(["plan", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[1:13]].count("diloco") == 3
+    assert [line.split()[0] for line in shown.splitlines()[1:15]].count("diloco") == 4
     assert "diloco      int8     100    1.78 GB" in shown
+    assert "ddp         fp32     1      7 GB     7 GB      7 GB       54 min    2.26 s  54 min" in shown
+    for column in shown.splitlines()[0].split("  "):
+        assert not column or column == "method" or f"\n  {column.strip()} " in shown, f"{column} is not explained"
     assert "\ntake " in shown
     assert "UNSTABLE eager: outer.optimizer.lr: 0.7 with momentum 0.9 and 8 nodes is above 0.32" in shown
 
@@ -236,6 +352,8 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
         (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits a second like 20mbit or 1gbit"),
         (["--params", "7GB"], "--params: '7GB' is not a count of 1 or more; write it like 1.5e9, 150M or 7B"),
         (["--nodes", "0"], "--nodes: '0' is not a whole number of 1 or more"),
+        (["--efficiency", "95"], "--efficiency: '95' is more than all of it; write 95 % as 0.95"),
+        (["--sites", "9"], "--sites: 9 sites need a node each, and there are 8"),
         (["--target", "95"], "--target: 95 is outside 0 to 1; write 95 % as 0.95"),
         (["--fragments", "3"], "outer.inner_steps=100 is not a multiple of outer.fragments=3; nearest: 99 or 102"),
     ],
