@@ -55,6 +55,8 @@ class Ready:
     with the others, and at a run's start."""
     corpus: str = SHARED
     """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
+    missed: int = 0
+    """Rounds that were committed without what it contributes, since it came to the boundary with that."""
 
 
 @dataclass(frozen=True)
