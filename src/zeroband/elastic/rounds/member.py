@@ -219,7 +219,7 @@ class Member:
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
     ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
-        stragglers = _Stragglers(rules if is_member else Rules(), self._settled_at_s)
+        stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
         pause = _Pause(round, self._on_event)
 
         def patience_at(view: View) -> Patience:
@@ -445,7 +445,7 @@ class Member:
         self._guardian.close()
 
 
-class _Stragglers:
+class Stragglers:
     """When those who wait stop waiting: a time that begins when a quorum of the members is there.
 
     `settled_at_s`: when the phase before began; None: not known.
