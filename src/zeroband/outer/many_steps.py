@@ -342,7 +342,7 @@ class ManySteps(RoundCoordinator):
         """
 
     def _offered_again(self, offer: Offer) -> Offer:
-        """The same contribution; where there are fragments, that of the one whose turn it is now."""
+        """Return the same contribution; where there are fragments, that of the one whose turn it is now."""
         offer = super()._offered_again(offer)
         if len(self._bounds) == 1:
             return offer
