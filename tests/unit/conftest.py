@@ -425,6 +425,7 @@ class FakeRun:
     founders: int = 1
     total_steps: int = 1000
     journal_rounds: int = 8
+    quorum: float = 0.5
     flush_every: int | None = None
     model: Callable[[], nn.Module] = TinyModel
     codec: Codec = CODECS["fp32"]
@@ -457,7 +458,7 @@ class FakeRun:
         departure = Departure(DEADLINE_S)
         member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
-        rules = Rules(1, self.founders, STRAGGLERS_S, quorum=0.6, counts_equally=weighs_equally)
+        rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -517,7 +518,7 @@ class FakeRun:
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """Have those at the boundary go without stragglers, as soon as more than half of the members are there."""
+        """Have those at the boundary go without stragglers, as soon as a quorum of the members is there."""
         self.is_hurried = True
         yield
         self.is_hurried = False
@@ -626,6 +627,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
         lanes: int = 1,
         total_steps: int = 1000,
         journal_rounds: int = 8,
+        quorum: float = 0.5,
         codec: str = "fp32",
         inject: Mapping[str, Sequence[str]] | None = None,
         pace: Mapping[str, int] | None = None,
@@ -643,6 +645,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
             founders=len(names),
             total_steps=total_steps,
             journal_rounds=journal_rounds,
+            quorum=quorum,
             codec=CODECS[codec],
             flush_every=flush_every,
             model=model,

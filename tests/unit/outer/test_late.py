@@ -321,7 +321,7 @@ def sparse(**more: Any) -> SparseLocoConfig:
 def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: Any, codec: str) -> None:
     """It stands still while the others go on for three phases."""
     total = 8 * config.phase_steps
-    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, codec=codec)
+    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, codec=codec, quorum=0.6)
     with run.hurry():
         go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
     missed = [verdict.round for verdict in run.store.verdicts if "c" in verdict.opening.late]
