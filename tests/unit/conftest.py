@@ -294,6 +294,8 @@ class FakeNode:
     """Made since this node was last dealt samples."""
     dealt: int = 0
     """For which it was dealt samples then."""
+    made_steps: int = 0
+    """By `train`."""
     reports: list[RoundReport] = field(default_factory=list[RoundReport])
     """Of all rounds that its state got."""
 
@@ -332,6 +334,7 @@ class FakeNode:
             self.inner.seek(self.inner.step_count + 1)
             self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
             assert self.dealt, "a node that is to train holds samples"
+            self.made_steps += 1
             is_over = self.steps >= self.dealt
             self.reports += self._end_step(tokens, ends_round=is_over)
             self.steps = 0 if is_over else self.steps
@@ -422,6 +425,7 @@ class FakeRun:
     founders: int = 1
     total_steps: int = 1000
     journal_rounds: int = 8
+    quorum: float = 0.5
     flush_every: int | None = None
     model: Callable[[], nn.Module] = TinyModel
     codec: Codec = CODECS["fp32"]
@@ -454,7 +458,7 @@ class FakeRun:
         departure = Departure(DEADLINE_S)
         member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
-        rules = Rules(1, self.founders, STRAGGLERS_S, counts_equally=weighs_equally)
+        rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -514,7 +518,7 @@ class FakeRun:
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """Have those at the boundary go without stragglers, as soon as half of the members are there."""
+        """Have those at the boundary go without stragglers, as soon as a quorum of the members is there."""
         self.is_hurried = True
         yield
         self.is_hurried = False
@@ -623,6 +627,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
         lanes: int = 1,
         total_steps: int = 1000,
         journal_rounds: int = 8,
+        quorum: float = 0.5,
         codec: str = "fp32",
         inject: Mapping[str, Sequence[str]] | None = None,
         pace: Mapping[str, int] | None = None,
@@ -640,6 +645,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
             founders=len(names),
             total_steps=total_steps,
             journal_rounds=journal_rounds,
+            quorum=quorum,
             codec=CODECS[codec],
             flush_every=flush_every,
             model=model,

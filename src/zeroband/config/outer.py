@@ -56,9 +56,15 @@ class RoundsConfig(WeighedConfig):
     """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
     None: inner_steps alone decides."""
     straggler_deadline_s: PositiveFloat | None = None
-    """How long a round waits for late members once half of those that live are there; what the late ones learn goes
-    into a later round. None: it waits for every member that is alive."""
-
+    """How long a round waits for late members once a quorum of those that live is there; what the late ones learn goes
+    into a later round. None: it waits for every member that is alive, unless straggler_grace says otherwise."""
+    straggler_grace: float | None = Field(default=None, gt=0, le=10)
+    """How long it waits as a part of the time that the quorum took, so that it goes with the run: with 0.1 the others
+    lose at most a tenth of a round. Members whose links would make a round longer than that take part in every so
+    many-th, as often as costs the others so much on average. None: links do not matter, and straggler_deadline_s alone
+    decides."""
+    quorum: float = Field(default=0.5, gt=0, le=1)
+    """Part of the weight of the last round, of members that live, that must be there before anybody counts as late."""
     clip_to_median: bool = False
     """A contribution longer than the median one of its round counts as if it were that long: against a node that is
     broken. From 3 nodes on."""
@@ -97,7 +103,7 @@ class RoundsConfig(WeighedConfig):
             fragments=self.fragments,
             overlap=None if self.overlap == "full" else self.overlap,
             is_eager=self.merge == "eager",
-            has_deadline=self.straggler_deadline_s is not None,
+            may_be_late=self.straggler_deadline_s is not None or self.straggler_grace is not None,
         )
         if problem is not None:
             raise ValueError(problem)
@@ -182,7 +188,7 @@ def overlap_problem(
     fragments: int,
     overlap: int | None,
     is_eager: bool,
-    has_deadline: bool,
+    may_be_late: bool,
 ) -> str | None:
     """What is wrong with these settings of [outer], and the way out; None: nothing. `overlap`: None is "full"."""
     if inner_steps % fragments:
@@ -198,9 +204,9 @@ def overlap_problem(
         return f"outer.overlap={overlap} is longer than inner_steps / fragments = {most}; set at most {most}"
     if is_eager and overlap == 0:
         return 'outer.merge="eager" has no effect where training waits (outer.overlap=0); set outer.overlap = "full"'
-    if has_deadline and (fragments > 1 or overlap != 0):
+    if may_be_late and is_eager and fragments > 1:
         return (
-            "outer.straggler_deadline_s needs outer.fragments=1 and outer.overlap=0: a late update would meet another "
-            "fragment, or its own node a phase further; drop it, or let rounds take a fixed time (outer.inner_seconds)"
+            'outer.straggler_deadline_s and straggler_grace do not go with outer.merge = "eager" of fragments: what '
+            'counted at once here would have to be taken out again where it came too late; set outer.merge = "mix"'
         )
     return None

@@ -71,12 +71,13 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
 
 def _require_single_steps(config: CustomConfig) -> None:
     """Raises ConfigError where samples would be dealt out for other rounds than those of one inner step."""
-    schedule = config.inner_steps, config.inner_seconds, config.straggler_deadline_s, config.fragments, config.overlap
-    if schedule != (1, None, None, 1, 0):
+    waits = config.straggler_deadline_s, config.straggler_grace
+    schedule = config.inner_steps, config.inner_seconds, config.fragments, config.overlap
+    if schedule != (1, None, 1, 0) or waits != (None, None):
         raise ConfigError(
             f"outer.algorithm={config.algorithm!r} is an EveryStep, whose rounds are one inner step; set "
-            "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, outer.fragments nor "
-            "outer.overlap"
+            "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, "
+            "outer.straggler_grace, outer.fragments nor outer.overlap"
         )
 
 

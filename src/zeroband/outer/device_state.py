@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,6 +213,10 @@ class DeviceState:
         shards = self._model_shards()
         for name, place in self._places.items():
             shards[name].detach().view(-1).copy_(place.params)
+
+    def following(self, turn: int) -> Callable[[], None]:
+        """Start from the outer parameters: all that this node learned is in its contribution."""
+        return partial(self.restart, turn)
 
 
 def _whole_blocks(start: int, stop: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ replicas' outer gradients"). The rule for the first round, where nothing has arr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,13 @@ class InnerParameters(Protocol):
 
     def restart(self, turn: int) -> None:
         """Train from the outer parameters of a fragment."""
+        ...
+
+    def following(self, turn: int) -> Callable[[], None]:
+        """Called before a fragment of the outer state moves; what it returns, after that, has this node's go along.
+
+        So what it learned, and nobody has got yet, stays relative to the outer parameters.
+        """
         ...
 
 
@@ -120,6 +127,15 @@ class MixedReplica:
     def restart(self, turn: int) -> None:
         for part in self._shards.of(turn):
             part.inner.copy_(part.outer)
+
+    def following(self, turn: int) -> Callable[[], None]:
+        before = [(part, part.outer.clone()) for part in self._shards.of(turn)]
+
+        def follow() -> None:
+            for part, old in before:
+                part.inner.add_((part.outer - old).to(part.inner.device))
+
+        return follow
 
 
 class EagerView:
@@ -202,6 +218,17 @@ class EagerReplica:
             part.inner.copy_(part.outer)
             view.copy_(part.outer)
             history.zero_()
+
+    def following(self, turn: int) -> Callable[[], None]:
+        own, before = self._own(turn), [(part, part.outer.clone()) for part in self._shards.of(turn)]
+
+        def follow() -> None:
+            for part, old in before:
+                moved = part.outer - old
+                part.inner.add_(moved.to(part.inner.device))
+                own[part.name][0].add_(moved)
+
+        return follow
 
     def _own(self, turn: int) -> dict[str, tuple[Tensor, Tensor]]:
         names, shards = self._parts.fragments[turn].names, self._parts.shards

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.config.section import Section
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
+from zeroband.elastic.rounds.coordinator import Committed, Offer, RoundCoordinator
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -77,6 +79,8 @@ class ManySteps(RoundCoordinator):
         self._inner_parameters = inner_parameters or build_inner_parameters(
             parts, config, self._buffers[PARAMS], self.outer_sgd
         )
+        self._is_late = False
+        """It catches up, and has learned what has not counted yet."""
         self.state_digest = self._digest()
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
@@ -310,10 +314,40 @@ class ManySteps(RoundCoordinator):
         return self.state_digest
 
     def replay(self, missed: MissedRound) -> str:
-        turn = self._turn
+        turn, inner = self._turn, self._inner_parameters
+        follow = inner.following(turn) if self._is_late else partial(inner.restart, turn)
         with self._changing_state():
             self._apply(turn, missed.result, missed.record)
             self._record_state(missed.round, missed.record, self._digest())
-        self._inner_parameters.restart(turn)
-        self._parts.inner.seek(self.progress.inner_step)
+        follow()
+        self._parts.inner.seek(self.inner_step if self._is_late else self.progress.inner_step)
         return self.state_digest
+
+    # -- being late ---------------------------------------------------------------------------------------------
+
+    def _catch_up_as_member(self, round: int) -> None:
+        """Catch up with what this node learned left as it is: relative to where the outer parameters go meanwhile."""
+        if len(self._bounds) > 1:
+            self._withdraw(self._turn)
+        self._is_late = True
+        try:
+            super()._catch_up_as_member(round)
+        finally:
+            self._is_late = False
+
+    def _withdraw(self, turn: int) -> None:
+        """Another fragment's turn has come before a contribution to this one was sent.
+
+        It is made anew when its turn comes again, since what was learned still lies in the inner parameters.
+        """
+
+    def _offered_again(self, offer: Offer) -> Offer:
+        """Return the same contribution; where there are fragments, that of the one whose turn it is now."""
+        offer = super()._offered_again(offer)
+        if len(self._bounds) == 1:
+            return offer
+        turn = self._turn
+        is_finite = self.contribute(turn)
+        barrier(self._local)
+        weight = offer.weight if is_finite else 0
+        return replace(offer, weight=weight, norm=self._norm(turn), trained=self._turns.contribute(turn))

@@ -72,5 +72,10 @@ class SparseLoCo(ManySteps):
             barrier(self._local)
         return True
 
+    def _withdraw(self, turn: int) -> None:
+        """What the payload took goes back to the errors, which have all that was learned."""
+        self._payloads.conclude(counts=False)
+        self._inner_parameters.restart(turn)
+
     def length(self, turn: int) -> float:
         return self._payloads.norm(turn)

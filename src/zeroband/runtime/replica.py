@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
 from zeroband.checks.needs import JOURNAL_BYTES
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
@@ -83,14 +83,20 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
     return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
 
 
-def rules_of(config: RunConfig) -> Rules:
-    """What the run asks of a round."""
-    outer = config.outer
-    return Rules(
-        config.elastic.min_nodes,
-        config.elastic.start_nodes,
-        outer.straggler_deadline_s if isinstance(outer, RoundsConfig) else None,
-        counts_equally=isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal",
+def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
+    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter."""
+    outer, elastic = config.outer, config.elastic
+    weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
+    rules = Rules(elastic.min_nodes, elastic.start_nodes, counts_equally=weighs_equally)
+    if not isinstance(outer, RoundsConfig):
+        return rules
+    return replace(
+        rules,
+        straggler_deadline_s=outer.straggler_deadline_s,
+        straggler_grace=outer.straggler_grace,
+        quorum=outer.quorum,
+        transfer_bytes=transfer_bytes,
+        hidden=1.0 if outer.overlap_steps is None else outer.overlap_steps / outer.phase_steps,
     )
 
 
@@ -128,7 +134,7 @@ class Replica:
             self._pids = _pids_of_ranks(local)
             self._plane = TransportSetup(config, self.store, self._flags, local, node.faults, self._answer_requests)
             stack.callback(self._plane.close)
-            self.mesh = self._build_mesh()
+            self.mesh = self._build_mesh(layout)
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=JOURNAL_BYTES)
             stack.callback(self.journal.settle)
@@ -211,16 +217,23 @@ class Replica:
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
 
-    def _build_mesh(self) -> ElasticDeviceMesh:
+    def _build_mesh(self, layout: FlatLayout) -> ElasticDeviceMesh:
         config, local = self._node.config, self._node.local
         return ElasticDeviceMesh(
             local.twin(),
             self._new_member(),
             self._plane.open(),
             self._flags,
-            rules_of(config),
+            rules_of(config, self._transfer_bytes(layout)),
             start_timeout_s=config.elastic.start_timeout_s,
         )
+
+    def _transfer_bytes(self, layout: FlatLayout) -> int:
+        """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""
+        outer = self._node.config.outer
+        if not isinstance(outer, DilocoConfig | CustomConfig):
+            return 0
+        return codec_of(self._node.config).encoded_size(layout.numel // outer.fragments)
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self.mesh.local

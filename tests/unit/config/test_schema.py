@@ -172,8 +172,10 @@ def test_rounds_of_diloco_have_no_time_and_wait_for_everybody_unless_told() -> N
         ({"inner_seconds": 5, "overlap": 3}, 'overlap=3 counts steps .* set it to "full" or 0'),
         ({"inner_steps": 8, "fragments": 4, "overlap": 3}, "overlap=3 is longer than inner_steps / fragments = 2"),
         ({"merge": "eager"}, 'has no effect where training waits .* set outer.overlap = "full"'),
-        ({"straggler_deadline_s": 5, "overlap": "full"}, "needs outer.fragments=1 and outer.overlap=0"),
-        ({"inner_steps": 8, "straggler_deadline_s": 5, "fragments": 2}, "needs outer.fragments=1"),
+        (
+            {"inner_steps": 8, "straggler_grace": 0.1, "fragments": 2, "overlap": "full", "merge": "eager"},
+            'do not go with outer.merge = "eager" of fragments: .* set outer.merge = "mix"',
+        ),
     ],
 )
 def test_overlap_that_cannot_be_is_refused_with_a_way_out(settings: dict[str, object], message: str) -> None:

@@ -122,6 +122,8 @@ def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., Ru
         "outer.weights": "tokens",
         "outer.inner_seconds": None,
         "outer.straggler_deadline_s": None,
+        "outer.straggler_grace": None,
+        "outer.quorum": 0.5,
         "outer.fragments": 1,
         "outer.fragment_pattern": "strided",
         "outer.overlap": 0,

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.oracles.problem import LAYOUT
+from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
 from torch import Tensor
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.data.ledger import SHARED
+from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.transport.base import Rates
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.flat import digest_of
+from zeroband.state.fragments import fragments_of
 from zeroband.tools.data.audit import Audit, AuditedRound, audit
 
 BATCH = 4
@@ -175,14 +181,24 @@ def test_late_node_that_catches_up_with_a_journal_of_another_state_is_fenced(sta
     assert isinstance(outcome, Fenced) and "has digest" in str(outcome)
 
 
-def test_late_node_at_the_end_of_the_run_is_told_that_it_is_over(start_run: StartRun, noise: Noise) -> None:
-    run = start_without_c(start_run, noise, diloco(inner_steps=1), missed=2, total_steps=2)
+def test_last_round_waits_for_a_node_that_was_late_before(start_run: StartRun, noise: Noise) -> None:
+    """There is no later round in which what it learned could count."""
+    run = start_without_c(start_run, noise, diloco(inner_steps=1), missed=1, total_steps=2)
+    with run.hurry():
+        reports = run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
+    assert reports["a"].members == ("a", "b", "c") and reports["a"].progress.is_complete
+    assert run["c"].outer.state_digest == run["a"].outer.state_digest
+    assert reports["a"].progress.tokens == 10 * (2 + 3)
+    assert audit_of(run).is_exact
+
+
+def test_node_that_the_run_ended_without_is_told_so(start_run: StartRun, noise: Noise) -> None:
+    run = start_without_c(start_run, noise, diloco(inner_steps=1), missed=1, total_steps=2)
+    run["c"].member.store.expire_lease("c")
+    run.round(a=noise(2), b=noise(3))
     assert run["a"].outer.progress.is_complete
     outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
-    assert isinstance(outcome, RunOver) and "round 2" in str(outcome)
-    assert run["c"].outer.state_digest == run["a"].outer.state_digest
-    assert torch.equal(run["c"].params, run["a"].params)
-    assert run["a"].outer.progress.ledgers[SHARED].returned == ((8, 12),)  # what it learned counts nowhere
+    assert isinstance(outcome, Fenced | RunOver)
     assert audit_of(run).is_exact
 
 
@@ -230,3 +246,148 @@ def test_round_of_a_late_node_that_loses_a_member_keeps_what_it_learned(
     for name in ("a", "c"):
         assert (reports[name].members, reports[name].retries) == (("a", "c"), 1)
         assert torch.equal(run[name].params, expected.theta)
+
+
+# -- slow links -------------------------------------------------------------------------------------------------------
+
+
+def test_node_with_a_slow_link_takes_part_in_every_so_many_th_round(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three nodes move a state in 0.3 s, the fourth in 10 s; rounds of 12 s may be longer by a tenth."""
+    run = start_run(diloco(inner_steps=1), *"abcd", journal_rounds=20)
+    for name, node in run.nodes.items():
+        rules = Rules(straggler_grace=0.1, transfer_bytes=12_500_000)
+        monkeypatch.setattr(node.mesh, "_rules", rules)
+        monkeypatch.setattr(node.lanes, "measured", partial(Rates, own=10 if name == "d" else 500))
+
+    def steps(name: str, rounds: int) -> list[Any]:
+        reports = []
+        for round in range(1, rounds + 1):
+            run.store.await_ready(round, "d")
+            run.now_s = 12.0 * round
+            reports.append(run[name].take_step(noise(ord(name) * round), 10))
+        return reports
+
+    outcomes = run.together(
+        **{name: partial(steps, name, 8) for name in "abc"}, d=lambda: run["d"].take_step(noise(1), 10)
+    )
+    assert [verdict.opening.late for verdict in run.store.verdicts[1:]] == [("d",)] * 7 + [()]
+    assert outcomes["d"].weights == (10, 10, 10, 10) and outcomes["d"].round == 8
+    assert_one_outer_state(run)
+    assert run["a"].outer.progress.tokens == 10 * (3 * 8 + 1)
+    assert audit_of(run).is_exact
+
+
+# -- where a round is not of the whole, or travels beside training ----------------------------------------------------
+
+
+def streaming(fragments: int = 1, overlap: int | str = 0, **more: Any) -> DilocoConfig:
+    sgd = OuterSGDConfig(lr=0.5, momentum=0.0, nesterov=False)
+    settings = {
+        "type": "diloco",
+        "inner_steps": 4,
+        "fragments": fragments,
+        "overlap": overlap,
+        "optimizer": sgd,
+        **more,
+    }
+    return DilocoConfig.model_validate(settings)
+
+
+def sparse(**more: Any) -> SparseLocoConfig:
+    return SparseLocoConfig.model_validate({"type": "sparseloco", "inner_steps": 4, "k": 5, "chunk": 4, **more})
+
+
+@pytest.mark.parametrize(
+    ("config", "codec"),
+    [
+        (streaming(), "int8"),
+        (streaming(fragments=2), "fp32"),
+        (streaming(fragments=2), "int4"),
+        (streaming(overlap=2), "int8"),
+        (streaming(overlap="full"), "int4"),
+        (streaming(overlap="full", merge="mix"), "fp32"),
+        (streaming(overlap="full", merge="eager"), "int8"),
+        (streaming(overlap=2, merge="eager"), "fp32"),
+        (streaming(fragments=2, overlap=1), "fp16"),
+        (streaming(fragments=2, overlap="full", merge="mix"), "int8"),
+        (sparse(), "fp32"),
+        (sparse(fragments=2), "fp32"),
+        (sparse(fragments=2, overlap="full"), "fp32"),
+    ],
+    ids=lambda c: c if isinstance(c, str) else f"{c.type}-{c.fragments}-{c.overlap}-{c.merge}",
+)
+def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: Any, codec: str) -> None:
+    """It stands still while the others go on for three phases."""
+    total = 8 * config.phase_steps
+    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, codec=codec, quorum=0.6)
+    with run.hurry():
+        go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
+    missed = [verdict.round for verdict in run.store.verdicts if "c" in verdict.opening.late]
+    go_on(run, total, nodes=3)
+    assert missed, "it was late"
+    assert_one_outer_state(run)
+    progress = run["a"].outer.progress
+    assert progress.is_complete
+    trained, beside = sum(node.made_steps for node in run.nodes.values()), config.overlap_steps
+    in_vain = trained - progress.tokens // 10  # beside its round, when that turned out to be the last
+    assert 0 <= in_vain <= (config.phase_steps if beside is None else beside)
+    assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
+    assert audit_of(run).is_exact
+
+
+class Written:
+    """Rounds of two fragments: who is not in one keeps what it learned, relative to the outer parameters."""
+
+    def __init__(self, theta: Tensor, ranges: dict[int, Sequence[tuple[int, int]]]) -> None:
+        self.theta = theta
+        self.ranges = ranges
+        self.inner = {name: theta.clone() for name in "abc"}
+        self.ahead = {name: [0, 0] for name in "abc"}
+
+    def update(self, name: str, number: int) -> Tensor:
+        return 0.1 * torch.randn(len(self.theta), generator=torch.Generator().manual_seed(1000 * ord(name) + number))
+
+    def updates(self, names: str, number: int) -> dict[str, Tensor]:
+        """What a phase of these nodes teaches them."""
+        for name in names:
+            self.inner[name] += self.update(name, number)
+            self.ahead[name] = [turns + 1 for turns in self.ahead[name]]
+        return {name: self.update(name, number) for name in names}
+
+    def round_of(self, turn: int, members: str) -> None:
+        trained = [self.ahead[m][turn] / 2 for m in members]
+        divisor = sum(trained) / min(1.0, max(trained)) if len(set(trained)) > 1 else len(members)
+        for part in (slice(*span) for span in self.ranges[turn]):
+            old = self.theta[part].clone()
+            self.theta[part] -= 0.5 * sum(old - self.inner[m][part] for m in members) / divisor
+            for name, inner in self.inner.items():
+                inner[part] = self.theta[part] if name in members else inner[part] + self.theta[part] - old
+        for member in members:
+            self.ahead[member][turn] = 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [streaming(fragments=2), sparse(fragments=2, k=16, values="float32", decay=1.0, lr=0.5)],
+    ids=["diloco", "sparseloco that sends all"],
+)
+def test_late_fragment_is_contributed_at_its_next_turn_with_all_that_was_learned(
+    start_run: StartRun, config: Any
+) -> None:
+    run = start_run(config, "a", "b", "c", model=Oracle)
+    written = Written(run["a"].params, {turn: f.ranges for turn, f in enumerate(fragments_of(LAYOUT, 2))})
+    for number, turn in ((0, 0), (1, 1)):
+        run.round(**written.updates("abc", number))
+        written.round_of(turn, "abc")
+    with run.hurry():
+        run.round(**written.updates("ab", 2))
+    written.round_of(0, "ab")
+    updates = written.updates("abc", 3)
+    run.round_with_late("c", [updates.pop("c")], **updates)
+    written.round_of(1, "abc")
+    run.round(**written.updates("abc", 4))
+    written.round_of(0, "abc")
+    torch.testing.assert_close(run["a"].buffers[PARAMS], written.theta, rtol=0, atol=1e-6)
+    assert audit_of(run).is_exact

@@ -10,13 +10,19 @@ opening that they build on, so of two competing ones the store refuses the secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
 from typing import Any
 
 from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
-from zeroband.elastic.membership.topology import LinkObservation, LinkTable, plan
+from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
+
+LEAST_GRACE_S = 0.25
+"""Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,22 @@ class Rules:
     """Founders wait for so many."""
     straggler_deadline_s: float | None = None
     """After this, those who wait go without those who are late. None: they wait for all that are alive."""
+    straggler_grace: float | None = None
+    """Part of a round that those who are in time lose at most to members that are late, and on average to slow links.
+    None: no matter how much."""
+    quorum: float = 0.5
+    """Part of the weight that must be there before anybody is left behind."""
+    transfer_bytes: int = 0
+    """What a member sends and receives in a round at least; 0: not known, and nobody is left out for its link."""
+    hidden: float = 0.0
+    """Part of a phase of inner steps that a round travels beside."""
     counts_equally: bool = False
     """Nodes count the same in a round, however much each of them has learned."""
+
+    def patience_s(self, phase_s: float) -> float:
+        """How long a quorum waits for the others, which came to the boundary after so long a phase."""
+        grace_s = math.inf if self.straggler_grace is None else max(LEAST_GRACE_S, self.straggler_grace * phase_s)
+        return min(grace_s, math.inf if self.straggler_deadline_s is None else self.straggler_deadline_s)
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,8 @@ class Patience:
     """Founders wait for no further node."""
     stragglers_are_late: bool = False
     """Members that are not there go without this round."""
+    phase_s: float = 0.0
+    """From the last verdict until a quorum was at the boundary; 0: not known."""
 
 
 def next_opening(
@@ -80,17 +102,21 @@ def next_opening(
     if view.orders.is_paused:
         return Wait("the run is paused; `zeroband ctl resume` lets it go on")
     expected = view.committed.members if view.committed is not None else ()
-    missing = tuple(m for m in expected if m in view.alive and m not in view.ready)
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    if missing and not (patience.stragglers_are_late and not is_last):
-        return Wait(f"{len(missing)} of {len(expected)} members have not reached round {round}", missing)
+    awaited = (*expected, *_late_before(view)) if is_last else expected  # there is no later round for what is late
+    missing = tuple(m for m in awaited if m in view.alive and m not in view.ready)
+    if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
+        return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
     members = _that_can_reduce(view, round, expected)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
     if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
-    return _opening_to(members, view, round, rules, links(), late=_late(view, missing))
+    rates = links()
+    sitting_out = frozenset() if is_founding else _slow_links(members, view, rules, patience, rates)
+    members = tuple(m for m in members if m not in sitting_out)
+    return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out))
 
 
 def _opening_to(
@@ -170,18 +196,96 @@ def _seen(ready: Ready, links: LinkRates) -> LinkObservation:
     return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
 
 
-def has_quorum(view: View) -> bool:
-    """Whether half of the members of the last round that are alive stand at the boundary."""
-    members = view.committed.members if view.committed is not None else ()
-    alive = [m for m in members if m in view.alive]
-    arrived = view.arrived if view.unseen_ready else sum(m in view.ready for m in alive)
-    return bool(alive) and 2 * arrived >= len(alive)
+def has_quorum(view: View, rules: Rules = Rules()) -> bool:
+    """Whether members of the last round with a quorum of its weight stand at the boundary, of those that are alive.
+
+    Where nobody had weight in it they count by their number, and where a look does not show who is there, too.
+    """
+    opening = view.committed.opening if view.committed is not None else None
+    alive = (
+        {m: count for m, count in zip(opening.members, opening.counts, strict=True) if m in view.alive}
+        if opening
+        else {}
+    )
+    if view.unseen_ready:
+        return view.arrived >= rules.quorum * len(alive)
+    if not any(alive.values()):
+        alive = dict.fromkeys(alive, 1)
+    return bool(alive) and sum(n for m, n in alive.items() if m in view.ready) >= rules.quorum * sum(alive.values())
 
 
-def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
+def _late_before(view: View) -> tuple[str, ...]:
+    """Members that the last round went without."""
+    return view.committed.opening.late if view.committed is not None else ()
+
+
+def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str]) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
-    before = view.committed.opening.late if view.committed is not None else ()
-    return tuple(m for m in dict.fromkeys([*missing, *before]) if m in view.alive and m not in view.ready)
+    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in view.ready]
+    return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))
+
+
+def _slow_links(
+    members: tuple[str, ...], view: View, rules: Rules, patience: Patience, rates: Mapping[str, LinkRates]
+) -> frozenset[str]:
+    """Members that sit this round out, since with their links it would take too long.
+
+    A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
+    a slow link is what the link's rate says, or what the last one with it took. Slower members wait until the graces of
+    the rounds that they sat out pay for one with them, so that the others lose no more than that on average. Several
+    have equal parts of each grace; the faster ones come along with a slower one. Whoever leaves waits no longer, and a
+    joiner not at all: it holds nothing that would keep.
+    """
+    known = {m: max(view.ready[m].rate, _access_rate(m, rates)) for m in members}
+    if rules.straggler_grace is None or not rules.transfer_bytes or not patience.phase_s or not any(known.values()):
+        return frozenset()
+    held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+    usual = median(rate for rate in known.values() if rate)
+    order = sorted(members, key=lambda m: (-(known[m] or usual), m))
+    mbit, scale = [known[m] or usual for m in order], rules.transfer_bytes * 8e-6
+    needed = _fewest_with(rules.quorum, [view.ready[m].weight for m in order])
+    usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
+    grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
+    took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
+
+    def stretch_s(count: int) -> float:
+        will_take_s = max(scale * all_to_all_time(mbit[:count]), *took_s[:count])
+        return max(0.0, will_take_s - max(usual_s, hidden_s))
+
+    fast = max(count for count in range(needed, len(order) + 1) if count == needed or stretch_s(count) <= grace_s)
+    saved_s = (grace_s - stretch_s(fast)) / max(1, len(order) - fast)
+
+    def has_turn(count: int) -> bool:
+        slowest = view.ready[order[count - 1]]
+        may_wait = slowest.steps_requested > 0 and order[count - 1] in held
+        return not may_wait or stretch_s(count) - stretch_s(fast) <= saved_s * (slowest.missed + 1)
+
+    kept = next((count for count in range(len(order), fast, -1) if has_turn(count)), fast)
+    return frozenset(order[max(kept, rules.min_nodes) :])
+
+
+def _took_s(order: Sequence[str], is_slow: Sequence[bool], view: View) -> list[float]:
+    """Seconds of the last transfer that members were in, for those who made it that long: links have queues.
+
+    That is whoever is slowest of the last round, and those that sat it out, who tell of an earlier one.
+    """
+    last = [m for m in order if view.committed is not None and m in view.committed.members]
+    told = [view.ready[m].took_ms / 1e3 if m not in last or m == last[-1] else 0.0 for m in order]
+    return [took_s if slow else 0.0 for took_s, slow in zip(told, is_slow, strict=True)]
+
+
+def _access_rate(member: str, rates: Mapping[str, LinkRates]) -> int:
+    """Mbit/s that a member's links to others show, in the slower direction; 0: not known."""
+    sent = max(rates[member].mbit.values(), default=0) if member in rates else 0
+    received = max((links.mbit.get(member, 0) for links in rates.values()), default=0)
+    return min(sent or received, received or sent)
+
+
+def _fewest_with(part: float, weights: Sequence[int]) -> int:
+    """How many of the first ones have such a part of all weight; of those without weight, of their number."""
+    counts = weights if any(weights) else [1] * len(weights)
+    sums = list(accumulate(counts))
+    return next(n for n, total in enumerate(sums, 1) if total >= part * sums[-1])
 
 
 def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,9 +52,11 @@ class Ready:
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
     trained: float = 1.0
     """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
-    with the others, and at a run's start."""
+    with the others, and at a run's start, above 1 for one whose last turn this node was late for."""
     corpus: str = SHARED
     """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
+    missed: int = 0
+    """Rounds that were committed without what it contributes, since it came to the boundary with that."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Opening:
     steps: tuple[int, ...] = ()
     steps_requested: tuple[int, ...] = ()
     late: tuple[str, ...] = ()
-    """Members that the others stopped waiting for: what they learned goes into the round after."""
+    """Members that this round goes without, since they or their links are slow: what they learned goes into a later
+    one."""
     divergences: int = 0
     """How often this round ended in different results before."""
     network: LinkTable = field(default_factory=LinkTable)

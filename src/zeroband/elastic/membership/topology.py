@@ -138,13 +138,30 @@ def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:
     if members <= 2 or not known:
         return (1 / members,) * members if members else ()
     filled = [rate if rate > 0 else known[len(known) // 2] for rate in rates]
-    owners = sorted(range(members), key=lambda i: -filled[i])
-    while (end := (members - 2 + len(owners)) / sum(filled[i] for i in owners)) * filled[owners[-1]] < 1:
-        owners.pop()  # so slow that it is the last one even without a shard
+    owners, end = _owners(filled)
     shares = [0.0] * members
     for i in owners:
         shares[i] = (filled[i] * end - 1) / (members - 2)
     return tuple(shares)
+
+
+def _owners(rates: Sequence[float]) -> tuple[list[int], float]:
+    """Who owns a shard, of more than two members, and the time in which those have moved a state of one megabit."""
+    members = len(rates)
+    owners = sorted(range(members), key=lambda i: -rates[i])
+    while (end := (members - 2 + len(owners)) / sum(rates[i] for i in owners)) * rates[owners[-1]] < 1:
+        owners.pop()  # so slow that it is the last one even without a shard
+    return owners, end
+
+
+def all_to_all_time(rates: Sequence[float]) -> float:
+    """Seconds for a state of one megabit, with such access links and the shares of `shard_shares`.
+
+    Who is too slow for a shard still sends a state and receives one. `rates`: all known.
+    """
+    if len(rates) < 2:
+        return 0.0
+    return max(1 / min(rates), _owners(rates)[1] if len(rates) > 2 else 0.0)
 
 
 def ring_order(table: Rates) -> tuple[int, ...]:

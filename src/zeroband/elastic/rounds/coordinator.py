@@ -60,6 +60,8 @@ class Offer:
     is_leaving: bool = False
     is_left_out: bool = False
     """It learned something that is not finite."""
+    round: int = FOUNDING_ROUND
+    """The first that it could count in."""
 
 
 @dataclass
@@ -259,6 +261,7 @@ class RoundCoordinator(ABC):
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
+            round=self.round + 1,
         )
 
     def _wanted_steps(self, steps: int, *, phases: int) -> int:
@@ -322,6 +325,7 @@ class RoundCoordinator(ABC):
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
         ready = replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, missed=round - offer.round if passes else 0)
         self._parts.mesh.announce_ready(ready)
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
@@ -400,6 +404,7 @@ class RoundCoordinator(ABC):
                 if offer.is_joining:
                     raise RoundsMissed(outcome.round)
                 self._catch_up_as_member(outcome.round)
+                offer = self._offered_again(offer)
                 outcome = self._attempt(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:
@@ -409,6 +414,11 @@ class RoundCoordinator(ABC):
             raise
         self.exchange.conclude(counts=offer.weight > 0)
         return outcome
+
+    def _offered_again(self, offer: Offer) -> Offer:
+        """What this node brings to a later round than the one that it was meant for."""
+        left = self._parts.shape.total_steps - self.progress.inner_step - offer.steps
+        return replace(offer, steps_requested=min(offer.steps_requested, max(left, 0)))
 
     def _catch_up_as_member(self, round: int) -> None:
         """Catch up after this node was late. Raises Fenced where it cannot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -116,6 +117,8 @@ class Rule(Generic[_T]):
     """Whether something may have to be proposed, as far as a look that need not show everything tells."""
     proposers: Callable[[View], Sequence[str]]
     """Members that may propose it: the first one at once, the others one after the other while it stays due."""
+    left_s: Callable[[], float] = lambda: math.inf
+    """Until a wait of this member's own ends."""
 
     def __call__(self, view: View) -> _T | Wait:
         return self.decide(view)
@@ -147,6 +150,8 @@ class Member:
         self._round = 0
         """As of the last look."""
         self._told_links = LinkRates()
+        self._settled_at_s: float | None = None
+        """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
         """What the store showed for a round when this member last said something; whoever waits for it begins there."""
         flags.set_fenced(False)
@@ -214,14 +219,13 @@ class Member:
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
     ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
-        stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
+        stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
         pause = _Pause(round, self._on_event)
 
         def patience_at(view: View) -> Patience:
             now_s = self._clock()
-            return Patience(
-                start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
-            )
+            are_late = stragglers.are_late(view, now_s)
+            return Patience(now_s > start_deadline_s, are_late, stragglers.phase_s)
 
         def decide(view: View) -> Opening | Verdict | Wait:
             pause.look(view.orders, self._clock())
@@ -229,13 +233,18 @@ class Member:
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
+                self._settled_at_s = self._clock()
                 return view.committed
             return self._decide_opening(view, round, rules, patience_at(view))
 
         def is_due(view: View) -> bool:
             return may_open(view, round, rules, patience_at(view))
 
-        return Rule(decide, is_due, expected_in)
+        def proposers(view: View) -> Sequence[str]:
+            """Whoever's patience ends has waited for the longest, so it proposes at once."""
+            return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_in(view)
+
+        return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()))
 
     def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
         current = view.opening
@@ -271,6 +280,7 @@ class Member:
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= opening.round:
                 if view.committed.opening == opening:
+                    self._settled_at_s = self._clock()
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
             self._check_opening(view, opening)
@@ -284,6 +294,7 @@ class Member:
                 if not self.store.propose_verdict(decision):
                     return Wait("the round was settled by another member")
                 self._memory.committed(decision)
+                self._settled_at_s = self._clock()
             return decision
 
         def is_due(view: View) -> bool:
@@ -324,7 +335,8 @@ class Member:
             due_at_s = None if not rule.is_due(view) else now_s if due_at_s is None else due_at_s
             left_s = _LOOK_S if due_at_s is None else due_at_s + self._place(rule, view) * _STEP_IN_S - now_s
             if left_s > 0:  # it is for others to propose
-                view = self._await_change(round, view, within_s=min(left_s, _LOOK_S), whole=False)
+                within_s = min(left_s, _LOOK_S, max(rule.left_s(), _POLL_MIN_S))
+                view = self._await_change(round, view, within_s=within_s, whole=False)
             else:
                 view = self._await_change(round, view, within_s=pause_s, whole=True)
                 pause_s = min(1.5 * pause_s, _POLL_MAX_S)
@@ -433,18 +445,29 @@ class Member:
         self._guardian.close()
 
 
-class _Stragglers:
-    """When those who wait stop waiting: a deadline that begins when half of the members are there."""
+class Stragglers:
+    """When those who wait stop waiting: a time that begins when a quorum of the members is there.
 
-    def __init__(self, deadline_s: float | None) -> None:
-        self._deadline_s = deadline_s
+    `settled_at_s`: when the phase before began; None: not known.
+    """
+
+    def __init__(self, rules: Rules, settled_at_s: float | None) -> None:
+        self._rules = rules
+        self._settled_at_s = settled_at_s
         self._since_s: float | None = None
 
+    @property
+    def phase_s(self) -> float:
+        """Length of the phase before the quorum was there; 0: not known."""
+        return 0.0 if self._settled_at_s is None or self._since_s is None else self._since_s - self._settled_at_s
+
     def are_late(self, view: View, now_s: float) -> bool:
-        if self._deadline_s is None or not has_quorum(view):
-            return False
-        self._since_s = now_s if self._since_s is None else self._since_s
-        return now_s - self._since_s >= self._deadline_s
+        if self._since_s is None and has_quorum(view, self._rules):
+            self._since_s = now_s
+        return self.left_s(now_s) <= 0
+
+    def left_s(self, now_s: float) -> float:
+        return math.inf if self._since_s is None else self._since_s + self._rules.patience_s(self.phase_s) - now_s
 
 
 class _Pause:

@@ -42,6 +42,8 @@ _NOBODY = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")
 _NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
 _IP_DEADLINE_S = 20.0
+_QUEUE_BYTES = 128 << 10
+"""Less makes streams that share a slow link starve one another."""
 
 
 class Network:
@@ -163,6 +165,14 @@ class Network:
         self._await_carrier(node)
         self._down.discard(node)
         self._apply()
+
+    def limit(self, node: str, mbit: float) -> None:
+        """Give a node's link a rate in each direction, with the queue of a home router, or a tenth of a second's."""
+        self.add(node)
+        queue_bytes = max(_QUEUE_BYTES, round(mbit * 1e5 / 8))
+        shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "16kb", "limit", str(queue_bytes))
+        for place, device in ((node, "e0"), (_HUB, f"port{self._numbers[node]}")):
+            _ip("netns", "exec", self._namespace(place), "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
     def heal(self, node: str) -> None:
         """Undo all faults that name a node. One that cuts another node off from everybody stays."""

@@ -260,7 +260,7 @@ def _streaming(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast
         fragments=job.fragments,
         overlap=job.overlap,
         is_eager=False,
-        has_deadline=False,
+        may_be_late=False,
     )
     if problem is not None:
         raise ConfigError(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
+from zeroband.elastic.membership.epoch import (
+    LEAST_GRACE_S,
+    Patience,
+    Rules,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    LinkRates,
     Opening,
     Peer,
     Ready,
@@ -23,6 +34,7 @@ from zeroband.elastic.membership.records import (
     to_json,
     to_record,
 )
+from zeroband.elastic.membership.topology import all_to_all_time
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
@@ -281,6 +293,193 @@ def test_quorum_is_half_of_the_living_members(at_boundary: str, alive: str, expe
 def test_quorum_counts_no_joiner_and_is_never_there_before_the_founding() -> None:
     assert not has_quorum(boundary(A, B, C, alive=frozenset({A, B, C, D}), ready=ready(D)))
     assert not has_quorum(founders(A, B))
+
+
+@pytest.mark.parametrize(
+    ("weights", "at_boundary", "expected"),
+    [((1, 1, 7), "ab", False), ((1, 1, 7), "c", True), ((7, 1, 1), "a", True), ((0, 0, 5), "ab", False)],
+)
+def test_quorum_is_one_of_weight(weights: tuple[int, ...], at_boundary: str, expected: bool) -> None:
+    view = boundary(
+        A, B, C, committed=a_verdict(A, B, C, weights=weights), ready=ready(*(f"{n}#1" for n in at_boundary))
+    )
+    assert has_quorum(view) is expected
+    assert isinstance(decide(view, patience=LATE), Opening) is expected
+
+
+def test_quorum_of_members_that_a_look_does_not_show_goes_by_their_number() -> None:
+    view = boundary(A, B, C, committed=a_verdict(A, B, C, weights=(1, 1, 7)), ready=ready(A), unseen_ready=1)
+    assert has_quorum(view), "whoever proposes looks again"
+
+
+def test_quorum_may_be_larger_than_half() -> None:
+    view = boundary(A, B, C, D, ready=ready(A, B))
+    assert has_quorum(view, Rules(quorum=0.5)) and not has_quorum(view, Rules(quorum=0.75))
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "grace", "phase_s", "patience_s"),
+    [
+        (None, None, 100.0, math.inf),
+        (3.0, None, 100.0, 3.0),
+        (None, 0.1, 100.0, 10.0),
+        (3.0, 0.1, 100.0, 3.0),
+        (3.0, 0.1, 10.0, 1.0),
+        (None, 0.1, 0.5, LEAST_GRACE_S),
+    ],
+)
+def test_patience_is_the_shorter_of_the_deadline_and_the_grace(
+    deadline_s: float | None, grace: float | None, phase_s: float, patience_s: float
+) -> None:
+    rules = Rules(straggler_deadline_s=deadline_s, straggler_grace=grace)
+    assert rules.patience_s(phase_s) == pytest.approx(patience_s)
+
+
+def test_last_round_waits_for_members_that_an_earlier_one_went_without() -> None:
+    view = boundary(A, B, committed=a_verdict(A, B, late=(C,)), alive=frozenset({A, B, C}))
+    ending = replace(view, ready=ready(A, B, steps_requested=0))
+    assert decide(ending, patience=LATE) == Wait("1 of 3 members have not reached round 3", (C,))
+    assert members_of(decide(replace(ending, ready=ready(A, B, C, steps_requested=0)))) == (A, B, C)
+
+
+# -- members with slow links ------------------------------------------------------------------------------------------
+
+
+MEGABIT = 125_000
+"""Bytes of it, with which all-to-all times are those of rates in states a second."""
+
+
+def a_meeting(
+    *mbit: int, missed: Mapping[str, int] | None = None, phase_s: float = 12.0, **rules: Any
+) -> tuple[str, ...]:
+    """Who sits out, of members that stand at the boundary after a phase, with access links of these rates."""
+    names = [f"{chr(97 + n)}#1" for n in range(len(mbit))]
+    words = {n: replace(r, rate=m) for (n, r), m in zip(ready(*names).items(), mbit, strict=True)}
+    words |= {n: replace(words[n], missed=count) for n, count in (missed or {}).items()}
+    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, **rules}
+    opening = decide(boundary(*names, ready=words), patience=Patience(phase_s=phase_s), **rules)
+    assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == names
+    return opening.late
+
+
+def test_member_whose_link_would_stretch_the_round_sits_it_out() -> None:
+    """Seven move a state in 0.09 s; the eighth takes 2 s to send one, and the grace is 1.2 s."""
+    assert a_meeting(*[20] * 7, 20) == ()
+    assert a_meeting(*[20.0] * 7, 1 / 2) == ("h#1",)
+
+
+@pytest.mark.parametrize("mbit", [1, 4, 20])
+def test_member_whose_link_costs_less_than_the_grace_takes_part(mbit: int) -> None:
+    assert a_meeting(*[20] * 7, mbit) == ()
+
+
+@pytest.mark.parametrize(
+    ("mbit", "more"),
+    [
+        ((5, 5, 5, 0), {}),
+        ((0, 0, 0, 0), {}),
+        ((5, 5, 5, 0.1), {"phase_s": 0.0}),
+        ((5, 5, 5, 0.1), {"transfer_bytes": 0}),
+        ((5, 5, 5, 0.1), {"straggler_grace": None}),
+        ((5, 5, 5, 0.1), {"min_nodes": 4}),
+        ((0.1, 0.1, 0.1, 0.1), {}),
+        ((5, 0.1, 0.1, 0.1), {}),
+        ((5, 5, 5, 0.1), {"hidden": 1.0}),
+    ],
+    ids=["rate unknown", "no rate known", "first", "size unknown", "off", "needed", "all slow", "most slow", "hidden"],
+)
+def test_nobody_sits_out_where_it_helps_nobody_or_nothing_is_known(
+    mbit: tuple[float, ...], more: dict[str, Any]
+) -> None:
+    assert a_meeting(*mbit, **more) == ()
+
+
+@pytest.mark.parametrize(("missed", "sits_out"), [(0, True), (6, True), (7, False), (30, False)])
+def test_member_that_sat_out_takes_part_when_the_rounds_before_have_paid_for_it(missed: int, sits_out: bool) -> None:
+    """It takes 10 s, the others 0.35 s; a round may be longer by 1.24 s."""
+    assert a_meeting(*[5] * 7, 0.1, missed={"h#1": missed}) == (("h#1",) if sits_out else ())
+
+
+@pytest.mark.parametrize(
+    ("mbit", "took_ms", "missed", "sits_out"),
+    [(2, 10_100, 0, True), (2, 10_100, 6, True), (2, 10_100, 7, False), (2, 500, 0, False), (5, 10_100, 0, False)],
+    ids=["by the last round", "not paid", "paid", "not long", "no slow link"],
+)
+def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
+    mbit: int, took_ms: int, missed: int, sits_out: bool
+) -> None:
+    names = [f"{name}#1" for name in "abcdefgh"]
+    words = {n: replace(r, rate=5, took_ms=took_ms) for n, r in ready(*names).items()}
+    words[names[-1]] = replace(words[names[-1]], rate=mbit, missed=missed)
+    rules = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
+    opening = next_opening(boundary(*names, ready=words), 3, rules, Patience(phase_s=12.0))
+    assert isinstance(opening, Opening) and opening.late == (("h#1",) if sits_out else ())
+
+
+def test_several_slow_members_share_the_grace_and_come_together() -> None:
+    slow = (0.2, 0.1)
+    assert a_meeting(*[5] * 6, *slow, missed={"h#1": 7}) == ("g#1", "h#1")
+    assert a_meeting(*[5] * 6, *slow, missed={"g#1": 7}) == ("h#1",)
+    assert a_meeting(*[5] * 6, *slow, missed={"h#1": 15}) == ()
+
+
+def test_member_that_leaves_or_joins_does_not_sit_out() -> None:
+    words = {n: replace(r, rate=5) for n, r in ready(A, B, C).items()}
+    slow = {D: replace(ready(D)[D], rate=0.1)}
+    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "patience": Patience(phase_s=12.0)}
+    assert members_of(decide(boundary(A, B, C, D, ready=words | slow), **rules)) == (A, B, C)
+    leaving = {D: replace(slow[D], steps_requested=0)}
+    assert members_of(decide(boundary(A, B, C, D, ready=words | leaving), **rules)) == (A, B, C, D)
+    joining = boundary(A, B, C, alive=frozenset({A, B, C, D}), ready=words | {D: replace(slow[D], weight=0)})
+    assert members_of(decide(joining, **rules)) == (A, B, C, D)
+
+
+def test_rate_of_a_member_is_that_of_its_slower_direction_as_links_show_it() -> None:
+    links = {A: LinkRates({B: 500, C: 500, D: 4}), D: LinkRates({A: 500, B: 90})}
+    view = boundary(A, B, C, D)
+    rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT)
+    opening = next_opening(view, 3, rules, Patience(phase_s=12.0), lambda: links)
+    assert members_of(opening) == (A, B, C)
+
+
+@given(
+    mbit=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
+    missed=st.lists(st.integers(0, 50), min_size=8, max_size=8),
+    weights=st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    grace=st.floats(0.01, 2.0),
+    quorum=st.floats(0.1, 1.0),
+)
+def test_whoever_sits_out_is_slower_than_a_quorum_that_stays(
+    mbit: list[int], missed: list[int], weights: list[int], grace: float, quorum: float
+) -> None:
+    names = [f"{chr(97 + n)}#1" for n in range(len(mbit))]
+    each = zip(ready(*names).items(), mbit, missed, weights, strict=False)
+    words = {n: replace(r, rate=m, missed=x, weight=w) for (n, r), m, x, w in each}
+    rules = Rules(straggler_grace=grace, quorum=quorum, transfer_bytes=10 * MEGABIT)
+    opening = next_opening(boundary(*names, ready=words), 3, rules, Patience(phase_s=5.0))
+    assert isinstance(opening, Opening)
+    assert sorted((*opening.members, *opening.late)) == names and not {*opening.members} & {*opening.late}
+    assert sum(opening.weights) >= quorum * sum(w for _, w in zip(names, weights, strict=False)) - 1e-9
+    slowest = min((words[m].rate for m in opening.members if words[m].rate), default=0)
+    assert all(0 < words[m].rate <= slowest for m in opening.late)
+
+
+@given(mbit=st.lists(st.integers(1, 100), min_size=2, max_size=7), slow=st.integers(1, 9), grace=st.floats(0.02, 0.5))
+def test_rounds_with_slow_members_cost_no_more_than_the_grace_on_average(
+    mbit: list[int], slow: int, grace: float
+) -> None:
+    """Over many rounds whose transfers take what the links say, beside rounds without anybody slower than a quorum."""
+    rates = [*(100 + m for m in mbit), slow / 10, slow / 20]
+    phase_s, waited, extra_s = 10.0, {}, 0.0
+    usual_s = all_to_all_time([max(r, sorted(rates)[-(len(rates) + 1) // 2]) for r in rates])
+    names = [f"{chr(97 + n)}#1" for n in range(len(rates))]
+    rounds = 60
+    for _ in range(rounds):
+        late = a_meeting(*rates, missed=waited, phase_s=phase_s, straggler_grace=grace)
+        waited = {name: waited.get(name, 0) + 1 for name in late}
+        took_s = all_to_all_time([r for n, r in zip(names, rates, strict=True) if n not in late])
+        extra_s += max(0.0, took_s - usual_s)
+    assert extra_s <= grace * (phase_s + usual_s) * (rounds + 1)
 
 
 # -- links that are cut -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,10 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkSeen, LinkWriter
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
-from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, Stragglers, new_member_id
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
@@ -333,6 +334,35 @@ def test_straggler_that_comes_in_time_is_waited_for(make_member: MakeMember) -> 
     opening = turn_of(a, 1, Rules(straggler_deadline_s=1000.0))
     arrival.join()
     assert opening.members == (a.member_id, b.member_id)
+
+
+def test_grace_begins_with_the_quorum_and_goes_with_the_phase_before_it(make_member: MakeMember) -> None:
+    a, b, c = (make_member(name) for name in "abc")
+    commit(found(a, b, c), a, b, c)
+    waiting = Stragglers(Rules(straggler_grace=0.1), settled_at_s=100.0)
+    a.announce_ready(Ready(1, 5, "s", 4, 4))
+    assert not waiting.are_late(a.store.view(1), 150.0) and waiting.left_s(150.0) == math.inf
+    b.announce_ready(Ready(1, 5, "s", 4, 4))
+    assert not waiting.are_late(a.store.view(1), 160.0)
+    assert (waiting.phase_s, waiting.left_s(160.0)) == (60.0, 6.0)
+    assert not waiting.are_late(a.store.view(1), 165.9) and waiting.are_late(a.store.view(1), 166.0)
+
+
+def test_whose_grace_is_over_proposes_at_once_and_looks_no_later(make_member: MakeMember) -> None:
+    now_s = [0.0]
+    a, b, c = (make_member(name, clock=lambda: now_s[0]) for name in "abc")
+    commit(found(a, b, c), a, b, c)
+    now_s[0] = 60.0
+    for member in (a, b):
+        member.announce_ready(Ready(1, 5, "s", 4, 4))
+    rule = b.turn_rule(1, Rules(straggler_grace=0.1), is_member=True, start_deadline_s=NEVER_S)
+    view = b.look(1)
+    assert isinstance(rule.decide(view), Wait) and rule.proposers(view) == (a.member_id, b.member_id, c.member_id)
+    now_s[0] += rule.left_s()
+    assert rule.proposers(view) == (b.member_id,)
+    opening = rule.decide(view)
+    assert isinstance(opening, Opening) and opening.late == (c.member_id,)
+    assert now_s[0] == pytest.approx(66.0)
 
 
 # -- members that are cut off from each other -------------------------------------------------------------------------

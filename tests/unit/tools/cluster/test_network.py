@@ -363,3 +363,13 @@ def test_redis_server_within_a_network_is_reached_by_nodes_and_by_its_owner(netw
             subprocess.run(ask, capture_output=True, timeout=0.1)
         server.stop()
         assert value_of(server.start()) is None
+
+
+def test_limited_link_has_its_rate_in_both_directions(network: Network) -> None:
+    network.limit("limited", 5)
+    namespace = network.prefix("limited")[-1]
+    hub, port = namespace.removesuffix("limited") + "hub", f"port{network.address('limited').rpartition('.')[2]}"
+    for place, device in ((namespace, "e0"), (hub, port)):
+        command = [*network.prefix("limited")[:-1], place, "tc", "qdisc", "show", "dev", device]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "tbf" in shown and "rate 5Mbit" in shown

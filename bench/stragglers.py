@@ -1,0 +1,196 @@
+"""What a slow node costs the others: the time of their rounds, the tokens that count, and the loss at equal tokens.
+
+Eight real nodes in namespaces of their own, whose links have a rate and whose inner steps sleep, so that two cores can
+carry them. Linux as root.
+
+  links          one of eight has a 20th of the others' rate: without it, waited for, and with a grace
+  freezes        one of eight is stopped (SIGSTOP) for random times: waited for, and with a grace
+
+    python bench/stragglers.py [links] [freezes] [--rounds 20] [--grace 0.1] [--outer ARGUMENT ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from churn import loss_at
+from evidence import count, finite, require_known
+
+from zeroband.checkpoint.layout import folder_of
+from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.storage import open_storage
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Verdict
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.export.held_out import evaluate_checkpoint
+from zeroband.observe.view import node_id_of_member
+from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
+
+NODES, SLOW = 8, "slow"
+STEP_S, INNER_STEPS, BATCH, LENGTH = 0.2, 40, 4, 32
+RATE_MBIT, SLOWER = 20.0, 20.0
+FIRST = 5
+"""Rounds before it are not counted: links are measured, and processes start."""
+FROZEN_S, APART_S = 3.0, 12.0
+"""Means of how long a node is stopped, and of how long it is not."""
+LIMIT_S = 1200.0
+
+TASK = (
+    *("--model.d-model", "128", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
+    *("--data.seq-length", str(LENGTH), "--train.batch-size", str(BATCH), "--train.micro-bs", str(BATCH)),
+    *("--train.dtype", "float32", "--train.threads", "1", "--optim.adamw.lr", "2e-3", "--optim.warmup-steps", "40"),
+    *("--outer.type", "diloco", "--outer.inner-steps", str(INNER_STEPS), "--ckpt.every-rounds", "4"),
+    *("--ckpt.keep-last", "1000", "--log-level", "WARNING", "--fault.inject", f"inner@+0=TAKES{STEP_S}"),
+)
+
+
+@dataclass
+class Found:
+    """What a run left behind."""
+
+    ended_at_s: list[tuple[Verdict, float]] = field(default_factory=list)
+    """Committed rounds, as they were seen."""
+    trained: int = 0
+    """Tokens that nodes trained on."""
+    counted: int = 0
+    """Tokens of committed rounds."""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens and held-out loss."""
+
+    def rounds_s(self) -> list[float]:
+        """How long rounds took, but for the first ones and the last, which waits for everybody."""
+        ended = [at_s for verdict, at_s in self.ended_at_s if verdict.round >= FIRST][:-1]
+        return [after - before for before, after in pairwise(ended)]
+
+    def rounds_with_slow(self) -> int:
+        """Rounds in which the slow node counted."""
+        return sum(
+            any(node_id_of_member(m) == SLOW for m in verdict.opening.contributors()) for verdict, _ in self.ended_at_s
+        )
+
+
+def run(
+    arguments: Sequence[str], *, nodes: int = NODES, rounds: int, slow_link: bool = False, freezes: int | None = None
+) -> Found:
+    """A run to its end. `freezes`: seed of the times for which the slow node is stopped."""
+    found = Found()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
+        network = stack.enter_context(Network())
+        arguments = (*TASK, f"--train.total-steps={rounds * INNER_STEPS}", f"--ckpt.path={folder / 'ck'}", *arguments)
+        cluster = LocalCluster(folder / "runs", arguments, nodes=nodes, env={"OMP_NUM_THREADS": "1"}, network=network)
+        stack.enter_context(cluster)
+        for name in (*(f"node{n}" for n in range(NODES - 1)), SLOW)[:nodes]:
+            network.limit(name, RATE_MBIT / SLOWER if slow_link and name == SLOW else RATE_MBIT)
+            cluster.start(name)
+        assert cluster.redis is not None
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        stack.callback(store.close)
+        ended = threading.Event()
+        if freezes is not None:
+            freezer = threading.Thread(target=freeze, args=(cluster.nodes[SLOW], random.Random(freezes), ended))
+            freezer.start()
+            stack.callback(freezer.join)
+            stack.callback(ended.set)
+        follow(cluster, store, found)
+        ended.set()
+        codes = cluster.wait(timeout_s=LIMIT_S)
+        assert set(codes.values()) == {0}, cluster.describe()
+        found.trained = sum(BATCH * LENGTH * len(node.metrics()) for node in cluster.nodes.values())
+        storage = open_storage(str(folder / "ck"), cluster.run_id)
+        for step in sorted(steps_in_order(storage)):
+            tokens = int(open_checkpoint(storage, step).manifest.stamp.record["progress"]["tokens"])
+            where = str(folder / "ck" / cluster.run_id / folder_of(step))
+            found.curve.append((tokens, evaluate_checkpoint(where, torch.device("cpu"), samples=512).loss))
+    return found
+
+
+def follow(cluster: LocalCluster, store: RedisStore, found: Found) -> None:
+    """Note each committed round until the run is over."""
+    end_s = time.monotonic() + LIMIT_S
+    while True:
+        committed = store.view(0).committed
+        if committed is not None and (not found.ended_at_s or committed.round > found.ended_at_s[-1][0].round):
+            found.ended_at_s.append((committed, time.monotonic()))
+            progress = Progress.from_record(committed.record["progress"])
+            found.counted = progress.tokens
+            if progress.is_complete:
+                return
+        if time.monotonic() > end_s or len(cluster.running) < len(cluster.nodes):
+            raise TimeoutError(cluster.describe())
+        time.sleep(0.02)
+
+
+def freeze(node: NodeProcess, chance: random.Random, ended: threading.Event) -> None:
+    """Stop a node now and then."""
+    while not ended.wait(chance.expovariate(1 / APART_S)):
+        node.pause()
+        ended.wait(chance.expovariate(1 / FROZEN_S))
+        node.resume()
+
+
+def tell(runs: dict[str, Found], alone: str, waited_for: str) -> None:
+    """Print a table. `alone`: the run by whose rounds the others are measured; `waited_for`: by whose loss."""
+    usual_s = statistics.mean(runs[alone].rounds_s())
+    print(
+        "| run | rounds | round, mean s | of usual | median s | longest s | rounds with the slow node | tokens | "
+        "counted of trained | loss at equal tokens |\n|" + "---|" * 10
+    )
+    for name, found in runs.items():
+        took = found.rounds_s()
+        tokens = min(found.curve[-1][0], runs[waited_for].curve[-1][0])
+        loss, usual = loss_at(found.curve, tokens), loss_at(runs[waited_for].curve, tokens)
+        finite(loss, f"the loss of {name} at {tokens} tokens")
+        times = f"{statistics.mean(took):.2f} | {statistics.mean(took) / usual_s:.3f} | {statistics.median(took):.2f}"
+        slow, counted = found.rounds_with_slow(), f"{found.counted} | {found.counted / found.trained:.4f}"
+        ratio = f"{loss:.4f} ({loss / usual:.4f})"
+        print(f"| {name} | {len(took)} | {times} | {max(took):.2f} | {slow} | {counted} | {ratio} |", flush=True)
+
+
+def measure_links(rounds: int, grace: Sequence[str], more: Sequence[str]) -> None:
+    runs = {
+        "without it": run(more, nodes=NODES - 1, rounds=rounds),
+        "waited for": run(more, rounds=rounds, slow_link=True),
+        "with a grace": run((*more, *grace), rounds=rounds, slow_link=True),
+    }
+    tell(runs, "without it", "waited for")
+
+
+def measure_freezes(rounds: int, grace: Sequence[str], more: Sequence[str]) -> None:
+    runs = {
+        "it does not freeze": run(more, rounds=rounds),
+        "waited for": run(more, rounds=rounds, freezes=1),
+        "with a grace": run((*more, *grace), rounds=rounds, freezes=1),
+    }
+    tell(runs, "it does not freeze", "it does not freeze")
+
+
+MEASUREMENTS = {"links": measure_links, "freezes": measure_freezes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="links, freezes, or both")
+    parser.add_argument("--rounds", type=count, default=20)
+    parser.add_argument("--grace", type=float, default=0.1)
+    parser.add_argument("--outer", nargs="*", default=[], help="more of [outer], as fragments=2")
+    asked = parser.parse_args()
+    require_known(parser, asked.what, MEASUREMENTS)
+    grace, more = [f"--outer.straggler-grace={asked.grace}"], [f"--outer.{argument}" for argument in asked.outer]
+    for name in asked.what or MEASUREMENTS:
+        MEASUREMENTS[name](asked.rounds, grace, more)
+
+
+if __name__ == "__main__":
+    main()
