@@ -33,7 +33,7 @@ from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, StateCopy
-from zeroband.elastic.rounds.journal import Journal, JournalEntry
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
@@ -487,7 +487,7 @@ class FakeRun:
             sent=sent,
             codec=self.codec,
             feedback=ErrorFeedback(buffers, sent, self.codec),
-            journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
+            journal=Journal(folder, JournalBounds(3600.0, 1 << 20, self.journal_rounds)),
             shape=shape,
             phase_length=PhaseLength(pace or steps, seconds),
             departure=departure,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
-from zeroband.checks.needs import JOURNAL_BYTES
 from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
@@ -29,7 +28,7 @@ from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
-from zeroband.elastic.rounds.journal import Journal
+from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
@@ -54,7 +53,6 @@ from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 
-_JOURNAL_ROUNDS = 1024
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
 
@@ -130,7 +128,9 @@ class Replica:
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
-            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=JOURNAL_BYTES)
+            self.journal = Journal(
+                node.node_dir, JournalBounds(config.elastic.journal_s, round(config.elastic.journal_gb * 1e9))
+            )
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.recovery = RecoveryClient(
