@@ -276,17 +276,23 @@ class ReplicaSteps:
             self._is_fetching = True
             self._patience.came_nearer()
             self._events.emit("recovering", round=outer.round)
-            on_first_rank(self._local, lambda: recovery.begin(outer.sections))
+            on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=self._run.mixes_rounds))
         self._had_bytes, self._taken = recovery.verified_bytes, None
         fetched = on_first_rank(self._local, self._fetch_state)
-        digest = outer.adopt(fetched["round"], fetched["record"])
+        newest = max((later[2] for later in fetched["later"]), default=fetched["round"])
+        digest = outer.adopt(fetched["round"], fetched["record"], later=fetched["later"])
         try:
-            verify(digest, fetched["state_digest"], f"the state of round {fetched['round']}", self._local)
+            if newest == fetched["round"]:
+                verify(digest, fetched["state_digest"], f"the state of round {newest}", self._local)
+            else:
+                outer.catch_up(newest)
+                digest = outer.state_digest
         except RecoveryFailed:
-            on_first_rank(self._local, recovery.distrust_state)
+            if outer.round == newest:  # it came to what no donor has; else a round is in no journal
+                on_first_rank(self._local, recovery.distrust_state)
             raise
-        self._taken = fetched["round"]
-        place = {"round": fetched["round"], "digest": digest}
+        self._taken = newest
+        place = {"round": newest, "digest": digest}
         self._events.emit("recovered", **place, took_s=fetched["took_s"], source="members")
         return Outcome(JoinEvent.FETCHED)
 
@@ -294,7 +300,7 @@ class ReplicaSteps:
         """Local rank 0."""
         fetched = self._run.recovery.fetch_state()
         state = {"round": fetched.round, "record": fetched.record, "state_digest": fetched.state_digest}
-        return {**state, "took_s": fetched.took_s}
+        return {**state, "later": fetched.later, "took_s": fetched.took_s}
 
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
         return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())

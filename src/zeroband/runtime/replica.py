@@ -42,6 +42,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
+from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
@@ -52,6 +53,10 @@ from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
+
+COPIED_BYTES = 64 << 20
+"""A smaller state is copied for joiners, since its rounds may be shorter than a fetch; a larger one is served as it
+lies there."""
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
@@ -275,6 +280,14 @@ class Replica:
 
         return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
 
+    @property
+    def mixes_rounds(self) -> bool:
+        """Whether a joiner can make one state of parts that are of several rounds.
+
+        So it is where an outer step moves each value by itself; an inner optimizer may step whole matrices.
+        """
+        return isinstance(self.outer, ManySteps)
+
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     @property
@@ -360,9 +373,10 @@ class Replica:
     def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
-            self._server = StateServer(
-                self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
-            )
+            outer = self.outer
+            is_large = 4 * self.buffers.numel * len(outer.sections) > COPIED_BYTES
+            state = outer.live_state if isinstance(outer, ManySteps) and is_large else outer.copy_state
+            self._server = StateServer(state, self.journal.await_entry, current_round=lambda: outer.round)
             stack.callback(self._server.close)
             self._flags.set_serves_state(True)
 

@@ -60,7 +60,7 @@ class Attempts:
     def distrust(self) -> None:
         """Others are asked next."""
 
-    def adopt(self, round: int, payload: object) -> str:
+    def adopt(self, round: int, payload: object, later: object) -> str:
         self.round = round
         return self.digest
 
@@ -100,7 +100,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections: attempts)
+        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, mixes: attempts)
         monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
         committed = SimpleNamespace(round=7, opening=OPENING)
         view = SimpleNamespace(
@@ -116,6 +116,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             buffers=SimpleNamespace(numel=8),
             store=SimpleNamespace(view=lambda round: view),
             may_begin_again=lambda view: False,
+            mixes_rounds=False,
         )
         steps = ReplicaSteps(node_of(local), parts, NoEvents())
         try:
