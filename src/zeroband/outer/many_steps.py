@@ -278,7 +278,7 @@ class ManySteps(RoundCoordinator):
         """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it."""
         if record["weight"] > 0:
             contribution, step = self._buffers[CONTRIBUTION][self._bounds[turn]], self._step_of(record)
-            for here, there in _without(but, self._parts_of_rank(self._parts.fragments[turn])):
+            for here, there in without(but, self._parts_of_rank(self._parts.fragments[turn])):
                 outer = {name: self._buffers[name][here] for name in self.sections}
                 self._take_step(outer, result[there], contribution[there], step)
         barrier(self._local)
@@ -326,7 +326,7 @@ class ManySteps(RoundCoordinator):
         return self.state_digest
 
 
-def _without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
+def without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
     """What is left of parts, each with where it lies elsewhere, without some ascending ranges of them."""
     for here, there in parts:
         shift, at = there.start - here.start, here.start

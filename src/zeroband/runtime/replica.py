@@ -54,7 +54,7 @@ from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 
-COPIED_BYTES = 64 << 20
+COPIED_BYTES = 256 << 20
 """A smaller state is copied for joiners, since its rounds may be shorter than a fetch; a larger one is served as it
 lies there."""
 

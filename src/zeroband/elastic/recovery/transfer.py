@@ -297,7 +297,9 @@ class StateTransfer:
         while (chunk := self._take(source)) is not None:
             why, is_final = self._fetch(source, connection, chunk, buffer)
             failures = failures + 1 if why else 0
-            if is_final:
+            if is_final and source.donor in self._at_other_round:
+                source.why = source.why or why  # what its other connections are at is of this round still
+            elif is_final:
                 source.drop(why)
             if is_final or failures > patience.retries:
                 return why
