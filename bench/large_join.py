@@ -1,9 +1,10 @@
 """How long a large state takes to join over a slow link, and what that costs a donor. Real code, sparse files.
 
 Donor and joiner are two processes. The donor's state lies in sparse files; in each round real outer steps move some
-values of it, the mean of all is packed into the journal, and the state's digest is computed. The joiner fetches over a
+values of it, and its journal gets the mean of all, encoded. What each member does in a round anyway is left out: it
+encodes and digests the values that move. The joiner fetches over a
 link of `--mbit` (a token bucket that all of its connections share), goes on with each new round, replays the journal,
-and is in when its state has the donor's digest and no newer round is there. Before that, what is expected is calculated.
+and is in when its state has the donor's digest, and zeros elsewhere, and no newer round is there. Before that, what is expected is calculated.
 
   python bench/large_join.py [--params 1e9] [--mbit 100] [--round-s 180] [--folder DIR] [--copies]
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,9 +37,9 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.rounds.exchange import pack_mean, unpack_mean
+from zeroband.elastic.rounds.exchange import unpack_mean
 from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
-from zeroband.elastic.rounds.journal import Journal, JournalBounds
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.many_steps import without
@@ -49,8 +51,8 @@ KEY = RunKey(b"b" * 32)
 CODEC = CODECS["int8"]
 SECTIONS = ("params", "momentum")
 BYTES_A_VALUE = 4 * len(SECTIONS)
-PLACES, PLACE = 64, 1024
-"""So many runs of so many values, whole blocks of the codec, move in each round."""
+PLACES, PLACE = 16, 1 << 20
+"""So many runs of so many values move in each round; they are encoded as the journal encodes pieces of a mean."""
 
 PIECE_BYTES = 1 << 16
 
@@ -63,6 +65,16 @@ def mapped(folder: Path, name: str, numel: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=numel)
 
 
+def places_of(numel: int) -> range:
+    """Where the runs begin that move."""
+    return range(0, numel - PLACE, max(numel // PLACES // PLACE, 1) * PLACE)
+
+
+def digest_of_places(sections: Mapping[str, Tensor]) -> str:
+    """One value for what moves."""
+    return digest_of(*(s[at : at + PLACE] for s in sections.values() for at in places_of(s.numel())))
+
+
 class Training:
     """A donor: a state that changes in every round, its journal, and what serving costs."""
 
@@ -72,28 +84,26 @@ class Training:
         self.sections = {name: mapped(folder, name, numel) for name in SECTIONS}
         self.digest = ""
         self.lock_s = 0.0
-        self._result = mapped(folder, "result", numel)
         self._optimizer = build_outer_optimizer(DilocoConfig(type="diloco", inner_steps=1), CODEC)
         self.journal = Journal(folder, JournalBounds(4 * 3600.0, 40 * numel))
 
     def take_round(self) -> None:
         """Move the state by one round, as a member does."""
-        round, numel = self.round + 1, self._result.numel()
+        round, numel = self.round + 1, self.sections["params"].numel()
         generator = torch.Generator().manual_seed(round)
-        places = [slice(at, at + PLACE) for at in range(0, numel - PLACE, numel // PLACES // PLACE * PLACE)]
-        for place in places:
-            values = torch.randn(PLACE, generator=generator)
-            self._result[place] = CODEC.decode(CODEC.encode(values), PLACE)
+        encoded = {at: CODEC.encode(torch.randn(PLACE, generator=generator)) for at in places_of(numel)}
+        update, piece = self.journal.room(CODEC.encoded_size(numel)), CODEC.encoded_size(PLACE)
+        for at, data in encoded.items():
+            update[at // PLACE * piece :][:piece] = data
         asked_at_s = time.monotonic()
         with self.lock:
             self.lock_s += time.monotonic() - asked_at_s
-            for place in places:
-                outer = [self.sections[name][place] for name in SECTIONS]
-                self._optimizer.apply(*outer, self._result[place], outer_step=round)
-            self.digest = digest_of(*self.sections.values())
+            for at, data in encoded.items():
+                outer = [self.sections[name][at : at + PLACE] for name in SECTIONS]
+                self._optimizer.apply(*outer, CODEC.decode(data, PLACE), outer_step=round)
+            self.digest = digest_of_places(self.sections)
             self.round = round
-        self.journal.record(round, lambda room: pack_mean(self._result, CODEC, room), {}, self.digest)
-        self.journal.settle()
+        self.journal.add(JournalEntry(round, update, {}, self.digest))
 
     def live_state(self) -> LiveState:
         return LiveState(self.round, self.sections, {}, self.digest, self.lock, lambda: self.round)
@@ -209,7 +219,11 @@ def join(donor: Donor, numel: int) -> tuple[float, list[int], int]:
         for part, _ in without(have, [(slice(0, numel), slice(0, numel))]):
             optimizer.apply(*(sections[name][part] for name in SECTIONS), result[part], outer_step=round)
         digest = entry.state_digest
-    require(digest_of(*sections.values()) == digest, f"the state after round {round} is not the donor's")
+    require(digest_of_places(sections) == digest, f"the state after round {round} is not the donor's")
+    for section in sections.values():
+        for at in places_of(numel):
+            section[at : at + PLACE] = 0
+        require(not section.any(), f"the state after round {round} has values that the donor's has not")
     return fetched_s, sorted({state.round, *(newest for *_, newest in state.later)}), round
 
 
@@ -223,12 +237,14 @@ def main() -> None:
     parser.add_argument("--donate", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     numel, bytes_per_s = int(arguments.params), arguments.mbit * 1e6 / 8
-    require(numel > PLACES * PLACE, f"--params {arguments.params:g} are too few")
+    require(numel >= PLACES * PLACE, f"--params {arguments.params:g} are too few")
     if arguments.donate:
         return donate(numel, arguments.round_s, arguments.donate, copies=arguments.copies)
     for times in (1, 10):
         take_s, replayed = expected(times * numel, bytes_per_s, times * arguments.round_s)
-        print(f"expected for {times * numel / 1e9:g}B, rounds of {times * arguments.round_s:g} s: in after {take_s:.0f} s")
+        print(
+            f"expected for {times * numel / 1e9:g}B, rounds of {times * arguments.round_s:g} s: in after {take_s:.0f} s"
+        )
         print(f"  ({replayed} rounds replayed, {replayed * times * numel / 1e9:.0f} GB of journal)", flush=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         options = ["--params", str(numel), "--round-s", str(arguments.round_s), *(["--copies"] * arguments.copies)]
@@ -247,7 +263,9 @@ def main() -> None:
     print(f"replayed up to {newest}; {link.passed_bytes / 1e9:.2f} GB over the link")
     of_state = cost["more_bytes"] / (BYTES_A_VALUE * numel)
     print(f"donor: {cost['more_bytes'] / 1e6:.0f} MB of memory more at its peak, {of_state:.1%} of the state; ", end="")
-    print(f"{cpu_s:.0f} s of processor, its own rounds included; waited {cost['lock_s']:.3f} s for the state to be free")
+    print(
+        f"{cpu_s:.0f} s of processor, its own rounds included; waited {cost['lock_s']:.3f} s for the state to be free"
+    )
 
 
 def _cpu_s(pid: int) -> float:

@@ -22,7 +22,7 @@ from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsCon
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import View, view_to_record
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
@@ -335,6 +335,33 @@ class Replica:
             raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
         return saved
 
+    def checkpoint_to_join_from(self) -> dict[str, int] | None:
+        """The step of the newest durable checkpoint, and the newest round, where all since is less than the state.
+
+        None where it is not, or where members' journals do not go back so far. Local rank 0.
+        """
+        committed = self.store.view(FOUNDING_ROUND).committed
+        if self._restorer is None or self._node.config.ckpt.path is None or not self._is_large or committed is None:
+            return None
+        stamp = self._restorer.newest()
+        if stamp is None or stamp.session != committed.session or stamp.round > committed.round:
+            return None
+        try:
+            missed = committed.round - stamp.round
+            entry_bytes = self.recovery.entry_bytes(stamp.round + 1) if missed else 0
+        except RecoveryFailed:
+            return None
+        is_less = missed * entry_bytes < self._state_bytes
+        return {"step": stamp.inner_step, "newest": committed.round} if is_less else None
+
+    @property
+    def _state_bytes(self) -> int:
+        return 4 * self.buffers.numel * len(self.outer.sections)
+
+    @property
+    def _is_large(self) -> bool:
+        return self._state_bytes > COPIED_BYTES
+
     def _stage(self, step: int) -> StagedState:
         def stage() -> dict[str, Any]:
             saved = self.restorer.stage(step)
@@ -374,8 +401,7 @@ class Replica:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
             outer = self.outer
-            is_large = 4 * self.buffers.numel * len(outer.sections) > COPIED_BYTES
-            state = outer.live_state if isinstance(outer, ManySteps) and is_large else outer.copy_state
+            state = outer.live_state if isinstance(outer, ManySteps) and self._is_large else outer.copy_state
             self._server = StateServer(state, self.journal.await_entry, current_round=lambda: outer.round)
             stack.callback(self._server.close)
             self._flags.set_serves_state(True)

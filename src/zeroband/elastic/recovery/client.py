@@ -323,6 +323,12 @@ class RecoveryClient:
         assert self._state is not None, "begin comes first"
         return self._state
 
+    def entry_bytes(self, round: int) -> int:
+        """Size of what a round did. Raises RecoveryFailed where no journal has it; RunOver."""
+        limits = _LIMITS
+        inquiry = Inquiry("journal", self._dialler, None, limits.patience, limits.connections)
+        return believe_round(self._donors(), limits.donors_at_once, inquiry, round).manifest.total_bytes
+
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._flags, self._faults)
