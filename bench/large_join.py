@@ -2,9 +2,9 @@
 
 Donor and joiner are two processes. The donor's state lies in sparse files; in each round real outer steps move some
 values of it, and its journal gets the mean of all, encoded. What each member does in a round anyway is left out: it
-encodes and digests the values that move. The joiner fetches over a
-link of `--mbit` (a token bucket that all of its connections share), goes on with each new round, replays the journal,
-and is in when its state has the donor's digest, and zeros elsewhere, and no newer round is there. Before that, what is expected is calculated.
+encodes and digests the values that move. The joiner fetches over a link of `--mbit` (a token bucket that all of its
+connections share), goes on with each new round, replays the journal, and is in when its state has the donor's digest,
+and zeros elsewhere, and no newer round is there. Before that, what is expected is calculated.
 
   python bench/large_join.py [--params 1e9] [--mbit 100] [--round-s 180] [--folder DIR] [--copies]
 
@@ -237,7 +237,8 @@ def main() -> None:
     parser.add_argument("--donate", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     numel, bytes_per_s = int(arguments.params), arguments.mbit * 1e6 / 8
-    require(numel >= PLACES * PLACE, f"--params {arguments.params:g} are too few")
+    if numel < PLACES * PLACE:
+        parser.error(f"--params {arguments.params:g} are too few")
     if arguments.donate:
         return donate(numel, arguments.round_s, arguments.donate, copies=arguments.copies)
     for times in (1, 10):

@@ -16,6 +16,10 @@ _VALUE_BYTES = 4
 
 _HALF_BYTES = 2
 
+COPIED_BYTES = 256 << 20
+"""A donor copies smaller states, whose rounds may be shorter than a fetch; larger ones are served as they lie there,
+but for algorithms whose rounds are steps."""
+
 PROCESS_BYTES = 3_000_000_000
 """Memory of a rank with torch and CUDA's libraries, pinned batches included. Assumed, until it is measured."""
 
@@ -60,10 +64,13 @@ class Needs:
         A donor's copy lies there while another node joins, and twice where two rounds are fetched at a time.
         """
         held, model = self._buffers[0], self.config.model
+        copied = _VALUE_BYTES * self.params * held
+        if isinstance(self.config.outer, DilocoConfig | SparseLocoConfig):
+            copied = min(copied, COPIED_BYTES)
         is_ours = isinstance(model, LlamaConfig)  # others are built whole by the first rank
         first = max(self.vocab_size, model.ff_width) * model.d_model * ranks if is_ours else self.params
         return {
-            "donor's copy": _VALUE_BYTES * self.params * held,
+            "donor's copy": copied,
             "first weights": _VALUE_BYTES * first,
             "processes": PROCESS_BYTES * ranks,
         }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
+from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
@@ -53,10 +54,6 @@ from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
-
-COPIED_BYTES = 256 << 20
-"""A smaller state is copied for joiners, since its rounds may be shorter than a fetch; a larger one is served as it
-lies there."""
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
