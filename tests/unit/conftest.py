@@ -431,6 +431,8 @@ class FakeRun:
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
     rollback: RollbackConfig | None = None
+    memory: Any = None
+    """What nodes stamp their state in that are added from now on."""
     corpora: Mapping[str, str] = field(default_factory=dict[str, str])
     """Names of the documents that nodes have for themselves."""
     said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
@@ -496,6 +498,7 @@ class FakeRun:
             stage=lambda step: self._stage(step, name),
             corpus=self.corpora.get(name, SHARED),
             flush_every=self.flush_every,
+            memory=self.memory,
             auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,10 +93,9 @@ def test_parts_of_several_rounds_become_the_members_state_to_the_last_bit(
 
 def test_mixed_state_is_verified_once_it_is_one_and_not_stamped_before(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(), "a", model=TwoLayers)
-    oldest, joiner, later = mixed(run, noise)
     stamped: list[int] = []
-    memory = type("Memory", (), {"stamp": lambda self, sections, round, record, state: stamped.append(round)})()
-    object.__setattr__(joiner.outer._parts, "memory", memory)
+    run.memory = SimpleNamespace(stamp=lambda sections, round, record, state: stamped.append(round))
+    oldest, joiner, later = mixed(run, noise)
     joiner.buffers["momentum"][20] += 1.0
     joiner.outer.adopt(oldest.round, oldest.record, later=later)
     newest = run["a"].outer.round
