@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from zeroband.data.ledger import SHARED, Range
@@ -67,9 +69,13 @@ class LiveState:
         return self.round_now() != self.round
 
     def read(self, part: Tensor) -> Tensor | None:
-        """A copy of a part of a section; None where it is gone."""
+        """A copy of a part of a section, of at least a byte; None where it is gone.
+
+        In pages of its own: from malloc, each thread that serves would keep some chunks' worth.
+        """
+        copy = torch.frombuffer(mmap.mmap(-1, part.nbytes), dtype=part.dtype)
         with self.lock:
-            return None if self.is_gone else part.clone()
+            return None if self.is_gone else copy.copy_(part)
 
 
 LaterPart = tuple[int, int, int]
