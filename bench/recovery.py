@@ -17,9 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from evidence import count, require
@@ -29,25 +26,17 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.transport.sealed import Dialler
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"b" * 32)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A state of one section."""
-
-    sections: dict[str, torch.Tensor]
-    round: int = 1
-    payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    state: str = "digest"
-
-
 def donate(numel: int, *, is_sealed: bool) -> None:
     """Serve until the standard input ends; the port is written to the standard output."""
-    copy = Copy({"params": torch.randn(numel, generator=torch.Generator().manual_seed(1))})
+    sections = {"params": torch.randn(numel, generator=torch.Generator().manual_seed(1))}
+    copy = StateCopy(1, sections, {}, "digest")
     server = StateServer(lambda: copy, lambda round: None, current_round=lambda: 1)
 
     def answer(listener: socket.socket) -> None:

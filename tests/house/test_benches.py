@@ -41,6 +41,7 @@ NOTHING = [
     ("all_reduce", ["codec"], "'codec' measures nothing; there are codecs, loopback"),
     ("checkpoint", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("recovery", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
+    ("large_join", ["--params", "1"], "--params 1 are too few"),
     ("sparse", ["--runs", "0"], "0 measures nothing; give 1 or more"),
     ("train_loop", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("sft", ["--steps", "0"], "0 measures nothing; give 1 or more"),

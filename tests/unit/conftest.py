@@ -32,7 +32,7 @@ from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, StateCopy
-from zeroband.elastic.rounds.journal import Journal, JournalEntry
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
@@ -435,6 +435,8 @@ class FakeRun:
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
     rollback: RollbackConfig | None = None
+    memory: Any = None
+    """What nodes stamp their state in that are added from now on."""
     corpora: Mapping[str, str] = field(default_factory=dict[str, str])
     """Names of the documents that nodes have for themselves."""
     said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
@@ -491,7 +493,7 @@ class FakeRun:
             sent=sent,
             codec=self.codec,
             feedback=ErrorFeedback(buffers, sent, self.codec),
-            journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
+            journal=Journal(folder, JournalBounds(3600.0, 1 << 20, self.journal_rounds)),
             shape=shape,
             phase_length=PhaseLength(pace or steps, seconds),
             departure=departure,
@@ -500,6 +502,7 @@ class FakeRun:
             stage=lambda step: self._stage(step, name),
             corpus=self.corpora.get(name, SHARED),
             flush_every=self.flush_every,
+            memory=self.memory,
             auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)

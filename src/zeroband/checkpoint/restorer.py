@@ -13,6 +13,7 @@ from torch import Tensor
 from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.own_state import OWN_FILE, OwnState
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
@@ -124,6 +125,15 @@ class Restorer:
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
+    def newest(self) -> Stamp | None:
+        """What the newest checkpoint of this run holds, as it says; None where there is none that can be read."""
+        try:
+            for step in steps_in_order(self._source.own)[:1]:
+                return open_checkpoint(self._source.own, step, trust=self._source.trust).manifest.stamp
+        except (CheckpointDamaged, OSError) as error:
+            _log.warning("no checkpoint to join from", extra={"fields": {"error": str(error)}})
+        return None
+
     def is_whole(self, step: int) -> bool:
         """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
         try:
@@ -133,6 +143,13 @@ class Restorer:
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
         return True
+
+    def read(self, step: int) -> SavedState:
+        """Read a checkpoint of this run into the targets, verified. Raises RecoveryFailed."""
+        self._storage = self._source.own
+        restored = self._read(self._targets, step)
+        assert restored is not None, "of a step there is one, or an error"
+        return _saved(restored)
 
     def restore(self, step: int | None = None) -> SavedState | None:
         """Read a checkpoint into the targets: the one asked for, or that of this step, verified.

@@ -22,8 +22,8 @@ from zeroband.node.identity import node_dir_of
 _FILES_BYTES = 16_000_000
 """Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
 
-_FETCHED = "data.cache_gb"
-"""Ids that are fetched from elsewhere; they make do with less."""
+_FETCHED, _JOURNAL = "data.cache_gb", "elastic.journal_gb"
+"""Ids that are fetched from elsewhere, and rounds for nodes that join; they make do with less."""
 
 _TOKEN_BYTES = 2
 """Size of one byte of text with the byte tokenizer."""
@@ -63,8 +63,8 @@ def _room(places: list[_Place]) -> Finding:
     seen = f"{size_text(free)} free where {folder} lies, needed: {what}"
     at_start = sum(place.needed for place in places if place.stops == "start")
     stops = "start" if free < at_start else "finish" if free < needed else None
-    keys = ", ".join(place.key for place in places if place.key != _FETCHED)
-    smaller = f"lower {_FETCHED}, " if any(place.key == _FETCHED for place in places) else ""
+    keys = ", ".join(place.key for place in places if place.key not in (_FETCHED, _JOURNAL))
+    smaller = "".join(f"lower {place.key}, " for place in places if place.key in (_FETCHED, _JOURNAL))
     return Finding(
         "disk", seen, f"make room there, {smaller}or set {keys} to another disk" if stops else "", stops=stops
     )
@@ -73,6 +73,8 @@ def _room(places: list[_Place]) -> Finding:
 def _places(needs: Needs) -> Iterator[_Place]:
     config = needs.config
     yield _Place("run.dir", node_dir_of(config), _FILES_BYTES, "start")
+    if needs.journal_bytes:
+        yield _Place(_JOURNAL, node_dir_of(config), needs.journal_bytes, "finish")
     parts = config.data.parts.values()
     if corpus_bytes := sum(_corpus_bytes(data, config.run.seed) for data in parts):
         yield _Place("data.cache_dir", _cache_of(config.data), corpus_bytes, "start")

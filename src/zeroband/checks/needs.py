@@ -16,8 +16,9 @@ _VALUE_BYTES = 4
 
 _HALF_BYTES = 2
 
-JOURNAL_BYTES = 4 << 30
-"""The newest committed updates are kept for nodes that join, up to so much; one always is."""
+COPIED_BYTES = 256 << 20
+"""A donor copies smaller states, whose rounds may be shorter than a fetch; larger ones are served as they lie there,
+but for algorithms whose rounds are steps."""
 
 PROCESS_BYTES = 3_000_000_000
 """Memory of a rank with torch and CUDA's libraries, pinned batches included. Assumed, until it is measured."""
@@ -63,13 +64,13 @@ class Needs:
         A donor's copy lies there while another node joins, and twice where two rounds are fetched at a time.
         """
         held, model = self._buffers[0], self.config.model
+        copied = _VALUE_BYTES * self.params * held
+        if isinstance(self.config.outer, DilocoConfig | SparseLocoConfig):
+            copied = min(copied, COPIED_BYTES)
         is_ours = isinstance(model, LlamaConfig)  # others are built whole by the first rank
         first = max(self.vocab_size, model.ff_width) * model.d_model * ranks if is_ours else self.params
-        update = _VALUE_BYTES if self.config.codec_name == "fp32" else 1
-        is_alone = self.config.outer is None
         return {
-            "donor's copy": _VALUE_BYTES * self.params * held,
-            "journal of rounds": 0 if is_alone else max(self.params * update, JOURNAL_BYTES),
+            "donor's copy": copied,
             "first weights": _VALUE_BYTES * first,
             "processes": PROCESS_BYTES * ranks,
         }
@@ -96,13 +97,27 @@ class Needs:
         return self.params * (_HALF_BYTES if self.config.export.dtype == "bfloat16" else _VALUE_BYTES)
 
     @property
+    def journal_bytes(self) -> int:
+        """The most that the journal of rounds takes: one always is there."""
+        if self.config.outer is None:
+            return 0
+        update = self.params * (_VALUE_BYTES if self.config.codec_name == "fp32" else 1)
+        _, rounds = self._rounds
+        return max(update, min(round(self.config.elastic.journal_gb * 1e9), rounds * update))
+
+    @property
     def kept_checkpoints(self) -> int:
         """The most that lie there at a time: an old one goes when a newer one is complete."""
-        outer = self.config.outer
-        steps = 1 if outer is None else round_steps(outer.model_dump()) or 1
-        rounds = -(-self.config.train.total_steps // steps)
+        steps, rounds = self._rounds
         every = self.config.ckpt.rounds_between(are_rounds_steps=steps == 1)
         return min(self.config.ckpt.keep_last + 1, -(-rounds // every))
+
+    @property
+    def _rounds(self) -> tuple[int, int]:
+        """Steps of a round, and rounds of the run."""
+        outer = self.config.outer
+        steps = 1 if outer is None else round_steps(outer.model_dump()) or 1
+        return steps, -(-self.config.train.total_steps // steps)
 
     @property
     def _buffers(self) -> tuple[int, int, int]:

@@ -122,6 +122,12 @@ class ElasticConfig(Section):
     start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
     """Time after which the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up
     when for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
+    journal_s: PositiveFloat = Field(default=4 * 3600.0, json_schema_extra=NODE_LOCAL)
+    """What a round did is kept for so long, for nodes that join: longer than the state takes over the slowest link of a
+    joiner, and the rounds of that time after it. The newest round is always kept."""
+    journal_gb: PositiveFloat = Field(default=100.0, json_schema_extra=NODE_LOCAL)
+    """Most of the disk of `run.dir` that those rounds take, in gigabytes: about one byte of each parameter and round
+    with `comm.codec = "int8"`. With less, nodes on slow links do not get in."""
 
 
 class FaultConfig(Section):

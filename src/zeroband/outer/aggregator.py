@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
@@ -109,8 +110,8 @@ class AggregatedExchange(PayloadExchange):
         local, combined = self._mesh.local, check_combined(self._codec, data)
         decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
-    def pack(self, result: Tensor) -> Tensor:
-        return self._told.clone()
+    def pack(self, result: Tensor, room: Room) -> Tensor:
+        return room(self._told.numel()).copy_(self._told)
 
     @property
     def _most_packed_bytes(self) -> int:

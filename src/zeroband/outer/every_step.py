@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
 from zeroband.elastic.rounds.exchange import RESULT, Exchange, MeanExchange
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts
+from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import barrier
 from zeroband.state.flat import gradient_shards
@@ -104,7 +104,14 @@ class EveryStep(RoundCoordinator):
         self._parts.stepper.zero_grad()
         self._seek(record)  # a round of joiners alone is no step of the schedule
 
-    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+    def adopt(
+        self,
+        round: int,
+        record: Mapping[str, Any],
+        sections: Mapping[str, Tensor] | None = None,
+        later: Sequence[LaterPart] = (),
+    ) -> str:
+        assert not later, "an optimizer steps all of a matrix at once"
         with self._changing_state(sections):
             self._load_state(record)
             self._record_state(round, record, self._store_state())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import Committed, Offer, RoundCoordinator
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange, MeanExchange
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, open_buffers
+from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm
@@ -267,7 +267,7 @@ class ManySteps(RoundCoordinator):
         with self._changing_state():
             if record["weight"] > 0:
                 self._inner_parameters.take_step(self._step_of(record))
-            self._apply(turn, committed.result, record)
+            self._apply(turn, committed.result, record, but=())
             self._advance(committed.verdict, self._digest())
         if self.progress.is_complete:
             self._restart()
@@ -278,11 +278,11 @@ class ManySteps(RoundCoordinator):
         self._parts.faults.at("applied", self.round)
         return self._report(committed, time.monotonic() - started_at_s)
 
-    def _apply(self, turn: int, result: Tensor, record: Mapping[str, Any]) -> None:
-        """Take the outer step, each local rank on its part."""
+    def _apply(self, turn: int, result: Tensor, record: Mapping[str, Any], but: Sequence[tuple[int, int]]) -> None:
+        """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it."""
         if record["weight"] > 0:
             contribution, step = self._buffers[CONTRIBUTION][self._bounds[turn]], self._step_of(record)
-            for here, there in self._parts_of_rank(self._parts.fragments[turn]):
+            for here, there in without(but, self._parts_of_rank(self._parts.fragments[turn])):
                 outer = {name: self._buffers[name][here] for name in self.sections}
                 self._take_step(outer, result[there], contribution[there], step)
         barrier(self._local)
@@ -305,8 +305,15 @@ class ManySteps(RoundCoordinator):
             self._turns.restart(turn)
             self._inner_parameters.restart(turn)
 
-    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+    def adopt(
+        self,
+        round: int,
+        record: Mapping[str, Any],
+        sections: Mapping[str, Tensor] | None = None,
+        later: Sequence[LaterPart] = (),
+    ) -> str:
         """Take the state that was written into the section buffers; returns its digest."""
+        self._later = later
         with self._changing_state(sections):
             self._record_state(round, record, self._digest())
         self._restart()
@@ -317,7 +324,7 @@ class ManySteps(RoundCoordinator):
         turn, inner = self._turn, self._inner_parameters
         follow = inner.following(turn) if self._is_late else partial(inner.restart, turn)
         with self._changing_state():
-            self._apply(turn, missed.result, missed.record)
+            self._apply(turn, missed.result, missed.record, but=missed.has_already)
             self._record_state(missed.round, missed.record, self._digest())
         follow()
         self._parts.inner.seek(self.inner_step if self._is_late else self.progress.inner_step)
@@ -351,3 +358,14 @@ class ManySteps(RoundCoordinator):
         barrier(self._local)
         weight = offer.weight if is_finite else 0
         return replace(offer, weight=weight, norm=self._norm(turn), trained=self._turns.contribute(turn))
+
+
+def without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
+    """What is left of parts, each with where it lies elsewhere, without some ascending ranges of them."""
+    for here, there in parts:
+        shift, at = there.start - here.start, here.start
+        for first, last in (*but, (here.stop, here.stop)):
+            stop = min(first, here.stop)
+            if at < stop:
+                yield slice(at, stop), slice(at + shift, stop + shift)
+            at = max(at, last)

@@ -19,6 +19,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import RESULT
+from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
@@ -178,9 +179,10 @@ class PayloadExchange:
 
     # -- for the journal ----------------------------------------------------------------------------------------
 
-    def pack(self, result: Tensor) -> Tensor:
+    def pack(self, result: Tensor, room: Room) -> Tensor:
         payloads, weights = self._decoded
-        return pack_payloads([payload.data for payload in payloads], weights)
+        packed = pack_payloads([payload.data for payload in payloads], weights)
+        return room(packed.numel()).copy_(packed)
 
     def room(self, turn: int, nbytes: int) -> Tensor:
         self._turn = turn

@@ -276,25 +276,53 @@ class ReplicaSteps:
             self._is_fetching = True
             self._patience.came_nearer()
             self._events.emit("recovering", round=outer.round)
-            on_first_rank(self._local, lambda: recovery.begin(outer.sections))
+            on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=self._run.mixes_rounds))
+            if self._takes_checkpoint():
+                return Outcome(JoinEvent.FETCHED)
         self._had_bytes, self._taken = recovery.verified_bytes, None
         fetched = on_first_rank(self._local, self._fetch_state)
-        digest = outer.adopt(fetched["round"], fetched["record"])
+        newest = max((later[2] for later in fetched["later"]), default=fetched["round"])
+        digest = outer.adopt(fetched["round"], fetched["record"], later=fetched["later"])
         try:
-            verify(digest, fetched["state_digest"], f"the state of round {fetched['round']}", self._local)
+            if newest == fetched["round"]:
+                verify(digest, fetched["state_digest"], f"the state of round {newest}", self._local)
+            else:
+                outer.catch_up(newest)
+                digest = outer.state_digest
         except RecoveryFailed:
-            on_first_rank(self._local, recovery.distrust_state)
+            if outer.round == newest:  # it came to what no donor has; else a round is in no journal
+                on_first_rank(self._local, recovery.distrust_state)
             raise
-        self._taken = fetched["round"]
-        place = {"round": fetched["round"], "digest": digest}
+        self._taken = newest
+        place = {"round": newest, "digest": digest}
         self._events.emit("recovered", **place, took_s=fetched["took_s"], source="members")
         return Outcome(JoinEvent.FETCHED)
+
+    def _takes_checkpoint(self) -> bool:
+        """Take over the newest durable checkpoint and replay the rounds since, where that is less to fetch."""
+        from_s, found = time.monotonic(), on_first_rank(self._local, self._run.checkpoint_to_join_from)
+        if found is None:
+            return False
+        outer, step = self._run.outer, found["step"]
+        try:
+            saved = on_first_rank(self._local, lambda: asdict(self._run.restorer.read(step)))
+            digest = outer.adopt(saved["round"], saved["record"])
+            verify(digest, saved["state_digest"], f"the checkpoint of step {step}", self._local)
+            outer.catch_up(found["newest"])
+        except RecoveryFailed as error:
+            fields = {"step": step, "why": str(error)}
+            _log.warning("no checkpoint to join from; the members have a state", extra={"fields": fields})
+            return False
+        self._taken = outer.round
+        place = {"round": outer.round, "digest": outer.state_digest}
+        self._events.emit("recovered", **place, took_s=round(time.monotonic() - from_s, 3), source="checkpoint")
+        return True
 
     def _fetch_state(self) -> dict[str, Any]:
         """Local rank 0."""
         fetched = self._run.recovery.fetch_state()
         state = {"round": fetched.round, "record": fetched.record, "state_digest": fetched.state_digest}
-        return {**state, "took_s": fetched.took_s}
+        return {**state, "later": fetched.later, "took_s": fetched.took_s}
 
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
         return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())

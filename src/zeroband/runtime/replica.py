@@ -18,18 +18,18 @@ from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
-from zeroband.checks.needs import JOURNAL_BYTES
+from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import View, view_to_record
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
-from zeroband.elastic.rounds.journal import Journal
+from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
@@ -43,6 +43,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
+from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
@@ -54,7 +55,6 @@ from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 
-_JOURNAL_ROUNDS = 1024
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
 
@@ -136,7 +136,9 @@ class Replica:
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh(layout)
             stack.callback(self.mesh.close)
-            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=JOURNAL_BYTES)
+            self.journal = Journal(
+                node.node_dir, JournalBounds(config.elastic.journal_s, round(config.elastic.journal_gb * 1e9))
+            )
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.recovery = RecoveryClient(
@@ -288,6 +290,14 @@ class Replica:
 
         return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
 
+    @property
+    def mixes_rounds(self) -> bool:
+        """Whether a joiner can make one state of parts that are of several rounds.
+
+        So it is where an outer step moves each value by itself; an inner optimizer may step whole matrices.
+        """
+        return isinstance(self.outer, ManySteps)
+
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     @property
@@ -335,6 +345,33 @@ class Replica:
             raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
         return saved
 
+    def checkpoint_to_join_from(self) -> dict[str, int] | None:
+        """The step of the newest durable checkpoint, and the newest round, where all since is less than the state.
+
+        None where it is not, or where members' journals do not go back so far. Local rank 0.
+        """
+        committed = self.store.view(FOUNDING_ROUND).committed
+        if self._restorer is None or self._node.config.ckpt.path is None or not self._is_large or committed is None:
+            return None
+        stamp = self._restorer.newest()
+        if stamp is None or stamp.session != committed.session or stamp.round > committed.round:
+            return None
+        try:
+            missed = committed.round - stamp.round
+            entry_bytes = self.recovery.entry_bytes(stamp.round + 1) if missed else 0
+        except RecoveryFailed:
+            return None
+        is_less = missed * entry_bytes < self._state_bytes
+        return {"step": stamp.inner_step, "newest": committed.round} if is_less else None
+
+    @property
+    def _state_bytes(self) -> int:
+        return 4 * self.buffers.numel * len(self.outer.sections)
+
+    @property
+    def _is_large(self) -> bool:
+        return self._state_bytes > COPIED_BYTES
+
     def _stage(self, step: int) -> StagedState:
         def stage() -> dict[str, Any]:
             saved = self.restorer.stage(step)
@@ -373,9 +410,9 @@ class Replica:
     def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
-            self._server = StateServer(
-                self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
-            )
+            outer = self.outer
+            state = outer.live_state if isinstance(outer, ManySteps) and self._is_large else outer.copy_state
+            self._server = StateServer(state, self.journal.await_entry, current_round=lambda: outer.round)
             stack.callback(self._server.close)
             self._flags.set_serves_state(True)
 

@@ -60,7 +60,7 @@ class Attempts:
     def distrust(self) -> None:
         """Others are asked next."""
 
-    def adopt(self, round: int, payload: object) -> str:
+    def adopt(self, round: int, payload: object, later: object) -> str:
         self.round = round
         return self.digest
 
@@ -100,7 +100,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections: attempts)
+        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, mixes: attempts)
         monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
         committed = SimpleNamespace(round=7, opening=OPENING)
         view = SimpleNamespace(
@@ -116,6 +116,8 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             buffers=SimpleNamespace(numel=8),
             store=SimpleNamespace(view=lambda round: view),
             may_begin_again=lambda view: False,
+            mixes_rounds=False,
+            checkpoint_to_join_from=lambda: None,
         )
         steps = ReplicaSteps(node_of(local), parts, NoEvents())
         try:
@@ -157,6 +159,38 @@ def test_joiner_that_replays_rounds_goes_on(join: Callable[..., int]) -> None:
 def test_joiner_whose_states_are_all_wrong_gives_up(join: Callable[..., int]) -> None:
     with pytest.raises(RecoveryFailed, match="has digest other here"):
         join(*2 * [fetches(9, 1000.0, then=0, digest="other")], IN)
+
+
+@pytest.mark.parametrize("fault", ["", "its digest", "the journals"])
+def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(local: LocalMesh, fault: str) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    def catch_up(round: int) -> None:
+        if fault == "the journals":
+            raise RecoveryFailed("the journal is out of reach")
+        outer.round, outer.state_digest = round, f"digest of {round}"
+
+    def adopt(round: int, record: object, **more: object) -> str:
+        outer.round = round
+        return f"digest of {round}"
+
+    outer = SimpleNamespace(round=-1, sections=("params",), state_digest="", adopt=adopt, catch_up=catch_up)
+    saved = SavedState(40, 4, {}, "another" if fault == "its digest" else "digest of 4", ())
+    fetched = SimpleNamespace(round=7, record={}, state_digest="digest of 7", later=(), took_s=1.0)
+    recovery = SimpleNamespace(begin=lambda *what, **how: None, fetch_state=lambda: fetched, verified_bytes=0)
+    run: Any = SimpleNamespace(
+        outer=outer,
+        recovery=recovery,
+        mixes_rounds=True,
+        restorer=SimpleNamespace(read=lambda step: saved),
+        checkpoint_to_join_from=lambda: {"step": 40, "newest": 7},
+    )
+    events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
+    outcome = ReplicaSteps(node_of(local), run, events).take(JoinState.FETCHING, None)
+    (_, recovered), is_sound = told[-1], not fault
+    assert outcome.event is JoinEvent.FETCHED
+    assert (recovered["source"], recovered["round"]) == ("checkpoint" if is_sound else "members", 7)
+    assert recovered["digest"] == "digest of 7"
 
 
 def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) -> None:

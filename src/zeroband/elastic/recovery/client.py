@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,9 @@ from zeroband.state.flat import SharedBuffers
 
 _SAY_S = 1.0
 _UPDATE = "update"
+_VALUE_BYTES = 4
+_IN_VAIN = 3
+"""A call ends when its donors went on so often in a row before they had sent anything whole."""
 
 _log = get_logger(__name__)
 
@@ -64,6 +68,8 @@ class FetchedState:
     """Members that were dropped, and why."""
     took_s: float
     """In all calls that this state needed."""
+    later: Sequence[tuple[int, int, int]] = ()
+    """Values [start, stop) of all sections that are of a later round than `round`, and that round; ascending."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,20 @@ class _Download:
     """The chunks that a manifest names, on their way into `targets`; what was verified is not fetched again."""
 
     def __init__(
-        self, manifest: StateManifest, inquiry: Inquiry, targets: Mapping[str, memoryview], limits: FetchLimits
+        self,
+        manifest: StateManifest,
+        inquiry: Inquiry,
+        targets: Mapping[str, memoryview],
+        limits: FetchLimits,
+        before: _Download | None = None,
     ) -> None:
+        """`before`: what came of earlier rounds stays where all sections have it."""
         self.manifest = manifest
-        self.missing = tuple(manifest.chunks())
-        self.tally = Tally()
+        self.complete: dict[int, StateManifest] = {} if before is None else before.came()
+        """By number of a chunk, of which earlier manifest it is."""
+        chunks = (chunk for chunk in manifest.chunks() if chunk.index not in self.complete)
+        self.missing = tuple(sorted(chunks, key=lambda chunk: chunk.index))
+        self.tally = Tally() if before is None else before.tally
         self._inquiry = inquiry
         self._targets = targets
         self._limits = limits
@@ -103,14 +118,29 @@ class _Download:
         finally:
             self.missing = transfer.missing
 
+    def came(self) -> dict[int, StateManifest]:
+        """Numbers of the chunks that are there of all sections, and of which manifest they are."""
+        missing = {chunk.index for chunk in self.missing}
+        new = {chunk.index for chunk in self.manifest.chunks()} - missing
+        return self.complete | dict.fromkeys(new - self.complete.keys(), self.manifest)
+
 
 class StateFetch:
     """A joiner's fetch of the outer state, kept over failures.
 
-    `sections`: (n,) float32 on CPU each, written chunk by chunk.
+    `sections`: (n,) float32 on CPU each, written chunk by chunk. `mixes`: where the donors go on to another round, so
+    does the fetch, and what it has got before is replayed up to that later.
     """
 
-    def __init__(self, dialler: Dialler, sections: Mapping[str, Tensor], *, limits: FetchLimits = _LIMITS) -> None:
+    def __init__(
+        self,
+        dialler: Dialler,
+        sections: Mapping[str, Tensor],
+        *,
+        mixes: bool = False,
+        limits: FetchLimits = _LIMITS,
+    ) -> None:
+        self._mixes = mixes
         self._targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
         self._limits = limits
         lengths = {name: len(target) for name, target in self._targets.items()}
@@ -133,10 +163,13 @@ class StateFetch:
             download = self._fetch(self._trusted(donors), on_chunk)
         finally:
             self._took_s += time.monotonic() - started_at_s
+        came = download.came()
+        oldest = min(came.values(), key=lambda manifest: manifest.round, default=download.manifest)
         return FetchedState(
-            round=download.manifest.round,
-            record=download.manifest.record,
-            state_digest=download.manifest.state_digest,
+            round=oldest.round,
+            record=oldest.record,
+            state_digest=oldest.state_digest,
+            later=tuple(_later(came, oldest)),
             received_bytes={member: sent for member, sent in download.tally.received_bytes.items() if sent},
             dropped=dict(download.tally.dropped),
             took_s=self._took_s,
@@ -153,14 +186,39 @@ class StateFetch:
         return [donor for donor in donors if donor.member_id not in self._distrusted] or donors
 
     def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> _Download:
+        if not self._mixes:
+            return self._fetch_round(donors, on_chunk)
+        had, in_vain, total_bytes = 0, 0, 0
+
+        def count(chunk_bytes: int, round_bytes: int) -> None:
+            nonlocal total_bytes
+            total_bytes = total_bytes or round_bytes  # of the first round, which all of this call is
+            on_chunk(chunk_bytes, total_bytes)
+
+        while True:
+            self._goes_on = False
+            try:
+                return self._fetch_round(donors, count)
+            except RecoveryFailed:
+                came = 0 if self._begun is None else len(self._begun.came())
+                in_vain = 0 if came > had else in_vain + 1
+                had = came
+                if in_vain == _IN_VAIN:
+                    raise
+
+    def _fetch_round(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> _Download:
+        """Fetch what one round's donors have of what is missing."""
         supporters: Sequence[Donor] = ()
         spare, download = donors, self._begun
         if download is None or not self._goes_on:
             believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry)
             supporters, spare = believed.supporters, believed.spare(donors)
             if download is None or not download.missing or download.manifest.claim != believed.manifest.claim:
-                self._took_s = 0.0
-                download = self._begun = _Download(believed.manifest, self._inquiry, self._targets, self._limits)
+                before = download if self._can_mix(download, believed.manifest) else None
+                self._took_s = 0.0 if before is None else self._took_s
+                download = self._begun = _Download(
+                    believed.manifest, self._inquiry, self._targets, self._limits, before
+                )
             download.tally.dropped |= believed.dropped
         missing = len(download.missing)
         try:
@@ -168,6 +226,22 @@ class StateFetch:
         finally:
             self._goes_on = 0 < len(download.missing) < missing
         return download
+
+    def _can_mix(self, before: _Download | None, manifest: StateManifest) -> bool:
+        """Whether what came before is of use beside a newer round's."""
+        if before is None or not before.missing or not self._mixes:
+            return False
+        is_alike = before.manifest.chunk_bytes == manifest.chunk_bytes and manifest.chunk_bytes % _VALUE_BYTES == 0
+        return is_alike and before.manifest.round < manifest.round
+
+
+def _later(came: Mapping[int, StateManifest], oldest: StateManifest) -> Iterator[tuple[int, int, int]]:
+    """Runs of values that are of later rounds than the oldest."""
+    for manifest, run in groupby(sorted(came), key=lambda index: came[index]):
+        indices, length = list(run), max(manifest.lengths.values()) // _VALUE_BYTES
+        if manifest is not oldest:
+            values = manifest.chunk_bytes // _VALUE_BYTES
+            yield indices[0] * values, min((indices[-1] + 1) * values, length), manifest.round
 
 
 def fetch_entry(
@@ -220,9 +294,12 @@ class RecoveryClient:
         self.verified_bytes = 0
         """Count of the states that were begun; 0 again after one that was not what its donors said."""
 
-    def begin(self, sections: tuple[str, ...]) -> None:
-        """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""
-        self._state = StateFetch(self._dialler, {name: self._buffers[name] for name in sections})
+    def begin(self, sections: tuple[str, ...], *, mixes: bool = False) -> None:
+        """A state is to be fetched into the section buffers: forget what an earlier fetch had got.
+
+        `mixes`: as `StateFetch` says.
+        """
+        self._state = StateFetch(self._dialler, {name: self._buffers[name] for name in sections}, mixes=mixes)
 
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
@@ -245,6 +322,12 @@ class RecoveryClient:
     def _begun(self) -> StateFetch:
         assert self._state is not None, "begin comes first"
         return self._state
+
+    def entry_bytes(self, round: int) -> int:
+        """Size of what a round did. Raises RecoveryFailed where no journal has it; RunOver."""
+        limits = _LIMITS
+        inquiry = Inquiry("journal", self._dialler, None, limits.patience, limits.connections)
+        return believe_round(self._donors(), limits.donors_at_once, inquiry, round).manifest.total_bytes
 
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""

@@ -1,9 +1,10 @@
-"""A donor's side of live recovery: serves copies of the committed state and the journal over HTTP, to nodes of the run.
+"""A donor's side of live recovery: serves the committed state and the journal over HTTP, to nodes of the run.
 
-Runs in threads of local rank 0. Each copy of the state is made once and dropped when nobody uses it. Training waits for
-the copy in memory alone: hashes are computed in a thread of their own, one state at a time, so that joiners cost a
-donor at most one core. Only raw buffers and JSON cross the wire. A manifest names the hash of every chunk, so that what
-one donor claims can be held against the others.
+Runs in threads of local rank 0. A large state is served as it lies there, chunk by chunk, until the next round is
+applied; then joiners go on with that one. A small one is copied, once for all who ask, and dropped when nobody uses it.
+Training waits for a copy in memory alone, of a chunk or of a small state: hashes are computed in a thread of their own,
+one state at a time, so that joiners cost a donor at most one core. Only raw buffers and JSON cross the wire. A manifest
+names the hash of every chunk, so that what one donor claims can be held against the others.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash
@@ -49,9 +51,12 @@ _MAX_ENTRIES = 256
 
 _log = get_logger(__name__)
 
+Read = Callable[[Tensor], Tensor | None]
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 class ServedState(Protocol):
-    """A copy of the outer state after a committed round."""
+    """The outer state after a committed round: a copy, or itself as long as it is that."""
 
     @property
     def round(self) -> int: ...
@@ -61,6 +66,14 @@ class ServedState(Protocol):
     def record(self) -> Mapping[str, Any]: ...
     @property
     def state_digest(self) -> str: ...
+    @property
+    def is_gone(self) -> bool:
+        """Whether the next round was applied to it."""
+        ...
+
+    def read(self, part: Tensor) -> Tensor | None:
+        """A part of a section, which nobody writes to any more; None where it is gone."""
+        ...
 
 
 class ServedEntry(Protocol):
@@ -82,19 +95,32 @@ class Promise:
     def __init__(self, round: int) -> None:
         self.round = round
         self._done = threading.Event()
-        self._manifest = b""
+        self._manifest: bytes | None = None
 
     def keep(self, manifest: bytes) -> None:
         self._manifest = manifest
         self._done.set()
+
+    def give_up(self) -> None:
+        """What was to be hashed is gone."""
+        self._done.set()
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._done.is_set() and self._manifest is None
 
     @property
     def is_kept(self) -> bool:
         return self._done.is_set()
 
     def await_json(self, patience_s: float) -> bytes | None:
-        """The manifest; None if it is not there in time."""
+        """The manifest; None if it is not there in time, or given up."""
         return self._manifest if self._done.wait(patience_s) else None
+
+
+def _pieces(section: Tensor, nbytes: int) -> tuple[Tensor, ...]:
+    """A section in views of so many bytes each, (n,) uint8, but for the last."""
+    return section.view(torch.uint8).split(nbytes) if section.numel() else ()
 
 
 class Hasher:
@@ -105,29 +131,42 @@ class Hasher:
         self._is_closed = threading.Event()
         self._turn = threading.Lock()
 
-    def start(self, served: ServedState | ServedEntry, sections: Mapping[str, Tensor]) -> Promise:
-        """Begin with the hashes of some sections, which nobody writes to any more."""
+    def start(self, served: ServedState) -> Promise:
+        """Begin with the hashes of a state."""
+        return self._start(served, served.sections, served.read)
+
+    def start_entry(self, entry: ServedEntry) -> Promise:
+        """Begin with the hashes of an entry."""
+        return self._start(entry, {"update": entry.update}, lambda part: part)
+
+    def _start(self, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read) -> Promise:
         promise = Promise(served.round)
-        target: Callable[[], None] = lambda: self._hash(promise, served, sections)  # noqa: E731
+        target: Callable[[], None] = lambda: self._hash(promise, served, sections, read)  # noqa: E731
         threading.Thread(target=target, name="state-hashes", daemon=True).start()
         return promise
 
-    def _hash(self, promise: Promise, served: ServedState | ServedEntry, sections: Mapping[str, Tensor]) -> None:
-        views = {name: bytes_of(tensor) for name, tensor in sections.items()}
+    def _hash(
+        self, promise: Promise, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read
+    ) -> None:
+        parts = {name: _pieces(section, self.chunk_bytes) for name, section in sections.items()}
         with self._turn:
-            hashes = {name: tuple(self._hashes(view)) for name, view in views.items()}
-        if not self._is_closed.is_set():
-            lengths = {name: len(view) for name, view in views.items()}
+            hashes = {name: tuple(self._hashes(pieces, read)) for name, pieces in parts.items()}
+        if all(len(hashes[name]) == len(pieces) for name, pieces in parts.items()):
+            lengths = {name: section.nbytes for name, section in sections.items()}
             manifest = StateManifest(
                 served.round, served.state_digest, served.record, self.chunk_bytes, lengths, hashes
             )
             promise.keep(manifest.to_json())
+        else:
+            promise.give_up()
 
-    def _hashes(self, view: memoryview) -> Iterator[str]:
-        for start in range(0, len(view), self.chunk_bytes):
-            if self._is_closed.is_set():
+    def _hashes(self, parts: Sequence[Tensor], read: Read) -> Iterator[str]:
+        """Until one of them is gone."""
+        for part in parts:
+            data = None if self._is_closed.is_set() else read(part)
+            if data is None:
                 return
-            yield chunk_hash(view[start : start + self.chunk_bytes])
+            yield chunk_hash(bytes_of(data))
 
     def close(self) -> None:
         self._is_closed.set()
@@ -142,11 +181,11 @@ class _Held:
     """Chunks on their way to joiners at this moment."""
 
     def is_idle(self, now_s: float, idle_s: float) -> bool:
-        return self.promise.is_kept and self.sending == 0 and now_s - self.used_at_s > idle_s
+        return self.copy.is_gone or (self.promise.is_kept and self.sending == 0 and now_s - self.used_at_s > idle_s)
 
 
 class Copies:
-    """At most two copies of the state. Any thread but the main one.
+    """At most two copies of the state, or of what tells where it lies. Any thread but the main one.
 
     `current_round` tells the round of the state without copying it; without it, each request for the newest state
     makes a copy.
@@ -177,7 +216,7 @@ class Copies:
             with self._lock:
                 held = self._held.get(copy.round)
                 if held is None:
-                    held = self._held[copy.round] = _Held(copy, self._hasher.start(copy, copy.sections))
+                    held = self._held[copy.round] = _Held(copy, self._hasher.start(copy))
                 held.used_at_s = time.monotonic()
                 return held.promise
 
@@ -206,7 +245,7 @@ class Copies:
     def _promise(self, round: int) -> Promise | None:
         with self._lock:
             held = self._held.get(round)
-            if held is None:
+            if held is None or held.copy.is_gone:
                 return None
             held.used_at_s = time.monotonic()
             return held.promise
@@ -258,7 +297,7 @@ class Entries:
             return None
         with self._lock:
             if round not in self._promises:
-                self._promises[round] = self._hasher.start(entry, {"update": entry.update})
+                self._promises[round] = self._hasher.start_entry(entry)
             while len(self._promises) > _MAX_ENTRIES:
                 self._promises.popitem(last=False)
             return self._promises.get(round)
@@ -272,8 +311,9 @@ class Entries:
 class StateServer:
     """Answers the connections that it is given, after their handshake, until `close()`.
 
-    `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `current_round` tells the
-    round of the state without a copy of it; with it, one copy of a round serves all joiners that ask for it.
+    `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
+    state itself instead of a copy. `current_round` tells the round of the state without a copy of it; with it, one copy
+    of a round serves all joiners that ask for it.
     """
 
     def __init__(
@@ -324,9 +364,11 @@ class _Library:
         self.entries = entries
         self.chunk_bytes = chunk_bytes
 
-    def chunk(self, section: Tensor, index: int) -> memoryview:
-        """Empty behind the end of the section."""
-        return bytes_of(section)[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
+    def chunk(self, sections: Mapping[str, Tensor], section: str, index: int) -> Tensor | None:
+        """(nbytes,) uint8, where it lies; None where there is none."""
+        data = sections[section].view(torch.uint8) if section in sections else _NOTHING
+        chunk = data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
+        return chunk if chunk.numel() else None
 
 
 class _Server(ThreadingHTTPServer):
@@ -393,24 +435,24 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_manifest(library.entries.at(round))
             case ["state", int(round), str(section), int(index)]:
                 with library.copies.sending(round) as copy:
-                    self._send_chunk(library, None if copy is None else copy.sections.get(section), index)
+                    chunk = None if copy is None else library.chunk(copy.sections, section, index)
+                    self._send_chunk(None if copy is None or chunk is None else copy.read(chunk))
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(library, library.entries.sections(round).get(section), index)
+                self._send_chunk(library.chunk(library.entries.sections(round), section, index))
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
 
     def _send_manifest(self, promise: Promise | None) -> None:
-        if promise is None:
-            return self._refuse(HTTPStatus.NOT_FOUND)
-        manifest = promise.await_json(HASHES_AWAITED_S)
-        if manifest is None:
+        manifest = None if promise is None else promise.await_json(HASHES_AWAITED_S)
+        if promise is None or promise.is_given_up:
+            self._refuse(HTTPStatus.NOT_FOUND)
+        elif manifest is None:
             self._send(json.dumps({"round": promise.round}).encode(), HTTPStatus.ACCEPTED)
         else:
             self._send(manifest)
 
-    def _send_chunk(self, library: _Library, section: Tensor | None, index: int) -> None:
-        data = b"" if section is None else library.chunk(section, index)
-        self._send(data) if data else self._refuse(HTTPStatus.NOT_FOUND)
+    def _send_chunk(self, data: Tensor | None) -> None:
+        self._refuse(HTTPStatus.NOT_FOUND) if data is None else self._send(bytes_of(data))
 
     def _send(self, data: bytes | memoryview, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)

@@ -161,6 +161,8 @@ class StateTransfer:
         self._is_over = threading.Event()
         self._events: queue.SimpleQueue[_Arrived | _Ended | _Enlisted] = queue.SimpleQueue()
         self._sources: dict[Donor, _Source] = {}
+        self._at_other_round: set[Donor] = set()
+        """Those who hold this round no longer, which is nothing to be dropped for."""
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._problems: dict[str, str] = {}
@@ -234,7 +236,10 @@ class StateTransfer:
                 self._note(event, on_chunk)
 
     def _drop(self, donor: Donor, why: str) -> None:
-        self._problems[str(donor)] = self._tally.dropped[donor.member_id] = why
+        self._problems[str(donor)] = why
+        if donor in self._at_other_round:
+            return
+        self._tally.dropped[donor.member_id] = why
         fields = {"donor": str(donor), "round": self._manifest.round, "why": why}
         _log.warning("donor dropped", extra={"fields": fields})
 
@@ -292,7 +297,9 @@ class StateTransfer:
         while (chunk := self._take(source)) is not None:
             why, is_final = self._fetch(source, connection, chunk, buffer)
             failures = failures + 1 if why else 0
-            if is_final:
+            if is_final and source.donor in self._at_other_round:
+                source.why = source.why or why  # what its other connections are at is of this round still
+            elif is_final:
                 source.drop(why)
             if is_final or failures > patience.retries:
                 return why
@@ -319,8 +326,10 @@ class StateTransfer:
         why, is_final = "", False
         try:
             status = connection.read_into(path, data)
-            is_final = status == HTTPStatus.NOT_FOUND
-            why = "" if status == HTTPStatus.OK else f"{path} answered {status}"
+            if status != HTTPStatus.OK:
+                why, is_final = f"{path} answered {status}", status == HTTPStatus.NOT_FOUND
+                if is_final:
+                    self._at_other_round.add(source.donor)
         except NONSENSE as error:
             why = f"{path}: {reason_of(error)}"
         except RecoveryFailed as error:

@@ -25,7 +25,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, StateCopy, verify
+from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -123,6 +123,8 @@ class RoundCoordinator(ABC):
         """This node's in the newest round."""
         self._members: tuple[str, ...] = ()
         """Those of the newest round."""
+        self._later: Sequence[LaterPart] = ()
+        """Parts of the state that was taken over which were of later rounds; meaningless once the state is at these."""
         self._has_new_members = False
         """The newest round had other members than the one before."""
         self._tokens = 0
@@ -436,8 +438,11 @@ class RoundCoordinator(ABC):
             turn = self._turn
             fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
             self.exchange.unpack(turn, fetched.update)
-            missed = MissedRound(number, self.exchange.result_of(turn), fetched.record, fetched.state_digest)
-            verify(self.replay(missed), fetched.state_digest, f"the state after round {number}", self._local)
+            has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
+            result, record, digest = self.exchange.result_of(turn), fetched.record, fetched.state_digest
+            found = self.replay(MissedRound(number, result, record, digest, has_already))
+            if self._is_one_state:
+                verify(found, digest, f"the state after round {number}", self._local)
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
@@ -520,13 +525,25 @@ class RoundCoordinator(ABC):
         self.record = record
         self.progress = Progress.from_record(record["progress"])
         self.state_digest = state
-        if self._parts.memory is not None:
+        if self._parts.memory is not None and self._is_one_state:
             self._parts.memory.stamp(self.sections, round, record, state)
 
     def _digest(self) -> str:
         """Digest of the outer state; local rank 0 only, empty on the others."""
         barrier(self._local)
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
+
+    @property
+    def _is_one_state(self) -> bool:
+        """Whether all of the sections are of this round."""
+        return all(newest <= self.round for *_, newest in self._later)
+
+    def live_state(self) -> LiveState:
+        """The outer state itself. Any thread of local rank 0."""
+        with self.state_lock:
+            sections = {name: self._buffers[name] for name in self.sections}
+            now: Callable[[], int] = lambda: self.round  # noqa: E731
+            return LiveState(self.round, sections, self.record, self.state_digest, self.state_lock, now)
 
     def copy_state(self) -> StateCopy:
         """A copy of the outer state. Any thread of local rank 0."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import RecoveryFailed
@@ -49,8 +50,8 @@ class Exchange(Protocol):
         """Note that the round is over, and whether what this node contributed counts in it."""
         ...
 
-    def pack(self, result: Tensor) -> Tensor:
-        """What the last round's result was made from: (nbytes,) uint8, the same on all members.
+    def pack(self, result: Tensor, room: Room) -> Tensor:
+        """What the last round's result was made from: (nbytes,) uint8 in what `room` gives, the same on all members.
 
         On local rank 0, in any thread, before the next `run`.
         """
@@ -112,8 +113,8 @@ class MeanExchange:
     def conclude(self, *, counts: bool) -> None:
         """Do nothing: the residual has what the committed attempt left of the contribution."""
 
-    def pack(self, result: Tensor) -> Tensor:
-        return pack_mean(result, self._codec)
+    def pack(self, result: Tensor, room: Room) -> Tensor:
+        return pack_mean(result, self._codec, room)
 
     def room(self, turn: int, nbytes: int) -> Tensor:
         result = self.result_of(turn)
@@ -138,13 +139,13 @@ def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
     return codec.encoded_size(numel), 4 * numel
 
 
-def pack_mean(mean: Tensor, codec: Codec) -> Tensor:
-    """A new tensor, (nbytes,) uint8. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
+def pack_mean(mean: Tensor, codec: Codec, room: Room) -> Tensor:
+    """(nbytes,) uint8 in what `room` gives. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
     if not codec.is_exact:
-        update = torch.empty(codec.encoded_size(mean.numel()), dtype=torch.uint8)
+        update = room(codec.encoded_size(mean.numel()))
         if all(_encode_exactly(part, codec, out) for part, out in _pieces(mean, update, codec)):
             return update
-    return mean.clone().view(torch.uint8)
+    return room(4 * mean.numel()).copy_(mean.view(torch.uint8))
 
 
 def unpack_mean(update: Tensor, codec: Codec, mean: Tensor) -> None:

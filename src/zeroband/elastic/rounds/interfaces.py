@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from zeroband.data.ledger import SHARED, Range
@@ -42,6 +45,41 @@ class StateCopy:
     record: Mapping[str, Any]
     """The verdict's record, which holds the run's progress."""
     state_digest: str
+    is_gone = False
+
+    def read(self, part: Tensor) -> Tensor:
+        """A part of a section."""
+        return part
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The outer state after a committed round, not copied: gone when the next round is applied. Any thread."""
+
+    round: int
+    sections: Mapping[str, Tensor]
+    record: Mapping[str, Any]
+    state_digest: str
+    lock: threading.Lock
+    """Held by whoever changes the sections."""
+    round_now: Callable[[], int]
+
+    @property
+    def is_gone(self) -> bool:
+        return self.round_now() != self.round
+
+    def read(self, part: Tensor) -> Tensor | None:
+        """A copy of a part of a section, of at least a byte; None where it is gone.
+
+        In pages of its own: from malloc, each thread that serves would keep some chunks' worth.
+        """
+        copy = torch.frombuffer(mmap.mmap(-1, part.nbytes), dtype=part.dtype)
+        with self.lock:
+            return None if self.is_gone else copy.copy_(part)
+
+
+LaterPart = tuple[int, int, int]
+"""Values [start, stop) of all sections that are of a later round than the rest, and that round."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +102,8 @@ class MissedRound:
     record: Mapping[str, Any]
     state_digest: str
     """Digest of the outer state after it."""
+    has_already: Sequence[tuple[int, int]] = ()
+    """Values [start, stop) of the sections that have it already, ascending."""
 
 
 class Inner(Protocol):
@@ -265,10 +305,17 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
-    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+    def adopt(
+        self,
+        round: int,
+        record: Mapping[str, Any],
+        sections: Mapping[str, Tensor] | None = None,
+        later: Sequence[LaterPart] = (),
+    ) -> str:
         """Take the state that was written into the section buffers; returns its digest.
 
-        `sections`: write these into them first; local rank 0 has them for all.
+        `sections`: write these into them first; local rank 0 has them for all. `later`: parts of it that are of later
+        rounds, ascending; `catch_up` with the newest of these makes it one state.
         """
         ...
 

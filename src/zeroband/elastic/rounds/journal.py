@@ -1,19 +1,38 @@
-"""The journal: what recent rounds did, as it travelled, with which a late or joining node catches up."""
+"""The journal: what recent rounds did, as it travelled, with which a late or joining node catches up.
+
+It lies on a disk and is bounded by time: a joiner on a slow link takes hours for a large state, and then needs the
+rounds of those hours. What nobody reads takes no memory but the disk's cache, which the machine takes back as it likes.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.elastic.rounds.background import BackgroundRound
+from zeroband.observe.log import get_logger
 
 AWAITED_S = 20.0
 """Longest wait for an entry; below the time-out of the joiners' requests."""
+
+MAX_ROUNDS = 4096
+"""Each entry is a mapping, of which a process has 65530 unless told otherwise, and has a record in memory."""
+
+Room = Callable[[int], Tensor]
+"""Gives (nbytes,) uint8 for an update of so many bytes."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,25 +48,42 @@ class JournalEntry:
     """Digest of the outer state after the round."""
 
 
-class Journal:
-    """The newest entries, bounded in number and bytes. Any thread may read while the main thread adds."""
+@dataclass(frozen=True)
+class JournalBounds:
+    """What a journal keeps; its newest entry in any case."""
 
-    def __init__(self, *, max_rounds: int, max_bytes: int) -> None:
-        self._entries: OrderedDict[int, JournalEntry] = OrderedDict()
-        self._max_rounds = max_rounds
-        self._max_bytes = max_bytes
+    keep_s: float
+    """So long."""
+    max_bytes: int
+    """On disk."""
+    max_rounds: int = MAX_ROUNDS
+
+
+class Journal:
+    """The newest entries, in files of a folder. Any thread may read while the main thread adds.
+
+    The files have no names, so that nothing is left of them however the process ends. `clock`: by which they grow old.
+    """
+
+    def __init__(self, folder: Path, bounds: JournalBounds, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._bounds = bounds
+        self._clock = clock
+        self._entries: OrderedDict[int, tuple[JournalEntry, float]] = OrderedDict()
+        """By round, with the time at which they came."""
         self._changed = threading.Condition()
         self._newest = -1
         self._packing: BackgroundRound[None] | None = None
         self._bytes = 0
 
-    def record(self, round: int, pack: Callable[[], Tensor], record: Mapping[str, Any], state: str) -> None:
+    def record(self, round: int, pack: Callable[[Room], Tensor], record: Mapping[str, Any], state: str) -> None:
         """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
 
-        Packing many values touches as much new memory, which takes longer than the packing.
+        Packing many values touches as much new memory, which takes longer than the packing. `pack`: into the room that
+        it asks for.
         """
         self.settle()
-        self._packing = BackgroundRound(lambda: self.add(JournalEntry(round, pack(), record, state)), name="journal")
+        self._packing = BackgroundRound(lambda: self._pack(round, pack, record, state), name="journal")
 
     def settle(self) -> None:
         """Wait until what was to be packed is. The thread that records, or that follows it."""
@@ -55,23 +91,56 @@ class Journal:
         if packing is not None:
             packing.wait()
 
+    def _pack(self, round: int, pack: Callable[[Room], Tensor], record: Mapping[str, Any], state: str) -> None:
+        try:
+            update = pack(self.room)
+        except OSError as error:
+            fields = {"round": round, "folder": str(self._folder), "error": str(error)}
+            _log.warning("the journal cannot be written, so nobody joins by this round", extra={"fields": fields})
+            self._clear(round)
+        else:
+            self.add(JournalEntry(round, update, record, state))
+
+    def room(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 on disk, after making way for it. Raises OSError where the disk is full."""
+        with self._changed:
+            self._keep(self._bounds.max_rounds - 1, self._bounds.max_bytes - nbytes)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here and not a bus error later
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
     def add(self, entry: JournalEntry) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
         with self._changed:
             self._forget(entry.round)
-            self._entries[entry.round], self._newest = entry, entry.round
+            self._keep(self._bounds.max_rounds - 1, self._bounds.max_bytes - entry.update.numel())
+            self._entries[entry.round] = entry, self._clock()
+            self._newest = entry.round
             self._bytes += entry.update.numel()
-            while len(self._entries) > 1 and (len(self._entries) > self._max_rounds or self._bytes > self._max_bytes):
-                self._forget(next(iter(self._entries)))
             self._changed.notify_all()
 
+    def _keep(self, rounds: int, nbytes: int) -> None:
+        """Forget the oldest entries until so many are left, of so many bytes, none of which is too old."""
+        oldest_s = self._clock() - self._bounds.keep_s
+        while self._entries:
+            round, (_, came_at_s) = next(iter(self._entries.items()))
+            if len(self._entries) <= rounds and self._bytes <= nbytes and came_at_s >= oldest_s:
+                return
+            self._forget(round)
+
     def _forget(self, round: int) -> None:
-        entry = self._entries.pop(round, None)
+        entry, _ = self._entries.pop(round, (None, 0.0))
         self._bytes -= 0 if entry is None else entry.update.numel()
 
     def cut(self, round: int) -> None:
         """This round did not change the state by an update: nobody can catch up from before it."""
         self.settle()
+        self._clear(round)
+
+    def _clear(self, round: int) -> None:
         with self._changed:
             self._entries.clear()
             self._bytes = 0
@@ -85,4 +154,5 @@ class Journal:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._newest >= round, timeout=patience_s)
-            return self._entries.get(round)
+            entry, _ = self._entries.get(round, (None, 0.0))
+            return entry

@@ -30,6 +30,7 @@ from zeroband.elastic.recovery.client import (
 )
 from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
 from zeroband.elastic.recovery.state_chunks import chunk_hash
+from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 
@@ -43,7 +44,7 @@ def values(seed: int, n: int = N) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(StateCopy):
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": values(1), "momentum": values(2)})
     record: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
@@ -327,6 +328,93 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
     assert others[0].round == 8
     assert torch.equal(sections["params"], values(70))
     assert torch.equal(sections["momentum"], values(71))
+
+
+class Training:
+    """A member's state, which changes where it lies."""
+
+    def __init__(self) -> None:
+        self.round = 7
+        self.lock = threading.Lock()
+        self.sections = {"params": values(70), "momentum": values(71)}
+
+    def go_on(self) -> None:
+        with self.lock:
+            self.round += 1
+            for name, value in after(self.round).items():
+                self.sections[name].copy_(value)
+
+    def live_state(self) -> LiveState:
+        record, digest = {"weight": self.round}, f"digest of {self.round}"
+        return LiveState(self.round, self.sections, record, digest, self.lock, lambda: self.round)
+
+
+def after(round: int) -> dict[str, Tensor]:
+    return {"params": values(10 * round), "momentum": values(10 * round + 1)}
+
+
+@pytest.fixture
+def training(stack: ExitStack) -> tuple[Training, Donor]:
+    """A member that serves its state as it lies there."""
+    training = Training()
+    now: Callable[[], int] = lambda: training.round  # noqa: E731
+    server = OpenServer("honest", training.live_state, entry_of, current_round=now, chunk_bytes=CHUNK_BYTES)
+    stack.callback(server.close)
+    return training, server.donor
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_fetch_goes_on_with_the_next_round_and_says_which_values_are_of_which(
+    training: tuple[Training, Donor], connections: int
+) -> None:
+    member, donor = training
+    arrived, totals, sections = [0], set[int](), zeros()
+
+    def go_on(chunk_bytes: int, total_bytes: int) -> None:
+        totals.add(total_bytes)
+        arrived[0] += 1
+        if arrived[0] in (3, 8):
+            member.go_on()
+
+    limits = no_straggler(replace(LIMITS, connections=connections))
+    fetched = StateFetch(DIALLER, sections, mixes=True, limits=limits).fetch([donor], go_on)
+    assert (fetched.round, fetched.record, fetched.state_digest) == (7, {"weight": 7}, "digest of 7")
+    assert totals == {STATE_BYTES} and fetched.dropped == {}
+    assert sorted({newest for *_, newest in fetched.later}) == [8, 9]
+    expected = after(7)
+    for start, stop, newest in fetched.later:
+        for name, value in after(newest).items():
+            expected[name][start:stop] = value[start:stop]
+    for name, section in sections.items():
+        assert torch.equal(section, expected[name])
+
+
+def test_fetch_that_mixes_goes_on_in_another_call_and_its_next_one_is_new(training: tuple[Training, Donor]) -> None:
+    member, donor = training
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, mixes=True, limits=no_straggler(ONE_BY_ONE))
+
+    def interrupt(chunk_bytes: int, total_bytes: int) -> None:
+        if sections["params"][4 * CHUNK_BYTES // 4] != 0:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        state.fetch([donor], interrupt)
+    member.go_on()
+    fetched = state.fetch([donor])
+    assert fetched.round == 7 and {newest for *_, newest in fetched.later} == {8}
+    again = state.fetch([donor])
+    assert (again.round, again.later) == (8, ())
+    assert torch.equal(sections["params"], after(8)["params"])
+
+
+def test_fetch_that_mixes_from_a_donor_that_always_goes_on_ends(training: tuple[Training, Donor]) -> None:
+    member, donor = training
+    relay_of_time = Relay("restless", donor)
+    relay_of_time.alter = only("/state/", lambda path, body: (member.go_on(), body)[1])
+    with pytest.raises(RecoveryFailed, match="restless at"):
+        StateFetch(DIALLER, zeros(), mixes=True, limits=ONE_BY_ONE).fetch([relay_of_time.donor])
+    relay_of_time.die()
 
 
 def test_state_without_values_is_fetched(serve: Serve) -> None:

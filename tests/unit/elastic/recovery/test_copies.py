@@ -10,12 +10,13 @@ from torch import Tensor
 from zeroband.elastic.recovery import serving
 from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
 from zeroband.elastic.recovery.state_chunks import parse_manifest
+from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
 
 PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(StateCopy):
     round: int
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(5.0)})
     record: dict[str, Any] = field(default_factory=dict)
@@ -196,6 +197,43 @@ def test_manifest_is_of_the_copy(copies: Copies) -> None:
     assert len(manifest.hashes["params"]) == 3
 
 
+class Training:
+    """A state that changes where it lies."""
+
+    def __init__(self) -> None:
+        self.round = 3
+        self.lock = threading.Lock()
+        self.sections = {"params": torch.arange(5.0)}
+
+    def live_state(self) -> LiveState:
+        return LiveState(self.round, self.sections, {}, "digest", self.lock, lambda: self.round)
+
+
+def test_state_itself_is_served_until_its_next_round_and_makes_room_at_once(clock: Clock, hasher: Hasher) -> None:
+    training = Training()
+    copies = Copies(training.live_state, hasher, lambda: training.round)
+    for training.round in range(3, 8):
+        assert kept(copies.newest()).round == training.round
+        with copies.sending(training.round) as state:
+            assert state is not None
+            assert state.sections["params"].data_ptr() == training.sections["params"].data_ptr()
+            training.round += 1
+            assert state.read(state.sections["params"]) is None
+        assert copies.at(training.round - 1) is None
+
+
+def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, hash_of = Training(), serving.chunk_hash
+
+    def hash_beside_training(view: memoryview) -> str:
+        training.round += 1
+        return hash_of(view)
+
+    monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
+    promise = hasher.start(training.live_state())
+    assert promise.await_json(PATIENCE_S) is None and promise.is_given_up
+
+
 def entry_of(round: int) -> Any:
     return (
         None
@@ -223,7 +261,7 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)
-    promises = [hasher.start(Copy(round), Copy(round).sections) for round in (3, 4)]
+    promises = [hasher.start(Copy(round)) for round in (3, 4)]
     assert [promise.await_json(0.02) for promise in promises] == [None, None]
     assert len(begun) == 1
     go_on.set()
@@ -234,4 +272,4 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
 def test_closed_hasher_promises_nothing_more() -> None:
     hasher = Hasher(chunk_bytes=8)
     hasher.close()
-    assert hasher.start(Copy(3), Copy(3).sections).await_json(0.02) is None
+    assert hasher.start(Copy(3)).await_json(0.02) is None

@@ -17,6 +17,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery import serving
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.state_chunks import chunk_hash, parse_manifest
+from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.transport.handshake import HELLO_BYTES, OPEN, Callee
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 
@@ -24,7 +25,7 @@ DATA = torch.arange(1000.0).numpy().tobytes()
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(StateCopy):
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(1000.0)})
     record: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,14 @@
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 
-from zeroband.elastic.rounds.journal import Journal, JournalEntry
+from zeroband.elastic.rounds import journal as journal_module
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry, Room
+
+HOUR_S = 3600.0
+MANY_BYTES = 1 << 30
 
 
 def entry(round: int, nbytes: int = 40) -> JournalEntry:
@@ -13,53 +19,115 @@ def kept(journal: Journal) -> list[int]:
     return [round for round in range(20) if journal.await_entry(round, patience_s=0.0) is not None]
 
 
-def filled(*, max_rounds: int, max_bytes: int) -> Journal:
-    journal = Journal(max_rounds=max_rounds, max_bytes=max_bytes)
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path, JournalBounds(HOUR_S, MANY_BYTES))
+
+
+def filled(folder: Path, *, max_rounds: int = 100, max_bytes: int = 10_000) -> Journal:
+    journal = Journal(folder, JournalBounds(HOUR_S, max_bytes, max_rounds))
     for round in range(1, 11):
         journal.add(entry(round))
     return journal
 
 
-def test_journal_returns_what_was_added() -> None:
-    added = entry(3)
-    journal = Journal(max_rounds=2, max_bytes=1000)
-    journal.add(added)
+def test_journal_returns_what_was_added(journal: Journal) -> None:
+    journal.add(added := entry(3))
     assert journal.await_entry(3) is added
     assert journal.await_entry(2) is None
 
 
-def test_journal_keeps_the_newest_rounds() -> None:
-    assert kept(filled(max_rounds=3, max_bytes=10_000)) == [8, 9, 10]
+def test_journal_keeps_the_newest_rounds(tmp_path: Path) -> None:
+    assert kept(filled(tmp_path, max_rounds=3)) == [8, 9, 10]
 
 
-def test_journal_keeps_what_fits_into_its_bytes() -> None:
-    assert kept(filled(max_rounds=100, max_bytes=4 * 40 + 39)) == [7, 8, 9, 10]
+def test_journal_keeps_what_fits_into_its_bytes(tmp_path: Path) -> None:
+    assert kept(filled(tmp_path, max_bytes=4 * 40 + 39)) == [7, 8, 9, 10]
 
 
-def test_journal_keeps_the_newest_round_even_if_it_is_larger_than_the_bound() -> None:
-    assert kept(filled(max_rounds=100, max_bytes=39)) == [10]
+def test_journal_keeps_the_newest_round_even_if_it_is_larger_than_the_bound(tmp_path: Path) -> None:
+    assert kept(filled(tmp_path, max_bytes=39)) == [10]
 
 
-def test_journal_entry_that_is_awaited_comes_as_soon_as_it_is_added() -> None:
-    journal = filled(max_rounds=3, max_bytes=10_000)
+def test_journal_keeps_the_rounds_of_its_time_and_the_newest_in_any_case(tmp_path: Path) -> None:
+    now_s = [0.0]
+    journal = Journal(tmp_path, JournalBounds(HOUR_S, MANY_BYTES), clock=lambda: now_s[0])
+    for round in range(1, 11):
+        now_s[0] += HOUR_S / 3
+        journal.add(entry(round))
+    assert kept(journal) == [7, 8, 9, 10]
+    now_s[0] += 10 * HOUR_S
+    assert 10 in kept(journal)
+    journal.add(entry(11))
+    assert kept(journal) == [11]
+
+
+def test_what_is_packed_lies_on_disk_and_its_place_is_given_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, JournalBounds(HOUR_S, max_bytes=3 << 20))
+    for round in range(1, 6):
+        recorded(journal, round, torch.full((1 << 20,), round, dtype=torch.uint8))
+    journal.settle()
+    assert kept(journal) == [3, 4, 5]
+    assert mapped_files(tmp_path) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def mapped_files(folder: Path) -> int:
+    return sum(f" {folder}/" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_entry_that_is_read_stays_though_the_journal_forgets_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, JournalBounds(HOUR_S, max_bytes=1 << 20))
+    recorded(journal, 1, torch.ones(1 << 20, dtype=torch.uint8))
+    held = journal.await_entry(1)
+    recorded(journal, 2, torch.zeros(1 << 20, dtype=torch.uint8))
+    journal.settle()
+    assert kept(journal) == [2]
+    assert held is not None and held.update.eq(1).all()
+
+
+def test_round_that_finds_no_room_ends_the_journal_and_not_the_run(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded(journal, 1, torch.ones(8, dtype=torch.uint8))
+    journal.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_module.os, "posix_fallocate", full)
+        recorded(journal, 2, torch.ones(8, dtype=torch.uint8))
+        journal.settle()
+    assert kept(journal) == [] and "the journal cannot be written" in caplog.text
+    recorded(journal, 3, torch.ones(8, dtype=torch.uint8))
+    journal.settle()
+    assert kept(journal) == [3]
+
+
+def full(*_arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_journal_entry_that_is_awaited_comes_as_soon_as_it_is_added(tmp_path: Path) -> None:
+    journal = filled(tmp_path, max_rounds=3)
     with ThreadPoolExecutor(1) as pool:
         awaited = pool.submit(journal.await_entry, 11, patience_s=10.0)
         journal.add(added := entry(11))
         assert awaited.result(timeout=1.0) is added
 
 
-def test_journal_entry_that_is_forgotten_or_does_not_come_is_none() -> None:
-    journal = filled(max_rounds=3, max_bytes=10_000)
+def test_journal_entry_that_is_forgotten_or_does_not_come_is_none(tmp_path: Path) -> None:
+    journal = filled(tmp_path, max_rounds=3)
     assert journal.await_entry(7, patience_s=10.0) is None
     assert journal.await_entry(11, patience_s=0.01) is None
 
 
 def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
-    journal.record(round, values.clone, {}, "digest")
+    def pack(room: Room) -> torch.Tensor:
+        return room(values.numel()).copy_(values)
+
+    journal.record(round, pack, {}, "digest")
 
 
-def test_update_is_packed_from_the_values_that_were_there_until_settled() -> None:
-    journal, values = Journal(max_rounds=2, max_bytes=1 << 30), torch.ones(1 << 22, dtype=torch.uint8)
+def test_update_is_packed_from_the_values_that_were_there_until_settled(journal: Journal) -> None:
+    values = torch.ones(1 << 22, dtype=torch.uint8)
     recorded(journal, 1, values)
     journal.settle()
     values.zero_()
@@ -67,8 +135,8 @@ def test_update_is_packed_from_the_values_that_were_there_until_settled() -> Non
     assert packed is not None and packed.update.eq(1).all()
 
 
-def test_rounds_are_recorded_in_their_order_and_a_cut_comes_after_them() -> None:
-    journal, values = Journal(max_rounds=8, max_bytes=1 << 30), torch.ones(1 << 22, dtype=torch.uint8)
+def test_rounds_are_recorded_in_their_order_and_a_cut_comes_after_them(journal: Journal) -> None:
+    values = torch.ones(1 << 22, dtype=torch.uint8)
     for round in range(1, 4):
         recorded(journal, round, values)
     assert journal.await_entry(3) is not None and kept(journal) == [1, 2, 3]
@@ -77,9 +145,9 @@ def test_rounds_are_recorded_in_their_order_and_a_cut_comes_after_them() -> None
     assert kept(journal) == []
 
 
-def test_small_entries_come_after_large_ones_and_the_other_way_round() -> None:
+def test_small_entries_come_after_large_ones_and_the_other_way_round(tmp_path: Path) -> None:
     """Means of a node alone travel nowhere and are kept as they are; those of several are kept encoded."""
-    journal = Journal(max_rounds=100, max_bytes=100)
+    journal = Journal(tmp_path, JournalBounds(HOUR_S, max_bytes=100))
     for round, nbytes in enumerate([60, 60, 10, 10, 90, 10]):
         journal.add(entry(round, nbytes))
     assert kept(journal) == [4, 5]
