@@ -36,6 +36,7 @@ def test_training_goes_on_while_every_key_of_its_store_is_damaged(tmp_path: Path
     assert int(found[1]) == len(NAMES) * len(KINDS) and tuple(found[3].split(", ")) == NAMES and int(found[4]) > 5
 
 
+@pytest.mark.soak
 def test_fuzz_without_a_damage_is_a_failure(tmp_path: Path) -> None:
     run = fuzz(tmp_path, "--nodes", "1", "--minutes", "0")
     assert run.returncode == 1 and "nothing was damaged, so nothing was shown" in run.stderr

@@ -35,7 +35,7 @@ def digests(peers: Peers, name: str) -> dict[int, str]:
     return {event["round"]: event["digest"] for event in peers.rounds(name)}
 
 
-@pytest.fixture(scope="module", params=["diloco", pytest.param("ddp", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in ("diloco", "ddp")])
 def story(
     redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Peers]:

@@ -24,7 +24,7 @@ LIBRARY = {
     "hf_trainer": "transformers",
     "lightning_loop": "lightning",
 }
-BY_HAND = ("accelerate_loop", "hf_trainer", "lightning_loop")
+BY_HAND = ("accelerate_loop", "hf_trainer", "lightning_loop", "nano_gpt")
 MICRO_BATCHES = {"nano_gpt": 2, "accelerate_loop": 2, "hf_trainer": 2, "lightning_loop": 1}
 
 

@@ -263,6 +263,7 @@ def test_run_whose_loss_spikes_goes_back_by_itself_and_stands_still_in_the_end(t
         assert not audit(read_rounds(cluster.run_dir)).is_exact
 
 
+@pytest.mark.soak
 def test_crashed_trainer_goes_on_with_what_was_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other node is there to give it the state, no checkpoint is read, and other nodes of the machine start."""
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
 from typing import Any
 
 from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
@@ -234,15 +233,15 @@ def _slow_links(
     a slow link is what the link's rate says, or what the last one with it took. Slower members wait until the graces of
     the rounds that they sat out pay for one with them, so that the others lose no more than that on average. Several
     have equal parts of each grace; the faster ones come along with a slower one. Whoever leaves waits no longer, and a
-    joiner not at all: it holds nothing that would keep.
+    joiner not at all: it holds nothing that would keep. A link of which nothing is known counts as fast.
     """
     known = {m: max(view.ready[m].rate, _access_rate(m, rates)) for m in members}
     if rules.straggler_grace is None or not rules.transfer_bytes or not patience.phase_s or not any(known.values()):
         return frozenset()
     held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
-    usual = median(rate for rate in known.values() if rate)
-    order = sorted(members, key=lambda m: (-(known[m] or usual), m))
-    mbit, scale = [known[m] or usual for m in order], rules.transfer_bytes * 8e-6
+    fastest = max(known.values())
+    order = sorted(members, key=lambda m: (-(known[m] or fastest), m))
+    mbit, scale = [known[m] or fastest for m in order], rules.transfer_bytes * 8e-6
     needed = _fewest_with(rules.quorum, [view.ready[m].weight for m in order])
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
     grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
