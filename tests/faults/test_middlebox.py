@@ -37,6 +37,7 @@ def committed(cluster: LocalCluster) -> int:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.faults
 @pytest.mark.slow
 def test_round_whose_path_swallows_bytes_goes_on_over_new_connections(tmp_path: Path) -> None:

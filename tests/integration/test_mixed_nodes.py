@@ -28,7 +28,7 @@ COARSE = ("--train.dtype=bfloat16", "--train.micro-bs=4", "--eval.every-steps=4"
 @pytest.mark.parametrize(
     ("outer", "steps_of_round"),
     [
-        pytest.param(("--outer.type=diloco", "--outer.inner-steps=4"), 4, id="diloco"),
+        pytest.param(("--outer.type=diloco", "--outer.inner-steps=4"), 4, id="diloco", marks=pytest.mark.soak),
         pytest.param(("--outer.type=ddp",), 1, id="ddp", marks=pytest.mark.soak),
     ],
 )
