@@ -140,6 +140,7 @@ def test_checkpoint_of_two_ranks_goes_on_with_others(
     assert [found[step][0] for step in found] == pytest.approx([expected[step][0] for step in found], rel=1e-4)
 
 
+@pytest.mark.soak
 def test_checkpoint_opens_without_its_configuration(two_ranks: tuple[Path, Any]) -> None:
     opened = open_trained(str(two_ranks[0]))
     assert opened.what.startswith("step 10 of run")
