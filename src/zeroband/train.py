@@ -61,7 +61,7 @@ def _main(argv: Sequence[str] | None) -> int:
         asked = asked_config(sys.argv[1:] if argv is None else argv)
         is_only_process = local_world_size(os.environ) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
         config = named(asked, is_only_process=is_only_process)
-        if config is not asked:
+        if config is not asked and local_rank(os.environ) == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
         with Ending(departure, ranks=local_world_size(os.environ)) as ending:

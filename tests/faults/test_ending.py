@@ -121,7 +121,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start_one(*command: str, **variables: str) -> subprocess.Popen[str]:
         places = ("--run.dir", str(tmp_path / "runs"), "--data.cache-dir", str(tmp_path / "cache"))
         arguments = [sys.executable, "-c", CLI, *command, *TINY[: TINY.index("--outer.type")], *places]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ZERO_BAND_RUN__ID": "first", **variables}
         started.append(
             subprocess.Popen(
                 arguments, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=hear
@@ -157,7 +157,7 @@ def assert_interrupted(process: subprocess.Popen[str]) -> None:
 
 
 def until_it_trains(folder: Path) -> None:
-    metrics = folder / "runs" / "default" / "a" / "metrics.jsonl"
+    metrics = folder / "runs" / "first" / "a" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, "inner steps")
 
 
@@ -169,7 +169,7 @@ def test_node_that_is_asked_to_leave_says_where_everything_lies(
     until_it_trains(tmp_path)
     training.send_signal(number)
     _, said = training.communicate(timeout=DEADLINE_S)
-    report = tmp_path / "runs" / "default" / "report.html"
+    report = tmp_path / "runs" / "first" / "report.html"
     assert training.returncode == code and f"  report      {report}" in said, said
     wait_for(report.exists, "the report, which after Ctrl-C nobody waits for")
 
@@ -181,7 +181,7 @@ def test_node_that_fails_says_where_everything_lies_before_why(start: Start, tmp
         training = start("train", **{f"ZERO_BAND_{name}": value for name, value in variables.items()})
         until_it_trains(tmp_path)
     _, said = training.communicate(timeout=DEADLINE_S)
-    report = tmp_path / "runs" / "default" / "report.html"
+    report = tmp_path / "runs" / "first" / "report.html"
     assert training.returncode == 1 and f"  report      {report}" in said, said
     assert said.splitlines()[-1].startswith("zeroband: ") and "Redis" in said.splitlines()[-1]
     wait_for(lambda: report.exists() and "StoreLost" in report.read_text(), "the report with the failure")
@@ -207,6 +207,6 @@ def test_ctrl_c_while_a_node_waits_for_others_ends_without_a_traceback(
 ) -> None:
     variables = {"ZERO_BAND_STORE__URL": redis_url, "ZERO_BAND_NODE__ID": "a", "ZERO_BAND_ELASTIC__START_NODES": "2"}
     launching = start("launch", "--nproc-per-node=2", str(TRAINER), **variables, ZERO_BAND_OUTER__TYPE="ddp")
-    shared = tmp_path / "runs" / "default" / "a" / "events.jsonl"
+    shared = tmp_path / "runs" / "first" / "a" / "events.jsonl"
     wait_for(lambda: shared.exists() and "node_started" in shared.read_text(), "the node is set up")
     assert_interrupted(launching)

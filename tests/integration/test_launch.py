@@ -179,11 +179,11 @@ class Rank:
 
     @property
     def node_dir(self) -> Path:
-        return self.folder / "runs" / "default" / "n0"
+        return self.folder / "runs" / "first" / "n0"
 
     def main(self, *arguments: str) -> tuple[int, str]:
         """Exit code and what stands on standard error, log lines apart."""
-        places = (f"--run.dir={self.folder / 'runs'}", f"--data.cache_dir={self.folder / 'cache'}")
+        places = ("--run.id=first", f"--run.dir={self.folder / 'runs'}", f"--data.cache_dir={self.folder / 'cache'}")
         code = zeroband.train.main([*TINY, *places, *arguments])
         lines = self.capsys.readouterr().err.splitlines()
         return code, "\n".join(line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT", line))
@@ -327,7 +327,7 @@ def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
     finally:
         os.close(held)
     assert code == 2
-    assert "node.id='n0' of run.id='default' is already running" in line
+    assert "node.id='n0' of run.id='first' is already running" in line
     assert sorted(path.name for path in rank.node_dir.iterdir()) == ["rank0.log"]
 
 

@@ -25,9 +25,9 @@ class RunSection(Section):
     """Which run this is, and where its files go."""
 
     id: str = Field(default="default", pattern=NAME_PATTERN)
-    """Name of the run, the same on every node; all keys in the store carry it. The same command goes on with the same
-    run, so the default is one name. auto: a new one at each start, as 2026-11-24-brave-otter, by zeroband launch and
-    train, for a run of one node or for its founder."""
+    """Name of the run, the same on every node; all keys in the store carry it. auto: a new one at each start, such as
+    2026-11-24-brave-otter, for a run of one node or for its founder. Not set: auto without [outer]; default with it,
+    since all nodes have to name the same."""
     token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Secret shared by the run's nodes; only its hash reaches the store. None: whoever reaches the store may join. Not
     on a command line, which every user of the machine sees: in ZERO_BAND_RUN__TOKEN, or in run.token_file."""

@@ -1,7 +1,8 @@
-"""Names for runs that nobody named: a date and two words, such as 2026-11-24-brave-otter. Pure but for the folder."""
+"""Names for runs that nobody named: a date and two words, such as 2026-11-24-brave-otter."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -9,9 +10,14 @@ from pathlib import Path
 
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError
+from zeroband.node.processes import started_at_ticks
+from zeroband.observe.metrics import METRICS_FILE
 
 AUTO = "auto"
 """The `run.id` that asks for a name."""
+
+_SHOWN = 3
+"""Names of runs in a message, the newest first."""
 
 ADJECTIVES = (
     *("able", "alert", "amber", "ample", "azure", "bold", "brave", "breezy", "bright", "brisk"),
@@ -41,8 +47,10 @@ NOUNS = (
 )
 
 
-def new_run_name(directory: Path, *, now_s: float | None = None, draw: Callable[[], float] = random.random) -> str:
-    """Make a name that no run in this folder has.
+def new_run_name(
+    directory: Path | None, *, now_s: float | None = None, draw: Callable[[], float] = random.random
+) -> str:
+    """Make a name that no run in this folder has; None: whatever is there.
 
     `now_s`: wall clock, whose day in UTC begins the name; None: now. `draw`: numbers from 0 to below 1.
     """
@@ -52,27 +60,25 @@ def new_run_name(directory: Path, *, now_s: float | None = None, draw: Callable[
     for number in range(first, first + words):  # the next one where it is taken
         adjective, noun = divmod(number % words, len(NOUNS))
         name = f"{day}-{ADJECTIVES[adjective]}-{NOUNS[noun]}"
-        if not (directory / name).exists():
+        if directory is None or not (directory / name).exists():
             return name
     raise ConfigError(f"{directory} has a run for every name of {day}; set run.id")
 
 
 def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
-    """Give the run a name where its configuration asks for one. Raises ConfigError where others would have to know it.
+    """Give the run a name where its configuration asks for one, or names none and no other machine has to know it.
 
-    `is_only_process`: whether no other rank, and no start after this one, has to come to the same name by itself.
+    `is_only_process`: whether no other rank has to come to the same name by itself; ranks find it by the launcher that
+    they have in common, also those that are started again. Raises ConfigError where other nodes, or a later start,
+    would have to find it.
     """
-    if config.run.id != AUTO:
+    is_unnamed = "id" not in config.run.model_fields_set
+    if config.run.id != AUTO and not (is_unnamed and config.outer is None):
         return config
-    if not is_only_process:
-        raise ConfigError(
-            "run.id='auto' is no name yet, and each rank would find another: start them by zeroband launch with "
-            "--run.id auto, which names the run for all of them"
-        )
     if config.resume is not None and config.resume.path is None:
         raise ConfigError(
-            "run.id='auto' is a new name at each start, which has no checkpoints to resume; name the run that "
-            "--resume goes on with (`zeroband runs` shows them), or set resume.path"
+            f"--resume goes on with a run by its name: --run.id NAME, {_known_names(config.run.dir)}. A start without "
+            "one is a new run, which has no checkpoints to resume; those of another run are named by resume.path"
         )
     waits_for = config.elastic.start_nodes
     if config.outer is not None and waits_for > 1:
@@ -80,5 +86,28 @@ def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
             f"run.id='auto' founds a run of its own, and this one waits for {waits_for} nodes, each of which would do "
             "the same; give all of them one run.id"
         )
-    run = config.run.model_copy(update={"id": new_run_name(config.run.dir)})
-    return config.model_copy(update={"run": run})
+    name = new_run_name(config.run.dir) if is_only_process else _name_by_launcher()
+    return config.model_copy(update={"run": config.run.model_copy(update={"id": name})})
+
+
+def _known_names(directory: Path) -> str:
+    """The newest runs of a folder, in words."""
+    runs = {path.parents[1]: path.stat().st_mtime for path in sorted(directory.glob(f"*/*/{METRICS_FILE}"))}
+    names = ", ".join(run.name for run in sorted(runs, key=runs.__getitem__, reverse=True)[:_SHOWN])
+    return f"where {directory} has {names}" if names else f"and {directory} has none yet"
+
+
+def _name_by_launcher() -> str:
+    """A name that all processes of this one's parent come to, by that parent's number and start."""
+    parent = os.getppid()
+    began_s = _boot_s() + (started_at_ticks(parent) or 0) / os.sysconf("SC_CLK_TCK")
+    return new_run_name(None, now_s=began_s, draw=random.Random(f"{parent} {began_s}").random)
+
+
+def _boot_s() -> int:
+    """Wall clock at this machine's start, in seconds; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)

@@ -197,7 +197,7 @@ def sent_in_words(view: RunView) -> str:
 def find_run_dir(path: Path) -> Path:
     """The run directory that the user means: `path` itself, or the only run in it. Raises ConfigError."""
     if not path.is_dir():
-        raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/default")
+        raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/first")
     if _has_nodes(path):
         return path
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _has_nodes(child))

@@ -16,7 +16,7 @@ STORE_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN"
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Let the arguments say which run is meant."""
-    parser.add_argument("run_dir", type=Path, nargs="?", help="<run.dir>/<run.id>, for example runs/default")
+    parser.add_argument("run_dir", type=Path, nargs="?", help="<run.dir>/<run.id>, for example runs/first")
     parser.add_argument(
         "--store", metavar="URL", help=f"the run's store (store.url) instead of a folder; without it {STORE_VARIABLE}"
     )
@@ -33,7 +33,7 @@ def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.env
     run_id: str | None = options.run_id
     is_in_store = any(asked is not None for asked in (options.store, run_id, options.token_file))
     if (run_dir is None) != is_in_store:
-        raise ConfigError("name one run: its folder (runs/default), or --store URL --run-id ID")
+        raise ConfigError("name one run: its folder (runs/first), or --store URL --run-id ID")
     if run_dir is not None:
         return FolderFacts(find_run_dir(run_dir))
     if run_id is None:

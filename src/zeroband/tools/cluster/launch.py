@@ -89,29 +89,10 @@ def parse(argv: Sequence[str]) -> Launch:
         raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
     if asked.script.startswith("@"):
         runs: tuple[str, ...] = (sys.executable, "-u", "-m", "zeroband.train")
-        arguments = _with_name((asked.script, *asked.arguments))
     else:
         runs = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
-        arguments = (asked.script, *asked.arguments)
-    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*runs, *arguments), asked.exit_code_left)
-
-
-def _with_name(arguments: Sequence[str]) -> Sequence[str]:
-    """The trainer's arguments with a name for the run where they, or the environment, ask for one by `auto`.
-
-    All ranks get it, also those that are started again. Raises ConfigError.
-    """
-    if not any("auto" in text for text in (*arguments, os.environ.get("ZERO_BAND_RUN__ID", ""))):
-        return arguments
-    from zeroband.config import load_config  # a quarter of a second, for those who ask
-    from zeroband.node.run_names import AUTO, named
-
-    config = load_config(arguments)
-    if config.run.id != AUTO:
-        return arguments
-    run_id = named(config, is_only_process=True).run.id
-    _say(f"this run is {run_id}")
-    return (*arguments, f"--run.id={run_id}")
+    command = (*runs, asked.script, *asked.arguments)
+    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, command, asked.exit_code_left)
 
 
 def _parser() -> argparse.ArgumentParser:

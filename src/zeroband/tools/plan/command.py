@@ -5,7 +5,7 @@ Two questions, which may be asked together, and a run to learn from:
     zeroband plan @FILE --key value --gpus 8 --gpu-memory 80GB    does a run fit into the memory of a machine
     zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2   which method fits a link
     zeroband plan @FILE --gpus 8 --gpu-memory 80GB --nodes 8 --up 1gbit --gpu-tflops 989 --mfu 0.4   both
-    zeroband plan --from runs/default --nodes 16 --up 100mbit   what a run measured, with other nodes or links
+    zeroband plan --from runs/first --nodes 16 --up 100mbit   what a run measured, with other nodes or links
 
 Predicts; measures nothing. --from takes a run's own step, rates, waits and work for what no other option says.
 --sites, --quorum and --relay store describe a forecast: no setting of a run does what they stand for.

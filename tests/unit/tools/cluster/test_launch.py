@@ -65,21 +65,6 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str],
     assert main(arguments) == 2
 
 
-def test_ranks_get_one_name_of_a_run_that_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ZERO_BAND_RUN__ID", raising=False)
-    named = ["@debug/normal", "--run.id", "auto"]
-    *_, flag = parse(["--nproc-per-node=2", *named]).command
-    assert flag.startswith("--run.id=2") and flag.removeprefix("--run.id=") in capsys.readouterr().err
-    assert parse(named[:1]).command[-1] == "@debug/normal"
-    assert parse(["train.py", *named]).command[-1] == "auto"  # a script may mean something else
-    monkeypatch.setenv("ZERO_BAND_RUN__ID", "auto")
-    assert parse(named[:1]).command[-1].startswith("--run.id=2")
-    assert parse([*named[:1], "--run.id=mine"]).command[-1] == "--run.id=mine"
-
-
 def test_ranks_get_no_port_not_even_that_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.setenv(name, "x")
