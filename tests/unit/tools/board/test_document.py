@@ -124,7 +124,10 @@ def test_time_that_is_left_follows_the_pace_of_the_moment_that_is_shown() -> Non
 
 @pytest.mark.parametrize(
     ("rounds", "more"),
-    [pytest.param(1000, 3000, marks=pytest.mark.slow), pytest.param(20_000, 1_000_000, marks=pytest.mark.soak)],
+    [
+        pytest.param(1000, 3000, marks=pytest.mark.slow),
+        pytest.param(20_000, 1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_documents_do_not_grow_with_rounds(rounds: int, more: int) -> None:
     made, encoder = RunHistory("run"), Encoder()
