@@ -62,9 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rtt-ms", default="100", help="between two nodes; default: %(default)s")
     add("--overlap", action="store_true", help="train on while a round is on its way, as eager updates do")
     add("--straggler-s", help="as outer.straggler_deadline_s: go without those who are late by so much")
+    add("--straggler-grace", help="as outer.straggler_grace: wait for them so long a part of a round at most")
     add("--detect-s", default="10", help="as fault.detect_s; default: %(default)s")
     add("--mtbf-s", help="mean time to the loss of a node; default: none is lost")
     add("--away-s", default="300", help="mean time until a lost node is started again; default: %(default)s")
+    add("--freeze-every-s", help="mean time of training until a node stands still; default: none does")
+    add("--freeze-s", default="20", help="mean time for which it then does; default: %(default)s")
     add("--seed", type=int, default=0, help="of what is left to chance; default: %(default)s")
     return parser
 
@@ -85,7 +88,10 @@ def _model(options: argparse.Namespace) -> RunModel:
         detect_s=_named("--detect-s", parse_positive, options.detect_s),
         mtbf_s=_if_given("--mtbf-s", options.mtbf_s),
         away_s=_named("--away-s", parse_positive, options.away_s),
+        freeze_every_s=_if_given("--freeze-every-s", options.freeze_every_s),
+        freeze_s=_named("--freeze-s", parse_positive, options.freeze_s),
         straggler_s=_if_given("--straggler-s", options.straggler_s),
+        straggler_grace=_if_given("--straggler-grace", options.straggler_grace),
     )
 
 

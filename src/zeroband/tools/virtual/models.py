@@ -44,8 +44,14 @@ class RunModel:
     """Mean time to the loss of a node; None: none is lost."""
     away_s: float = 300.0
     """Mean time until a lost node is started again."""
+    freeze_every_s: float | None = None
+    """Mean time of training until a node stands still without being lost; None: none does."""
+    freeze_s: float = 20.0
+    """For how long it then does, on average."""
     straggler_s: float | None = None
     """As `outer.straggler_deadline_s`."""
+    straggler_grace: float | None = None
+    """As `outer.straggler_grace`."""
     min_nodes: int = 1
 
 

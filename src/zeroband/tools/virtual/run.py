@@ -7,6 +7,7 @@ of a store; what is read by whom, `membership.progress`. So thousands of rounds 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from zeroband.tools.virtual.models import RunModel, fetch_s, transfer_s
 
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so
-_PATIENT = Patience()
+_ROUNDING_S = 1e-6
 
 
 @dataclass
@@ -40,6 +41,8 @@ class _Node:
     """Inner steps since it said last what it contributes."""
     contributed: int = 0
     """Inner steps behind what it said, until they count: where it was late, they do in a later round."""
+    missed: int = 0
+    """Rounds that went without what it said."""
     is_training: bool = False
     is_member: bool = False
     is_at_boundary: bool = False
@@ -61,10 +64,14 @@ class Found:
     rounds: int = 0
     tokens: int = 0
     """That count in committed rounds; of one node's inner step: 1."""
+    trained: int = 0
+    """Also those that never counted, since their node was lost."""
     possible: float = 0.0
     """Tokens that all nodes would have trained in that time, had none been lost and had they waited for nothing."""
     losses: int = 0
     joins: int = 0
+    late: int = 0
+    """Contributions that counted in a later round than they were meant for."""
     reopened: int = 0
     """Openings beyond the first of a round."""
     spent_s: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
@@ -93,8 +100,17 @@ class VirtualRun:
         self._now_s = 0.0
         self._nodes = [_Node(number) for number in range(len(model.nodes))]
         self._rules = Rules(
-            min_nodes=model.min_nodes, start_nodes=len(model.nodes), straggler_deadline_s=model.straggler_s
+            min_nodes=model.min_nodes,
+            start_nodes=len(model.nodes),
+            straggler_deadline_s=model.straggler_s,
+            straggler_grace=model.straggler_grace,
+            transfer_bytes=model.encoded_bytes,
+            hidden=float(model.overlaps),
         )
+        self._settled_at_s = 0.0
+        """When the last round was committed."""
+        self._quorum_at_s: float | None = None
+        """When a quorum of the next one was at the boundary."""
         self._shape = RunShape(total_steps=_FOREVER, batch_size=1, reads_ahead=model.overlaps)
         self._progress = Progress.at_start()
         self._found = Found()
@@ -152,7 +168,7 @@ class VirtualRun:
         """Take a lease as another member; found the run, or fetch its state."""
         node.lives += 1
         node.is_member = node.is_training = node.is_at_boundary = False
-        node.steps, node.contributed, node.opening = 0, 0, None
+        node.steps, node.contributed, node.missed, node.opening = 0, 0, 0, None
         self._store.renew_lease(node.member_id, Peer(node.member_id, "", 1, True), first=True)
         if self._model.mtbf_s is not None:
             self._after(self._chance.expovariate(1 / self._model.mtbf_s), self._in_this_life(node, self._lose))
@@ -200,10 +216,18 @@ class VirtualRun:
         seconds *= 1 + self._chance.uniform(-model.jitter, model.jitter)
         node.is_training = True
         self._turn_to(node, "training")
-        self._after(seconds, self._in_this_life(node, self._has_trained))
+        freezes = model.freeze_every_s is not None and self._chance.random() < seconds / model.freeze_every_s
+        frozen_s = self._chance.expovariate(1 / model.freeze_s) if freezes else 0.0
+        if frozen_s > model.detect_s:  # it is lost, and finds that out when it goes on
+            member = node.member_id
+            self._after(model.detect_s, lambda: self._expire(member))
+            self._after(frozen_s, self._in_this_life(node, self._start))
+        else:
+            self._after(seconds + frozen_s, self._in_this_life(node, self._has_trained))
 
     def _has_trained(self, node: _Node) -> None:
         node.steps, node.is_training = self._model.inner_steps, False
+        self._found.trained += node.steps
         if node.is_at_boundary:  # of the round before, which is on its way
             self._turn_to(node, "waiting" if node.opening is None else "transferring")
         else:
@@ -217,15 +241,39 @@ class VirtualRun:
         committed = self._record.committed
         state = "initial" if committed is None else committed.digest
         node.contributed, node.steps = node.contributed + node.steps, 0
-        ready = Ready(round, node.contributed, state, steps=node.contributed, steps_requested=self._model.inner_steps)
+        ready = Ready(
+            round,
+            node.contributed,
+            state,
+            steps=node.contributed,
+            steps_requested=self._model.inner_steps,
+            rate=self._model.nodes[node.number].mbit_s,
+            missed=node.missed,
+        )
         view = self._store.announce_ready(node.member_id, ready)
-        if round != FOUNDING_ROUND and self._model.straggler_s is not None and has_quorum(view):
-            self._after(self._model.straggler_s, self._in_this_life(node, self._has_waited))
+        is_next = committed is not None and committed.round + 1 == round
+        if is_next and self._quorum_at_s is None and has_quorum(view, self._rules):
+            self._quorum_at_s = self._now_s
+            patience_s = self._rules.patience_s(self._phase_s)
+            if patience_s < math.inf:
+                self._after(patience_s, lambda: self._stop_waiting(round))
         self._decide(node)
 
-    def _has_waited(self, node: _Node) -> None:
-        if node.is_at_boundary and node.opening is None:
-            self._decide(node, Patience(stragglers_are_late=True))
+    @property
+    def _phase_s(self) -> float:
+        """From the last verdict until a quorum was at the boundary; 0: none is."""
+        return 0.0 if self._quorum_at_s is None else self._quorum_at_s - self._settled_at_s
+
+    @property
+    def _patience(self) -> Patience:
+        waited_s = 0.0 if self._quorum_at_s is None else self._now_s - self._quorum_at_s
+        is_over = self._quorum_at_s is not None and waited_s >= self._rules.patience_s(self._phase_s) - _ROUNDING_S
+        return Patience(stragglers_are_late=is_over, phase_s=self._phase_s)
+
+    def _stop_waiting(self, round: int) -> None:
+        committed = self._record.committed
+        if committed is not None and committed.round + 1 == round:
+            self._look()
 
     def _look(self) -> None:
         """Have the first that waits see whether something is to be proposed."""
@@ -237,7 +285,7 @@ class VirtualRun:
         """Nodes that wait for a round to be opened to them."""
         return [n for n in self._nodes if n.is_at_boundary and n.opening is None and n.doing != "away"]
 
-    def _decide(self, node: _Node, patience: Patience = _PATIENT) -> bool:
+    def _decide(self, node: _Node) -> bool:
         """What a node that waits makes of the store. Whether it opened a round."""
         view = self._store.view(node.round)
         if node.is_member and must_leave(view, node.member_id, node.round) is not None:
@@ -245,9 +293,10 @@ class VirtualRun:
             self._start(node)
             return False
         if view.committed is not None and view.committed.round >= node.round:
+            node.missed += bool(node.contributed)
             self._arrive(node, view.committed.round + 1)
             return False
-        decision = next_opening(view, node.round, self._rules, patience)
+        decision = next_opening(view, node.round, self._rules, self._patience)
         if isinstance(decision, Wait) or decision == view.opening:  # it is open to others
             return False
         if not self._store.propose_opening(decision, current=view.opening):
@@ -290,6 +339,7 @@ class VirtualRun:
 
     def _commit(self, verdict: Verdict, members: list[_Node]) -> None:
         opening = verdict.opening
+        self._settled_at_s, self._quorum_at_s = self._now_s, None
         if opening.round == FOUNDING_ROUND:
             self._progress = self._progress.begin(opening, self._shape, after_round=None)
         else:
@@ -302,7 +352,8 @@ class VirtualRun:
                 continue
             self._found.joins += opening.round != FOUNDING_ROUND and not node.is_member
             node.opening, node.is_member, node.is_at_boundary = None, True, False
-            node.round, node.contributed = opening.round + 1, 0
+            self._found.late += node.missed > 0
+            node.round, node.contributed, node.missed = opening.round + 1, 0, 0
             if node.steps:
                 self._arrive(node, node.round)
             elif not node.is_training:

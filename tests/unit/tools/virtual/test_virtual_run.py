@@ -70,6 +70,21 @@ def test_lost_node_costs_the_others_the_detection_and_a_transfer_once() -> None:
     assert 0 < found.seconds - whole.seconds < most_s + 16 * 1.0, "three send no more than four"
 
 
+def test_short_freezes_delay_and_long_ones_cost_the_membership() -> None:
+    short = play(LOSING, 60, mtbf_s=None, freeze_every_s=200.0, freeze_s=0.5)
+    assert short.joins == 0 and short.tokens == short.trained == 16 * 60 * INNER_STEPS
+    assert short.seconds > play(LOSING, 60, mtbf_s=None).seconds
+    long = play(LOSING, 60, mtbf_s=None, freeze_every_s=200.0, freeze_s=60.0)
+    assert long.losses == 0 and long.joins > 10 and long.goodput < short.goodput
+
+
+def test_grace_leaves_a_late_member_behind_and_counts_what_it_learned_later() -> None:
+    freezing = replace(LOSING, mtbf_s=None, freeze_every_s=400.0, freeze_s=4.0)
+    waiting, going = play(freezing, 100), play(freezing, 100, straggler_grace=0.05)
+    assert waiting.late == 0 and going.late > 10
+    assert going.seconds < waiting.seconds and going.tokens > 0.99 * going.trained
+
+
 def test_joiner_fetches_the_state_before_it_takes_part() -> None:
     assert fetch_s(FOUR, 0) == pytest.approx(8 * 80 / 100 + 0.1)
 
