@@ -47,6 +47,19 @@ void reductions_agree(const std::vector<uint32_t>& worlds) {
                 }
 }
 
+void sites_agree() {
+    for (const bool is_ring : {false, true})
+        for (const CodecId codec : {FP32, INT8, INT4}) {
+            Members members({6, 30011, codec, is_ring, true, 2, 2, 3});
+            for (uint64_t opening = 1; opening <= 2; ++opening) {
+                const auto running = members.start_all(opening);
+                for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
+                members.finish_all(running);
+                require_equal(members);
+            }
+        }
+}
+
 // What one member brings encoded gives the mean that it gives when the engine encodes it; and the mean comes encoded.
 void encoded_contribution_is_sent_as_it_is() {
     for (int id = 0; id < CODEC_COUNT; ++id)
@@ -156,6 +169,7 @@ void held_member_sends_what_it_may() {
 int main(int argc, char**) {
     const bool is_long = argc > 1;
     reductions_agree(is_long ? std::vector<uint32_t>{2, 3, 5} : std::vector<uint32_t>{3});
+    sites_agree();
     encoded_contribution_is_sent_as_it_is();
     late_member_is_waited_for();
     aborted_reduction_leaves_the_links_as_they_were(is_long ? 20 : 6);

@@ -31,6 +31,10 @@ struct Case {
     bool is_sealed;
     uint32_t streams = 2;
     int threads = 2;
+    uint32_t per_site = 1;  // members of a site, whose first one speaks for it
+
+    uint32_t speakers_before(uint32_t member) const { return (member + per_site - 1) / per_site; }
+    uint32_t next_of(uint32_t member) const { return member % per_site == 0 ? member : member - 1; }
 };
 
 inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const float* in, float* out) {
@@ -40,11 +44,15 @@ inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const 
     spec.is_ring = c.is_ring;
     spec.self = self;
     for (uint32_t member = 0; member < c.world; ++member) {
-        spec.bounds.push_back(c.numel * member / c.world / 256 * 256);
+        spec.bounds.push_back(c.numel * c.speakers_before(member) / c.speakers_before(c.world) / 256 * 256);
         spec.shares.push_back(1.0f / static_cast<float>(c.world));
-        spec.order.push_back(member);
+        spec.next.push_back(c.next_of(member));
+        if (c.next_of(member) == member) spec.order.push_back(member);
     }
     spec.bounds.push_back(c.numel);
+    while (spec.bounds[c.world - 1] != c.numel && c.next_of(c.world - 1) != c.world - 1) {  // what the last speaker owns
+        for (uint32_t member = c.world - 1; c.next_of(member) != member; --member) spec.bounds[member] = c.numel;
+    }
     spec.chunk_numel = 1024;
     spec.in = in;
     spec.out = out;

@@ -59,6 +59,9 @@ class NodeSection(Section):
     """Port under which they reach it, where a router or container forwards another one to it. None: node.port."""
     bind_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
+    site: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
+    """Name of the place of this node, the same on all nodes that have a fast network between them: these sum up what
+    they learned there, and one of them speaks for all to the other sites. None: as comm.sites says."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
@@ -80,6 +83,10 @@ class CommConfig(Section):
     rate_control: bool = True
     """Send to several nodes over a slow access link at one even pace, which is found by trying, where transfers take a
     second and more; needs comm.streams = None. False: as fast as TCP finds each link to be."""
+    sites: Literal["auto", "named", "off"] = "auto"
+    """Which nodes send as one over the links between sites, on the native path. named: those with one node.site. auto:
+    the same, or, where no node names one, those whose links to one another were measured to be much faster than all
+    others, if those are slow. off: each node sends for itself."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Threads of the native path on this node. None: one for each eight cores, at least one, at most four."""
     lanes: PositiveInt = 1
@@ -411,6 +418,17 @@ class RunConfig(Section):
             )
         if self.rollback is not None and (self.outer is None or self.ckpt.path is None):
             raise ValueError("[rollback] needs [outer] and ckpt.path: the checkpoints that the nodes go back to")
+        return self
+
+    @model_validator(mode="after")
+    def _site_is_of_use(self) -> RunConfig:
+        if self.node.site is not None and self.comm.backend == "gloo":
+            raise ValueError(
+                f'node.site={self.node.site!r} needs comm.backend = "native": gloo sends everything between all nodes; '
+                "drop node.site"
+            )
+        if self.node.site is not None and self.comm.sites == "off":
+            raise ValueError(f'node.site={self.node.site!r} and comm.sites="off" contradict one another; drop one')
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 11
+ABI = 12
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -30,12 +30,14 @@ class ReduceSpec(ctypes.Structure):
         ("codec", c_int32),
         ("is_ring", c_int32),
         ("world", c_uint32),
+        ("speakers", c_uint32),
         ("self", c_uint32),
         ("chunk_numel", c_uint64),
         ("bounds", c_void_p),
         ("shares", c_void_p),
         ("order", c_void_p),
         ("links", c_void_p),
+        ("chain", c_void_p),
         ("input", c_void_p),
         ("output", c_void_p),
         ("errors", c_void_p),

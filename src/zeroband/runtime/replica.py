@@ -87,7 +87,8 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
     """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter."""
     outer, elastic = config.outer, config.elastic
     weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
-    rules = Rules(elastic.min_nodes, elastic.start_nodes, counts_equally=weighs_equally)
+    sites = config.comm.sites if config.comm.backend == "native" else "off"
+    rules = Rules(elastic.min_nodes, elastic.start_nodes, counts_equally=weighs_equally, sites=sites)
     if not isinstance(outer, RoundsConfig):
         return rules
     return replace(
@@ -204,6 +205,7 @@ class Replica:
             rank_pids=self._pids,
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
+            site=config.node.site,
         )
         run = RunAccess(
             store=self.store,

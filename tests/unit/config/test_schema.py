@@ -374,3 +374,12 @@ def test_each_source_of_a_mixture_is_a_section_of_its_own(load: Callable[..., Ru
     assert not any(part.sources for part in mixed.parts.values())
     alone = load().data
     assert dict(alone.parts) == {"": alone}
+
+
+def test_site_needs_a_data_path_that_knows_sites() -> None:
+    joined = {"store": {"url": "redis://host:6379"}, "outer": {"type": "diloco"}, "node": {"site": "lab-a"}}
+    assert RunConfig.model_validate(joined).node.site == "lab-a"
+    with pytest.raises(ValidationError, match=r"node\.site='lab-a' needs comm\.backend = \"native\""):
+        RunConfig.model_validate({**joined, "comm": {"backend": "gloo"}})
+    with pytest.raises(ValidationError, match=r"node\.site='lab-a' and comm\.sites=\"off\" contradict one another"):
+        RunConfig.model_validate({**joined, "comm": {"sites": "off"}})

@@ -18,6 +18,7 @@ from typing import Any
 
 from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
+from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
 
 LEAST_GRACE_S = 0.25
@@ -60,6 +61,8 @@ class Rules:
     """Part of a phase of inner steps that a round travels beside."""
     counts_equally: bool = False
     """Nodes count the same in a round, however much each of them has learned."""
+    sites: SitesRule = "off"
+    """How members are grouped that have a network of their own between them."""
 
     def patience_s(self, phase_s: float) -> float:
         """How long a quorum waits for the others, which came to the boundary after so long a phase."""
@@ -113,7 +116,8 @@ def next_opening(
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
     rates = links()
-    sitting_out = frozenset() if is_founding else _slow_links(members, view, rules, patience, rates)
+    sites = _sites_of(members, view, rules, rates)
+    sitting_out = frozenset() if is_founding else _slow_links(sites, view, rules, patience, rates)
     members = tuple(m for m in members if m not in sitting_out)
     return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out))
 
@@ -129,6 +133,7 @@ def _opening_to(
 ) -> Opening:
     """The opening of a round to these members, behind the current one."""
     current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
+    sites = _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
     ready = [view.ready[m] for m in members]
     return Opening(
@@ -146,6 +151,7 @@ def _opening_to(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
+            sites,
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
@@ -155,7 +161,27 @@ def _opening_to(
         trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
+        sites=sites,
     )
+
+
+def _sites_of(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping[str, LinkRates]) -> Groups:
+    """The members by sites; one that has none is its own."""
+    names = {m: view.ready[m].site for m in members}
+    before = {} if view.opening is None else view.opening.speakers()
+    return group(names, _links(rates), before, rules.sites)
+
+
+def _speakers(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping[str, LinkRates]) -> tuple[int, ...]:
+    """Who speaks for the site of each member, as in `Opening.sites`."""
+    groups = _sites_of(members, view, rules, rates)
+    weights, access = {m: view.ready[m].weight for m in members}, {m: view.ready[m].rate for m in members}
+    uplinks = {**access, **_links(rates).uplinks(groups)}
+    return speakers(groups, weights, uplinks, {} if view.opening is None else view.opening.speakers())
+
+
+def _links(rates: Mapping[str, LinkRates]) -> Links:
+    return Links.of({m: told.mbit for m, told in rates.items()})
 
 
 def expected_in(view: View) -> tuple[str, ...]:
@@ -225,24 +251,25 @@ def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str]) -> 
 
 
 def _slow_links(
-    members: tuple[str, ...], view: View, rules: Rules, patience: Patience, rates: Mapping[str, LinkRates]
+    sites: Groups, view: View, rules: Rules, patience: Patience, rates: Mapping[str, LinkRates]
 ) -> frozenset[str]:
-    """Members that sit this round out, since with their links it would take too long.
+    """Members that sit this round out, since with the links of their sites it would take too long.
 
     A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
-    a slow link is what the link's rate says, or what the last one with it took. Slower members wait until the graces of
+    a slow link is what the link's rate says, or what the last one with it took. Slower sites wait until the graces of
     the rounds that they sat out pay for one with them, so that the others lose no more than that on average. Several
     have equal parts of each grace; the faster ones come along with a slower one. Whoever leaves waits no longer, and a
-    joiner not at all: it holds nothing that would keep. A link of which nothing is known counts as fast.
+    joiner not at all: it holds nothing that would keep; nor do others of its site. A link of which nothing is known
+    counts as fast.
     """
-    known = {m: max(view.ready[m].rate, _access_rate(m, rates)) for m in members}
+    known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
     if rules.straggler_grace is None or not rules.transfer_bytes or not patience.phase_s or not any(known.values()):
         return frozenset()
     held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
     fastest = max(known.values())
-    order = sorted(members, key=lambda m: (-(known[m] or fastest), m))
-    mbit, scale = [known[m] or fastest for m in order], rules.transfer_bytes * 8e-6
-    needed = _fewest_with(rules.quorum, [view.ready[m].weight for m in order])
+    order = sorted(known, key=lambda site: (-(known[site] or fastest), site))
+    mbit, scale = [known[site] or fastest for site in order], rules.transfer_bytes * 8e-6
+    needed = _fewest_with(rules.quorum, [sum(view.ready[m].weight for m in site) for site in order])
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
     grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
     took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
@@ -255,29 +282,34 @@ def _slow_links(
     saved_s = (grace_s - stretch_s(fast)) / max(1, len(order) - fast)
 
     def has_turn(count: int) -> bool:
-        slowest = view.ready[order[count - 1]]
-        may_wait = slowest.steps_requested > 0 and order[count - 1] in held
-        return not may_wait or stretch_s(count) - stretch_s(fast) <= saved_s * (slowest.missed + 1)
+        slowest = order[count - 1]
+        may_wait = all(view.ready[m].steps_requested > 0 and m in held for m in slowest)
+        missed = max(view.ready[m].missed for m in slowest)
+        return not may_wait or stretch_s(count) - stretch_s(fast) <= saved_s * (missed + 1)
 
     kept = next((count for count in range(len(order), fast, -1) if has_turn(count)), fast)
-    return frozenset(order[max(kept, rules.min_nodes) :])
+    while sum(map(len, order[:kept])) < rules.min_nodes:
+        kept += 1
+    return frozenset(m for site in order[kept:] for m in site)
 
 
-def _took_s(order: Sequence[str], is_slow: Sequence[bool], view: View) -> list[float]:
-    """Seconds of the last transfer that members were in, for those who made it that long: links have queues.
+def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
+    """Seconds of the last transfer that sites were in, for those who made it that long: links have queues.
 
     That is whoever is slowest of the last round, and those that sat it out, who tell of an earlier one.
     """
-    last = [m for m in order if view.committed is not None and m in view.committed.members]
-    told = [view.ready[m].took_ms / 1e3 if m not in last or m == last[-1] else 0.0 for m in order]
-    return [took_s if slow else 0.0 for took_s, slow in zip(told, is_slow, strict=True)]
+    last = [site for site in order if view.committed is not None and any(m in view.committed.members for m in site)]
+    took_s = [max(view.ready[m].took_ms for m in site) / 1e3 for site in order]
+    counts = [slow and (site not in last or site == last[-1]) for site, slow in zip(order, is_slow, strict=True)]
+    return [seconds if count else 0.0 for seconds, count in zip(took_s, counts, strict=True)]
 
 
-def _access_rate(member: str, rates: Mapping[str, LinkRates]) -> int:
-    """Mbit/s that a member's links to others show, in the slower direction; 0: not known."""
-    sent = max(rates[member].mbit.values(), default=0) if member in rates else 0
-    received = max((links.mbit.get(member, 0) for links in rates.values()), default=0)
-    return min(sent or received, received or sent)
+def _wide_rate(member: str, site: Sequence[str], view: View, rates: Mapping[str, LinkRates]) -> int:
+    """Mbit/s of a member to other sites: of its access, or of its links in the slower direction; 0: not known."""
+    told = rates.get(member, LinkRates()).mbit
+    sent = max((mbit for other, mbit in told.items() if other not in site), default=0)
+    received = max((links.mbit.get(member, 0) for other, links in rates.items() if other not in site), default=0)
+    return max(view.ready[member].rate, min(sent or received, received or sent))
 
 
 def _fewest_with(part: float, weights: Sequence[int]) -> int:

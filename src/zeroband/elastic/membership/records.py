@@ -57,6 +57,8 @@ class Ready:
     """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
     missed: int = 0
     """Rounds that were committed without what it contributes, since it came to the boundary with that."""
+    site: str | None = None
+    """The site that its node is at, as configured; None: it names none."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ class Opening:
     """`Ready.corpus` of each member; none: all share one."""
     is_equal: bool = False
     """Members that have weight count the same, whatever it is."""
+    sites: tuple[int, ...] = ()
+    """Place of the member that speaks for each one's site, its own where it does so itself or has none; none: there are
+    no sites."""
 
     @cached_property
     def id(self) -> str:
@@ -154,6 +159,16 @@ class Opening:
         """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
         share = self._unclipped()[self.members.index(member_id)]
         return self.share(member_id) / share if self.norms and share else None
+
+    def is_near(self, one: str, other: str) -> bool:
+        """Whether two members are of one site."""
+        if not self.sites:
+            return one == other
+        return self.sites[self.members.index(one)] == self.sites[self.members.index(other)]
+
+    def speakers(self) -> dict[str, str]:
+        """Who speaks for each member over the wide network."""
+        return {m: self.members[place] for m, place in zip(self.members, self.sites, strict=False)}
 
     def contributors(self) -> dict[str, int]:
         """Inner steps of the members whose update counts."""

@@ -45,9 +45,9 @@ class LinkTable:
     rates: tuple[int, ...] = ()
     """Rate of each member's access link; empty: none is known."""
     order: tuple[int, ...] = ()
-    """Order of the members in a ring, by their places; empty: as they are listed."""
+    """Order in a ring of the members that speak for a site, by their places; empty: as they are listed."""
     slowest_link: int = UNKNOWN
-    """Between any two members."""
+    """Between any two that do."""
     slowest_in_ring: int = UNKNOWN
     rtt_ms: int = UNKNOWN
     """Between the two that are farthest from one another."""
@@ -55,19 +55,25 @@ class LinkTable:
     """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
 
 
-def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable) -> LinkTable:
+def plan(
+    members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable, sites: Sequence[int] = ()
+) -> LinkTable:
     """What to plan with: what was planned with before, but for what has really changed.
 
-    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others.
+    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `sites`: place
+    of the member that speaks for each one's site; none: each speaks for itself.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
-    table = _table(members, [s.links for s in seen])
-    order = steady_order(table, before.order)
+    wide = sorted(set(sites)) or list(range(len(members)))
+    table = _table(members, [s.links for s in seen])[np.ix_(wide, wide)]
+    places = {place: number for number, place in enumerate(wide)}
+    order_before = [places[place] for place in before.order if place in places]
+    order = steady_order(table, order_before if len(order_before) == len(wide) else ())
     known = table[table > UNKNOWN]
-    used = [table[step] for step in _steps(order or range(len(members))) if table[step] > UNKNOWN]
+    used = [table[step] for step in _steps(order or range(len(wide))) if table[step] > UNKNOWN]
     return LinkTable(
         rates=rates,
-        order=order,
+        order=tuple(wide[number] for number in order),
         slowest_link=_steady(int(known.min()) if known.size else UNKNOWN, before.slowest_link),
         slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),

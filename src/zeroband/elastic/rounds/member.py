@@ -64,6 +64,8 @@ class NodeIdentity:
     rank_pids: tuple[int, ...]
     launcher_pid: int
     shm_dir: Path
+    site: str | None = None
+    """The site that it is at; None: it names none."""
 
 
 class LeaseKeeper(Protocol):
@@ -188,6 +190,7 @@ class Member:
 
         `links`: Mbit/s to other members, as transfers showed them.
         """
+        ready = replace(ready, site=self.identity.site)
         self._memory.announced(ready)
         self._tell_links(links or {})
         committed = self._memory.known.committed

@@ -51,20 +51,26 @@ class Shape:
 
     codec: Codec
     bounds: tuple[int, ...]
-    """Shard s, owned by member s, is [bounds[s], bounds[s + 1])."""
+    """Shard s, owned by member s, is [bounds[s], bounds[s + 1]); only members that speak for a site own some."""
     shares: tuple[float, ...]
     """Share of each member in the mean; they add up to 1, or are all 0."""
     order: tuple[int, ...]
-    """Order of the members in a ring."""
+    """Order in a ring of the members that speak for a site."""
     is_ring: bool
     chunk_numel: int
+    chain: tuple[int, ...]
+    """The next member on each one's way to who speaks for its site, itself where it does."""
 
     def partners(self, member: int) -> frozenset[int]:
         """Members with whom one exchanges bytes, by their places."""
+        near = frozenset(m for m, after in enumerate(self.chain) if m == member or after == member)
+        near |= {self.chain[member]}
+        if self.chain[member] != member:
+            return near - {member}
         if not self.is_ring:
-            return frozenset(range(len(self.order))) - {member}
+            return (near | frozenset(self.order)) - {member}
         at = self.order.index(member)
-        return frozenset({self.order[at - 1], self.order[(at + 1) % len(self.order)]}) - {member}
+        return (near | {self.order[at - 1], self.order[(at + 1) % len(self.order)]}) - {member}
 
 
 @dataclass(frozen=True)
@@ -205,8 +211,7 @@ class Engine:
         arrays = (
             np.array(shape.bounds, np.uint64),
             np.array(shape.shares, np.float32),
-            np.array(shape.order, np.uint32),
-            np.array(links, np.uint32),
+            *(np.array(places, np.uint32) for places in (shape.order, links, shape.chain)),
         )
         spec = native.ReduceSpec(
             operation.run,
@@ -217,6 +222,7 @@ class Engine:
             shape.codec.number,
             shape.is_ring,
             len(shape.shares),
+            len(shape.order),
             self_at,
             shape.chunk_numel,
             *(array.ctypes.data for array in arrays),

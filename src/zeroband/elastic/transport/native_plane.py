@@ -102,7 +102,7 @@ class NativePlane:
         if len(opening.members) == 1:
             self._take_alone(request)
             return 0, 0
-        shape = shape_of(numel, self._codec, opening.shares, opening.network)
+        shape = shape_of(numel, self._codec, opening.shares, opening.network, opening.sites)
         partners = shape.partners(opening.members.index(request.member_id))
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
@@ -158,18 +158,20 @@ class NativePlane:
         points = self._faults.transfer(opening.round)
         running = start(reach.links.engine, _Place(operation, at, links), points.stops[0] if points.stops else 1.0)
         try:
-            run = _Run(running, opening, others, reach.links, self._limits, self._flags, points)
+            wide = frozenset(member for member in others if not opening.is_near(member_id, member))
+            run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
             meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
             self._pace(run, kind)
             self._await(run, meter)
             run.learn_pauses()
-            took_s = time.monotonic() - began_s if self._paced else run.middle.whole_s
+            took_s = time.monotonic() - began_s if self._paced or opening.sites else run.middle.whole_s
             traffic = run.traffic()
             self._tunings = {m: self._tuning(m) for m in traffic}
             if not self._paced:
-                self._tunings = {m: self._tunings[m].after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+                for m in wide:  # what goes back inside a site comes as fast as it does from outside
+                    self._tunings[m] = self._tunings[m].after(traffic[m].sent_bytes, traffic[m].sending_s)
             self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
-            self._learned = self._learned.after(meter.rate, _link_rates(traffic))
+            self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
             is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
             self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
@@ -237,7 +239,7 @@ class NativePlane:
     def _pace(self, run: _Run, kind: Kind) -> None:
         """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
         opening, paces = run.opening, dict[str, int]()
-        if self._rate_control is not None:
+        if self._rate_control is not None and not opening.sites:  # where they are, nodes do not send alike
             last_took_s = opening.network.took_ms / 1e3
             target_s = self._rate_control.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
             if target_s is not None:
@@ -314,6 +316,8 @@ class _Run:
     opening: Opening
     partners: Mapping[str, int]
     """The members with whom bytes are exchanged, and their places among all."""
+    wide: frozenset[str]
+    """Those of them that are of other sites."""
     links: Links
     limits: StallLimits
     flags: SharedFlags
@@ -346,10 +350,12 @@ class _Run:
             self.running.allow(stops[0] if stops else 1.0)
         if now_s - self.looked_at_s < _LOOK_S:
             return
-        self.looked_at_s, traffic = now_s, self.traffic().values()
+        self.looked_at_s, by_member = now_s, self.traffic()
+        traffic, wide = by_member.values(), [by_member[m] for m in self.wide]
         expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
         sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
-        meter.see(sent, received, now_s)
+        if wide:
+            meter.see(sum(t.sent_bytes for t in wide), sum(t.received_bytes for t in wide), now_s)
         self.middle.see(received, now_s)
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)

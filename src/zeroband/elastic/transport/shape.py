@@ -5,7 +5,9 @@ All members must come to the same shape, so everything here follows from what al
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from zeroband.elastic.membership.topology import LinkTable, shard_shares
@@ -26,24 +28,48 @@ WORTH_A_RING = 1.25
 """A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
 
-def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: LinkTable | None = None) -> Shape:
+def shape_of(
+    numel: int,
+    codec: Codec,
+    shares: Sequence[float],
+    network: LinkTable | None = None,
+    sites: Sequence[int] = (),
+) -> Shape:
     """The shape for these members.
 
     `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
+    `sites`: place of the member that speaks for each one's site; empty: each speaks for itself.
     """
-    network = network or LinkTable()
-    world, encoded_bytes = len(shares), codec.encoded_size(numel)
-    owned = _owned(world, encoded_bytes, network)
-    bounds = shard_bounds(numel, owned)
+    network, sites = network or LinkTable(), tuple(sites) or tuple(range(len(shares)))
+    speakers, encoded_bytes = sorted(set(sites)), codec.encoded_size(numel)
+    wide = replace(network, rates=tuple(network.rates[place] for place in speakers) if network.rates else ())
+    owned = _owned(len(speakers), encoded_bytes, wide)
+    borders = shard_bounds(numel, owned)
+    bounds = tuple(borders[bisect_left(speakers, place)] for place in range(len(shares) + 1))
     longest = max(stop - start for start, stop in pairwise(bounds))
+    all_to_all = all_to_all_s(owned, encoded_bytes, wide)
     return Shape(
         codec=codec,
         bounds=bounds,
         shares=tuple(shares),
-        order=network.order or tuple(range(world)),
-        is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(owned, encoded_bytes, network),
+        order=network.order or tuple(speakers),
+        is_ring=WORTH_A_RING * ring_s(len(speakers), encoded_bytes, wide) < all_to_all,
         chunk_numel=chunk_numel(longest),
+        chain=chain_of(sites),
     )
+
+
+def chain_of(sites: Sequence[int]) -> tuple[int, ...]:
+    """The next member on each one's way to its speaker, by the places of their speakers.
+
+    The others of a site stand one behind the other, in their order, so that each link inside it carries a state once.
+    """
+    chain, last = list(sites), dict[int, int]()
+    for place, speaker in reversed(list(enumerate(sites))):
+        if place != speaker:
+            chain[place] = last.get(speaker, speaker)
+            last[speaker] = place
+    return tuple(chain)
 
 
 def _owned(world: int, encoded_bytes: int, network: LinkTable) -> tuple[float, ...]:

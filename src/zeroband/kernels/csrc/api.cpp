@@ -27,12 +27,13 @@ struct zb_spec {
     uint64_t run, opening;
     uint32_t epoch, round, lane;
     int32_t codec, is_ring;
-    uint32_t world, self;
+    uint32_t world, speakers, self;
     uint64_t chunk_numel;
     const uint64_t* bounds;  // world + 1
     const float* shares;     // world
-    const uint32_t* order;   // world
+    const uint32_t* order;   // `speakers`
     const uint32_t* links;   // world
+    const uint32_t* next;    // world: of each member in its site's chain
     const float* in;
     float* out;
     float* error;  // may be null
@@ -72,7 +73,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 11; }
+int zb_abi() { return 12; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -127,7 +128,8 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.self = spec->self;
     made.bounds.assign(spec->bounds, spec->bounds + spec->world + 1);
     made.shares.assign(spec->shares, spec->shares + spec->world);
-    made.order.assign(spec->order, spec->order + spec->world);
+    made.order.assign(spec->order, spec->order + spec->speakers);
+    made.next.assign(spec->next, spec->next + spec->world);
     made.chunk_numel = spec->chunk_numel;
     made.in = spec->in;
     made.out = spec->out;
@@ -135,6 +137,7 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.encoded = spec->encoded;
     made.encoded_out = spec->encoded_out;
     made.allowed = spec->allowed;
+    if (!has_chains(made)) return nullptr;
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
 

@@ -17,22 +17,69 @@ float* scratch(uint64_t n) {
     return room.data();
 }
 
+constexpr float NOTHING = -0.0f;  // what is added to it keeps its sign
+
+// Who speaks for a member's site.
+uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
+    while (spec.next_of(member) != member) member = spec.next_of(member);
+    return member;
+}
+
 }  // namespace
+
+bool has_chains(const ReduceSpec& spec) {
+    const uint32_t world = spec.world();
+    std::vector<uint32_t> before(world, 0), in_ring(world, 0);
+    for (const uint32_t member : spec.order) {
+        if (member >= world) return false;
+        ++in_ring[member];
+    }
+    for (uint32_t member = 0; member < world; ++member) {
+        const uint32_t next = spec.next_of(member);
+        if (next >= world) return false;
+        const bool speaks = next == member, owns = spec.bounds[member] != spec.bounds[member + 1];
+        if (!speaks && (owns || ++before[next] > 1)) return false;
+        if (in_ring[member] != (speaks ? 1 : 0)) return false;
+    }
+    for (uint32_t member = 0; member < world; ++member) {
+        uint32_t at = member, steps = 0;
+        while (spec.next_of(at) != at && steps++ < world) at = spec.next_of(at);
+        if (spec.next_of(at) != at) return false;  // a circle
+    }
+    return true;
+}
 
 Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
     : Transfer(spec.operation, spec.self, spec.world(), std::move(pool)),
       spec_(std::move(spec)),
-      codec_(codec_of(spec_.codec)) {
+      codec_(codec_of(spec_.codec)),
+      site_shares_(spec_.world(), 0.0f),
+      behind_(spec_.world()) {
     const uint32_t world = spec_.world();
+    for (uint32_t member = 0; member < world; ++member) {
+        site_shares_[speaker_of(spec_, member)] += spec_.shares[member];
+        if (member != spec_.self && spec_.next_of(member) == spec_.self) behind_ = member;
+    }
+    site_share_ = site_shares_[speaker_of(spec_, spec_.self)];
+    for (uint32_t member = 0; member < world; ++member) {  // whose way to the speaker leads over this one
+        uint32_t at = member;
+        while (at != spec_.self && spec_.next_of(at) != at) at = spec_.next_of(at);
+        if (at == spec_.self && member != spec_.self) share_behind_ += spec_.shares[member];
+    }
     first_chunk_.push_back(0);
     for (uint32_t shard = 0; shard < world; ++shard) {
         const uint64_t size = spec_.bounds[shard + 1] - spec_.bounds[shard];
         first_chunk_.push_back(first_chunk_.back() + (size + spec_.chunk_numel - 1) / spec_.chunk_numel);
     }
     next_partial_.assign(world, 0);
+    summed_.resize(world);
+    if (spec_.is_ring && sums_site()) {
+        is_summed_.assign(first_chunk_.back(), false);
+        held_.resize(first_chunk_.back());
+    }
     if (!spec_.is_ring) {
-        uint32_t contributors = 0;
-        for (uint32_t member = 0; member < world; ++member) contributors += member != spec_.self && spec_.shares[member] > 0;
+        uint32_t contributors = sums_site() ? 1 : 0;
+        for (uint32_t member = 0; member < world; ++member) contributors += member != spec_.self && site_shares_[member] > 0;
         parts_.assign(chunks_of(spec_.self), std::vector<PacketPtr>(world));
         missing_.assign(chunks_of(spec_.self), contributors);
     }
@@ -54,11 +101,16 @@ Frame Reduce::frame_of(FrameKind kind, uint32_t shard, uint32_t chunk) const {
     return {spec_.operation, kind, static_cast<uint8_t>(spec_.codec), shard, chunk, static_cast<uint32_t>(bytes)};
 }
 
-// The member `step` places behind this one.
+Frame Reduce::chain_frame(uint32_t shard, uint32_t chunk) const {
+    const size_t bytes = encoded_size(FP32, chunk_size(shard, chunk));
+    return {spec_.operation, PARTIAL, static_cast<uint8_t>(FP32), shard, chunk, static_cast<uint32_t>(bytes)};
+}
+
+// The member `step` places further on in the ring; of a speaker.
 uint32_t Reduce::ring_neighbour(uint32_t step) const {
     uint32_t at = 0;
     while (spec_.order[at] != spec_.self) ++at;
-    return spec_.order[(at + step) % spec_.world()];
+    return spec_.order[(at + step) % spec_.order.size()];
 }
 
 void Reduce::count_traffic() {
@@ -67,8 +119,23 @@ void Reduce::count_traffic() {
         for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
             count(peer, frame_of(FINAL, shard, chunk).payload_bytes, sends);
     };
+    const auto add_chain = [&](uint32_t peer, bool sends) {
+        for (uint32_t shard = 0; shard < world; ++shard)
+            for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
+                count(peer, chain_frame(shard, chunk).payload_bytes, sends);
+    };
+    if (behind_ < world) {
+        if (share_behind_ > 0) add_chain(behind_, false);
+        for (uint32_t shard = 0; shard < world; ++shard) add(behind_, shard, true);
+    }
+    if (!is_speaker()) {
+        const uint32_t next = spec_.next_of(self);
+        if (share_behind_ + spec_.shares[self] > 0) add_chain(next, true);
+        for (uint32_t shard = 0; shard < world; ++shard) add(next, shard, false);
+        return;
+    }
     if (spec_.is_ring) {
-        const uint32_t after = ring_neighbour(1), before = ring_neighbour(world - 1);
+        const uint32_t after = ring_neighbour(1), before = ring_neighbour(static_cast<uint32_t>(spec_.order.size()) - 1);
         for (uint32_t shard = 0; shard < world; ++shard) {
             if (shard != self) add(after, shard, true);     // its partial sum
             if (shard != after) add(after, shard, true);    // its mean
@@ -78,9 +145,9 @@ void Reduce::count_traffic() {
         return;
     }
     for (uint32_t peer = 0; peer < world; ++peer) {
-        if (peer == self) continue;
-        if (spec_.shares[self] > 0) add(peer, peer, true);
-        if (spec_.shares[peer] > 0) add(peer, self, false);
+        if (peer == self || spec_.next_of(peer) != peer) continue;
+        if (site_share_ > 0) add(peer, peer, true);
+        if (site_shares_[peer] > 0) add(peer, self, false);
         add(peer, self, true);
         add(peer, peer, false);
     }
@@ -89,48 +156,110 @@ void Reduce::count_traffic() {
 void Reduce::begin() {
     Busy busy(*this);
     std::vector<uint32_t> awakened;
+    if (busy && !is_speaker() && spec_.error != nullptr)  // nothing is taken from it on its way to the speaker
+        std::fill(spec_.error, spec_.error + spec_.numel(), 0.0f);
     for (uint32_t chunk = 0; busy && chunk < missing_.size(); ++chunk)
         if (missing_[chunk] == 0) finish(chunk, parts_[chunk], awakened);
     settle(0, 0);
 }
 
 bool Reduce::claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
-    if (spec_.is_ring ? peer != ring_neighbour(1) : spec_.shares[spec_.self] == 0) return false;
-    shard = spec_.is_ring ? ring_neighbour(spec_.world() - 1) : peer;
+    if (!is_speaker()) {
+        if (peer != spec_.next_of(spec_.self) || share_behind_ > 0 || spec_.shares[spec_.self] == 0) return false;
+        shard = spec_.world();  // of all shards in turn, so that their owners all have something to do
+        for (uint32_t other = 0; other < spec_.world(); ++other) {
+            const bool has_more = next_partial_[other] < chunks_of(other);
+            if (has_more && (shard == spec_.world() || next_partial_[other] < next_partial_[shard])) shard = other;
+        }
+        if (shard == spec_.world()) return false;
+    } else {
+        if (spec_.is_ring ? peer != ring_neighbour(1) : site_share_ == 0) return false;
+        shard = spec_.is_ring ? ring_neighbour(static_cast<uint32_t>(spec_.order.size()) - 1) : peer;
+    }
+    if (sums_site()) {
+        if (summed_[shard].empty()) return false;
+        chunk = summed_[shard].front();
+        summed_[shard].pop_front();
+        return true;
+    }
     if (next_partial_[shard] >= chunks_of(shard)) return false;
     chunk = next_partial_[shard]++;
     return true;
 }
 
 PacketPtr Reduce::make(uint32_t shard, uint32_t chunk) {
+    if (!is_speaker()) return chain_part(shard, chunk);
     if (!spec_.is_ring) return own_part(shard, chunk);
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
     float* sum = scratch<Room::SUM>(n);  // partial sums of shares travel
-    std::fill(sum, sum + n, spec_.shares[spec_.self] > 0 ? -0.0f : 0.0f);  // what is added keeps its sign
-    add_own(shard, chunk, sum);
+    std::fill(sum, sum + n, site_share_ > 0 ? NOTHING : 0.0f);
+    add_site(shard, chunk, sum);
     PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
     if (!encode(sum, packet, n, static_cast<int64_t>(start))) return nullptr;
     note_error(sum, packet, n, start, spec_.shares[spec_.self]);
     return packet;
 }
 
-// This member's contribution to a chunk, encoded alone.
+// The first part of the site's mean that anybody in the chain has.
+PacketPtr Reduce::chain_part(uint32_t shard, uint32_t chunk) {
+    const uint64_t n = chunk_size(shard, chunk);
+    float* mean = scratch<Room::SUM>(n);
+    std::fill(mean, mean + n, NOTHING);
+    add_own(shard, chunk, spec_.shares[spec_.self] / site_share_, mean);
+    PacketPtr packet = pool_->lend(chain_frame(shard, chunk));
+    const int64_t bad = codec_of(FP32).encode(mean, n, packet->payload());
+    if (bad >= 0) fail(NOT_FINITE, static_cast<int64_t>(chunk_start(shard, chunk)) + bad);
+    return bad >= 0 ? nullptr : packet;
+}
+
+// A part of the site's mean, with those of the members behind this one: its own is added, and it goes on.
+void Reduce::add_to_chain(PacketPtr packet, std::vector<uint32_t>& awakened) {
+    const uint32_t shard = packet->frame.shard, chunk = packet->frame.chunk;
+    const uint64_t n = chunk_size(shard, chunk), start = chunk_start(shard, chunk);
+    float* mean = is_speaker() ? spec_.out + start : scratch<Room::SUM>(n);
+    codec_of(FP32).decode(packet->payload(), n, mean);
+    add_own(shard, chunk, spec_.shares[spec_.self] / site_share_, mean);
+    if (is_speaker()) return use_site_mean(shard, chunk, awakened);
+    const int64_t bad = codec_of(FP32).encode(mean, n, packet->payload());
+    if (bad >= 0) return fail(NOT_FINITE, static_cast<int64_t>(start) + bad);
+    enqueue(spec_.next_of(spec_.self), packet, awakened);
+}
+
+// At the speaker: what its site contributes to a chunk is there.
+void Reduce::use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>& awakened) {
+    if (!spec_.is_ring && shard == spec_.self) return count_down(chunk, awakened);
+    PacketPtr held;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const uint64_t number = first_chunk_[shard] + chunk;
+        const uint32_t last = spec_.is_ring ? ring_neighbour(static_cast<uint32_t>(spec_.order.size()) - 1) : shard;
+        if (shard == last) {
+            summed_[shard].push_back(chunk);
+            awakened.push_back(spec_.is_ring ? ring_neighbour(1) : shard);
+            return;
+        }
+        is_summed_[number] = true;
+        held = std::move(held_[number]);
+    }
+    if (held != nullptr) pass_on(std::move(held), awakened);
+}
+
+// This site's contribution to a chunk, encoded alone.
 PacketPtr Reduce::own_part(uint32_t shard, uint32_t chunk) {
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
     PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
-    if (spec_.encoded != nullptr) {
-        take_part(spec_.codec, spec_.encoded, spec_.numel(), start, n, packet->payload());
+    if (encoding() != nullptr) {
+        take_part(spec_.codec, encoding(), spec_.numel(), start, n, packet->payload());
         if (spec_.error != nullptr) std::fill(spec_.error + start, spec_.error + start + n, 0.0f);
         return packet;
     }
-    if (!encode(spec_.in + start, packet, n, static_cast<int64_t>(start))) return nullptr;
-    note_error(spec_.in + start, packet, n, start, 1);
+    if (!encode(contribution() + start, packet, n, static_cast<int64_t>(start))) return nullptr;
+    note_error(contribution() + start, packet, n, start, spec_.shares[spec_.self] / site_share_);
     return packet;
 }
 
-// Adds this member's share of a chunk to a sum.
-void Reduce::add_own(uint32_t shard, uint32_t chunk, float* sum) {
-    const float share = spec_.shares[spec_.self];
+// Adds this member's values of a chunk times a share to a sum.
+void Reduce::add_own(uint32_t shard, uint32_t chunk, float share, float* sum) {
     if (share == 0) return;  // its contribution may be anything
     const uint64_t n = chunk_size(shard, chunk);
     if (spec_.encoded != nullptr) {
@@ -140,6 +269,14 @@ void Reduce::add_own(uint32_t shard, uint32_t chunk, float* sum) {
     }
     const float* values = spec_.in + chunk_start(shard, chunk);
     for (uint64_t i = 0; i < n; ++i) sum[i] += share * values[i];
+}
+
+// Adds the site's share of a chunk to a sum.
+void Reduce::add_site(uint32_t shard, uint32_t chunk, float* sum) {
+    if (!sums_site()) return add_own(shard, chunk, site_share_, sum);
+    const float* mean = spec_.out + chunk_start(shard, chunk);
+    const uint64_t n = chunk_size(shard, chunk);
+    for (uint64_t i = 0; i < n; ++i) sum[i] += site_share_ * mean[i];
 }
 
 // What the encoding of values that hold this member's own ones times `share` took from them.
@@ -160,14 +297,19 @@ bool Reduce::encode(const float* values, const PacketPtr& packet, uint64_t n, in
 bool Reduce::expects(uint32_t peer, const Frame& frame) const {
     const uint32_t world = spec_.world(), self = spec_.self;
     if (frame.kind != PARTIAL && frame.kind != FINAL) return false;
-    if (frame.codec != spec_.codec || peer == self || peer >= world || frame.shard >= world) return false;
-    if (frame.chunk >= chunks_of(frame.shard)) return false;
+    if (peer == self || peer >= world || frame.shard >= world || frame.chunk >= chunks_of(frame.shard)) return false;
+    if (peer == behind_ && frame.kind == PARTIAL) {
+        const Frame wanted = chain_frame(frame.shard, frame.chunk);
+        return share_behind_ > 0 && frame.codec == wanted.codec && frame.payload_bytes == wanted.payload_bytes;
+    }
+    if (frame.codec != spec_.codec) return false;
     if (frame.payload_bytes != frame_of(frame.kind, frame.shard, frame.chunk).payload_bytes) return false;
+    if (!is_speaker()) return frame.kind == FINAL && peer == spec_.next_of(self);
     if (spec_.is_ring) {
-        const uint32_t before = ring_neighbour(world - 1);
+        const uint32_t before = ring_neighbour(static_cast<uint32_t>(spec_.order.size()) - 1);
         return peer == before && frame.shard != (frame.kind == PARTIAL ? before : self);
     }
-    return frame.kind == PARTIAL ? frame.shard == self && spec_.shares[peer] > 0 : frame.shard == peer;
+    return frame.kind == PARTIAL ? frame.shard == self && site_shares_[peer] > 0 : frame.shard == peer;
 }
 
 uint64_t Reduce::number_of(uint32_t peer, const Frame& frame) const {
@@ -178,19 +320,29 @@ uint64_t Reduce::number_of(uint32_t peer, const Frame& frame) const {
 void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
     if (packet->frame.kind == FINAL)
         adopt(packet, awakened);
+    else if (peer == behind_)
+        add_to_chain(std::move(packet), awakened);
     else if (spec_.is_ring)
         pass_on(std::move(packet), awakened);
     else
         collect(peer, std::move(packet), awakened);
 }
 
-// All-to-all: a part of an own chunk; the last one has the chunk finished.
+// All-to-all: a part of an own chunk.
 void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
     const uint32_t chunk = packet->frame.chunk;
-    std::vector<PacketPtr> parts;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         parts_[chunk][peer] = std::move(packet);
+    }
+    count_down(chunk, awakened);
+}
+
+// All-to-all: another part of an own chunk is there; the last one has the chunk finished.
+void Reduce::count_down(uint32_t chunk, std::vector<uint32_t>& awakened) {
+    std::vector<PacketPtr> parts;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
         if (--missing_[chunk] > 0) return;
         parts = std::move(parts_[chunk]);
         parts_[chunk].clear();
@@ -203,13 +355,13 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
     float* sum = scratch<Room::SUM>(n);
     std::memset(sum, 0, n * sizeof(float));
     for (uint32_t member = 0; member < spec_.world(); ++member) {
-        if (spec_.shares[member] == 0) continue;
+        if (site_shares_[member] == 0) continue;
         PacketPtr part = parts[member];
         if (member == spec_.self) {
             part = own_part(spec_.self, chunk);
             if (part == nullptr) return;
         }
-        codec_.add(part->payload(), n, spec_.shares[member], sum);
+        codec_.add(part->payload(), n, site_shares_[member], sum);
     }
     publish(chunk, sum, awakened);
 }
@@ -238,9 +390,12 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     if (spec_.is_ring) {
         enqueue(ring_neighbour(1), packet, awakened);
     } else {
-        for (uint32_t step = 1; step < spec_.world(); ++step)
-            enqueue((spec_.self + step) % spec_.world(), packet, awakened);
+        for (uint32_t step = 1; step < spec_.world(); ++step) {
+            const uint32_t peer = (spec_.self + step) % spec_.world();
+            if (spec_.next_of(peer) == peer) enqueue(peer, packet, awakened);
+        }
     }
+    send_back(packet, awakened);
     settle(0, 1);
 }
 
@@ -248,24 +403,37 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
 void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
     const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
-    const float share = spec_.shares[spec_.self];
+    if (sums_site()) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const uint64_t number = first_chunk_[frame.shard] + frame.chunk;
+        if (!is_summed_[number]) {
+            held_[number] = std::move(packet);
+            return;
+        }
+    }
     float* sum = scratch<Room::SUM>(n);
     codec_.decode(packet->payload(), n, sum);
-    add_own(frame.shard, frame.chunk, sum);
+    add_site(frame.shard, frame.chunk, sum);
     if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
-    if (share > 0) {
+    if (site_share_ > 0) {
         if (!encode(sum, packet, n, static_cast<int64_t>(start))) return;
-        note_error(sum, packet, n, start, share);
+        note_error(sum, packet, n, start, spec_.shares[spec_.self]);
     }
     enqueue(ring_neighbour(1), packet, awakened);
 }
 
-// A mean: decoded, and in a ring sent on until it is back before its owner.
+// A mean: decoded, and sent on: down the chain, and in a ring until it is back before its owner.
 void Reduce::adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
     write(packet);
-    if (spec_.is_ring && ring_neighbour(1) != frame.shard) enqueue(ring_neighbour(1), packet, awakened);
+    if (is_speaker() && spec_.is_ring && ring_neighbour(1) != frame.shard) enqueue(ring_neighbour(1), packet, awakened);
+    send_back(packet, awakened);
     settle(0, 1);
+}
+
+// Down the chain.
+void Reduce::send_back(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
+    if (behind_ < spec_.world()) enqueue(behind_, packet, awakened);
 }
 
 }  // namespace zeroband

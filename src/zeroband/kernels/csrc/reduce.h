@@ -3,6 +3,10 @@
 // All-to-all: every member sends each owner of a shard its encoded part; the owner sums the parts in the order of the
 // members, encodes the mean once and sends that to everybody. Ring: a shard's partial sum goes once around the members
 // to its owner, its mean once around again. Either way everybody, the owner too, decodes the same bytes.
+//
+// At sites only those who speak for one own shards and do that. The members of a site stand in a chain that ends at its
+// speaker: each adds its part to the site's mean that comes from behind, in float32, and passes it on; the speaker
+// contributes that mean in place of its own values, and every mean of the reduction goes back down the chain as it came.
 #pragma once
 
 #include "codec.h"
@@ -16,8 +20,9 @@ struct ReduceSpec {
     bool is_ring;
     uint32_t self;
     std::vector<uint64_t> bounds;  // shard s, owned by member s, is [bounds[s], bounds[s + 1])
-    std::vector<float> shares;     // of each member in the mean; 0: it sends nothing
-    std::vector<uint32_t> order;   // of the members in the ring
+    std::vector<float> shares;     // of each member in the mean; 0: it adds nothing
+    std::vector<uint32_t> order;   // in the ring, of those who speak for their sites
+    std::vector<uint32_t> next;    // of each member in its site's chain, itself for the speaker; empty: all speak
     uint64_t chunk_numel;
     const float* in;
     float* out;
@@ -28,7 +33,11 @@ struct ReduceSpec {
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
     uint64_t numel() const { return bounds.back(); }
+    uint32_t next_of(uint32_t member) const { return next.empty() ? member : next[member]; }
 };
+
+// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
+bool has_chains(const ReduceSpec& spec);
 
 class Reduce : public Transfer {
   public:
@@ -51,9 +60,25 @@ class Reduce : public Transfer {
     uint32_t ring_neighbour(uint32_t step) const;
     void count_traffic();
 
+    // The site's chain.
+    bool is_speaker() const { return spec_.next_of(spec_.self) == spec_.self; }
+    bool sums_site() const { return is_speaker() && share_behind_ > 0; }
+    Frame chain_frame(uint32_t shard, uint32_t chunk) const;
+    PacketPtr chain_part(uint32_t shard, uint32_t chunk);
+    void add_to_chain(PacketPtr packet, std::vector<uint32_t>& awakened);
+    void use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>& awakened);
+    void send_back(const PacketPtr& packet, std::vector<uint32_t>& awakened);
+
+    // What the site contributes: the speaker's own values where nobody stands behind it, else the mean in `out`, which
+    // is read for the last time before the result is written there.
+    const float* contribution() const { return sums_site() ? spec_.out : spec_.in; }
+    const uint8_t* encoding() const { return sums_site() ? nullptr : spec_.encoded; }
+
     PacketPtr own_part(uint32_t shard, uint32_t chunk);
-    void add_own(uint32_t shard, uint32_t chunk, float* sum);
+    void add_own(uint32_t shard, uint32_t chunk, float share, float* sum);
+    void add_site(uint32_t shard, uint32_t chunk, float* sum);
     void collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened);
+    void count_down(uint32_t chunk, std::vector<uint32_t>& awakened);
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
@@ -65,9 +90,17 @@ class Reduce : public Transfer {
     const ReduceSpec spec_;
     const Codec& codec_;
     std::vector<uint64_t> first_chunk_;          // of every shard, counted over all shards
-    std::vector<uint32_t> next_partial_;         // all-to-all: by peer; ring: of the one shard that starts here
+    std::vector<float> site_shares_;             // of each site in the mean, by its speaker; 0 for everybody else
+    float site_share_ = 0;                       // of this member's site
+    float share_behind_ = 0;                     // of those who stand behind this member in its chain, together
+    uint32_t behind_;                            // who stands behind it; none: `world`
+    std::vector<uint32_t> next_partial_;         // by shard: of those that start here
+    std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that nobody was sent yet
+    std::vector<bool> is_summed_;                // ring: chunks whose mean of the site is there
+    std::vector<PacketPtr> held_;                // ring: partial sums that came before it
     std::vector<std::vector<PacketPtr>> parts_;  // all-to-all: of own chunks, by member
-    std::vector<uint32_t> missing_;              // all-to-all: parts of own chunks that have not come
+    std::vector<uint32_t> missing_;              // all-to-all: parts of own chunks that are not there, of other sites and
+                                                 // of the own one where it has to be summed up
 };
 
 }  // namespace zeroband

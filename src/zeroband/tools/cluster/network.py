@@ -65,6 +65,7 @@ class Network:
         started = started_at_ticks(os.getpid())  # a later process may get our number, but not our start
         self._name = f"zeroband-{os.getpid()}-{started}-{secrets.token_hex(3)}"
         self._numbers: dict[str, int] = {}
+        self._sites: list[str] = []
         self._lost: set[tuple[str, str]] = set()
         """Sender and receiver of the packets that shall not arrive; either may be anyone."""
         self._told: dict[tuple[str, str], bool] = {}
@@ -169,10 +170,31 @@ class Network:
     def limit(self, node: str, mbit: float) -> None:
         """Give a node's link a rate in each direction, with the queue of a home router, or a tenth of a second's."""
         self.add(node)
+        for place, device in ((node, "e0"), (_HUB, f"port{self._numbers[node]}")):
+            self._shape(place, device, mbit)
+
+    def settle(self, node: str, site: str, mbit: float) -> None:
+        """Put a node at a site, whose nodes reach one another freely, and all others over one link of this rate."""
+        self.add(node)
+        if site not in self._sites:
+            self._sites.append(site)
+            number = len(self._sites)
+            ends = [f"link set up{number} master bridge up", f"link set down{number} master site{number} up"]
+            links = [f"link add site{number} type bridge", f"link add up{number} type veth peer name down{number}"]
+            self._configure(_HUB, [*links, f"link set site{number} up", *ends])
+            for device in (f"up{number}", f"down{number}"):
+                self._shape(_HUB, device, mbit)
+        self._configure(_HUB, [f"link set port{self._numbers[node]} master site{self._sites.index(site) + 1}"])
+
+    def sent_by_site(self, site: str) -> int:
+        """Bytes that left a site so far, headers included."""
+        where = f"/sys/class/net/down{self._sites.index(site) + 1}/statistics/tx_bytes"
+        return int(_ip("netns", "exec", self._namespace(_HUB), "cat", where))
+
+    def _shape(self, place: str, device: str, mbit: float) -> None:
         queue_bytes = max(_QUEUE_BYTES, round(mbit * 1e5 / 8))
         shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "16kb", "limit", str(queue_bytes))
-        for place, device in ((node, "e0"), (_HUB, f"port{self._numbers[node]}")):
-            _ip("netns", "exec", self._namespace(place), "tc", "qdisc", "replace", "dev", device, "root", *shape)
+        _ip("netns", "exec", self._namespace(place), "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
     def heal(self, node: str) -> None:
         """Undo all faults that name a node. One that cuts another node off from everybody stays."""

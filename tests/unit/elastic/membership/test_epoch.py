@@ -442,6 +442,51 @@ def test_rate_of_a_member_is_that_of_its_slower_direction_as_links_show_it() -> 
     assert members_of(opening) == (A, B, C)
 
 
+# -- sites ------------------------------------------------------------------------------------------------------------
+
+
+def at_sites(**site_of: str) -> dict[str, Ready]:
+    return {f"{n}#1": replace(ready(f"{n}#1")[f"{n}#1"], site=site) for n, site in site_of.items()}
+
+
+def test_opening_says_who_speaks_for_the_sites_that_members_name() -> None:
+    words = at_sites(a="x", b="y", c="x", d="y")
+    links = {C: LinkRates({A: 900, B: 30}), D: LinkRates({B: 900, A: 20}), B: LinkRates({A: 30})}
+    view = boundary(A, B, C, D, ready=words)
+    for rule, sites in (("named", (0, 1, 0, 1)), ("off", ())):
+        opening = next_opening(view, 3, Rules(sites=rule), PATIENT, lambda: links)
+        assert isinstance(opening, Opening) and opening.sites == sites
+    assert from_json(Opening, to_json(opening)) == opening
+
+
+def test_links_inside_a_site_do_not_count_among_the_links_of_a_round() -> None:
+    words = at_sites(a="x", b="y", c="x", d="y")
+    links = {m: LinkRates({o: 900 if (m, o) in ((A, C), (B, D)) else 30}) for m, o in ((A, C), (B, D), (A, B))}
+    links[A] = LinkRates({C: 900, B: 30})
+    links[D] = LinkRates({C: 3})
+    opening = next_opening(boundary(A, B, C, D, ready=words), 3, Rules(sites="named"), PATIENT, lambda: links)
+    assert isinstance(opening, Opening)
+    assert opening.sites == (0, 1, 0, 1) and opening.network.slowest_link == 30
+
+
+def test_lost_speaker_is_replaced_in_the_next_opening_of_the_round() -> None:
+    words = at_sites(a="x", b="y", c="x", d="y")
+    current = an_opening(A, B, C, D, sites=(2, 1, 2, 1))
+    view = boundary(A, B, C, D, ready=words, opening=current, alive=frozenset({A, B, D}))
+    opening = next_opening(view, 3, Rules(sites="named"))
+    assert isinstance(opening, Opening)
+    assert opening.members == (A, B, D) and opening.sites == (0, 1, 1)
+
+
+def test_site_behind_a_slow_link_sits_out_as_a_whole() -> None:
+    words = {m: replace(r, rate=0) for m, r in at_sites(a="x", b="y", c="z", d="z").items()}
+    links = {A: LinkRates({B: 50, C: 1, D: 1}), B: LinkRates({A: 50}), C: LinkRates({D: 900, A: 1}), D: LinkRates()}
+    rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT, sites="named")
+    opening = next_opening(boundary(A, B, C, D, ready=words), 3, rules, Patience(phase_s=12.0), lambda: links)
+    assert isinstance(opening, Opening)
+    assert opening.members == (A, B) and opening.late == (C, D)
+
+
 @given(
     mbit=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
     missed=st.lists(st.integers(0, 50), min_size=8, max_size=8),

@@ -24,7 +24,7 @@ from tests.unit.elastic.conftest import (
 )
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Engine, Shape, State
+from zeroband.elastic.transport.engine import Encoded, Engine, Shape, State
 from zeroband.elastic.transport.handshake import OPEN
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import CODECS, Codec
@@ -196,13 +196,14 @@ def test_as_many_streams_send_as_are_told_to(make_net: MakeNet) -> None:
 
 
 def test_streams_that_may_send_now_begin_at_once(make_net: MakeNet) -> None:
+    source, result = noise(1 << 24), torch.empty(1 << 24)  # before there are streams, which soon show that they live
     net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(2)]
     engine = net.engines[0]
     for ours, _ in far_ends:
         engine.add_stream(1, ours, OPEN)
     engine.set_senders(1, 1)
     shape = split_into(1 << 24, FP32, [1, 1], is_ring=False)  # more than a connection holds that nobody reads
-    net.operate(net.next_operation(), shape, 0, noise(1 << 24), torch.empty(1 << 24))
+    net.operate(net.next_operation(), shape, 0, source, result)
     readable = lambda: select([theirs for _, theirs in far_ends], [], [], DEADLINE_S)[0]  # noqa: E731
     assert len(readable()) == 1
     engine.set_senders(1, 2)
@@ -328,7 +329,7 @@ def test_buffer_that_does_not_fit_the_shape_is_refused(make_net: MakeNet, wrong:
 @pytest.mark.parametrize("chunk_numel", [0, 1 << 30])
 def test_shape_that_no_reduction_has_is_refused(make_net: MakeNet, chunk_numel: int) -> None:
     net = make_net(2)
-    shape = Shape(FP32, (0, 50, 100), (0.5, 0.5), (0, 1), False, chunk_numel)
+    shape = Shape(FP32, (0, 50, 100), (0.5, 0.5), (0, 1), False, chunk_numel, chain=(0, 1))
     with pytest.raises(ValueError, match="no reduction has this shape"):
         net.operate(net.next_operation(), shape, 0, torch.zeros(100), torch.zeros(100))
 
@@ -368,3 +369,127 @@ def test_closed_engine_hangs_up() -> None:
     engine.close()
     with theirs:
         assert theirs.recv(1) == b""
+
+
+# -- sites ------------------------------------------------------------------------------------------------------------
+
+EACH_SITES = pytest.mark.parametrize(
+    ("sites", "weights"),
+    [
+        ((0, 0, 2, 2, 4, 4, 6, 6), (1, 1, 1, 1, 1, 1, 1, 1)),
+        ((2, 2, 2, 3, 5, 5), (1, 2, 3, 4, 5, 6)),
+        ((3, 1, 3, 3, 3), (2, 1, 0, 0, 1)),
+        ((1, 1, 2, 2), (3, 1, 0, 0)),
+        ((0, 0, 2), (0, 5, 1)),
+    ],
+    ids=str,
+)
+
+
+def at_sites(codec: Codec, sites: Sequence[int], weights: Sequence[int], *, is_ring: bool, numel: int = 5003) -> Shape:
+    shares = [weight / sum(weights) for weight in weights]
+    return replace(shape_of(numel, codec, shares, sites=sites), is_ring=is_ring, chunk_numel=512)
+
+
+def means_of_sites(
+    sources: Sequence[Tensor], sites: Sequence[int], weights: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    """Mean and weight of each site, in float64."""
+    means, sums = list[Tensor](), list[int]()
+    for speaker in sorted(set(sites)):
+        own = [weight if site == speaker else 0 for site, weight in zip(sites, weights, strict=True)]
+        sums.append(sum(own))
+        means.append(true_mean(sources, own) if sum(own) else torch.zeros(sources[0].numel(), dtype=torch.float64))
+    return means, sums
+
+
+@EACH_SEALING
+@EACH_SHAPE
+@EACH_CODEC
+@EACH_SITES
+def test_members_at_sites_hold_the_same_bits_and_only_what_sites_send_is_encoded(
+    kept_net: KeptNet, sites: tuple[int, ...], weights: tuple[int, ...], codec: Codec, is_ring: bool, is_sealed: bool
+) -> None:
+    sources = [noise(5003, seed=member) for member in range(len(sites))]
+    results = kept_net(len(sites), is_sealed).mean(at_sites(codec, sites, weights, is_ring=is_ring), sources)
+    for result in results[1:]:
+        assert torch.equal(result.view(torch.int32), results[0].view(torch.int32)), "members hold different bits"
+    means, sums = means_of_sites(sources, sites, weights)
+    off = (results[0].double() - true_mean(sources, weights)).abs()
+    assert bool((off <= bound_of(codec, means, sums, is_ring=is_ring) + 1e-6).all())
+
+
+@EACH_SHAPE
+@EACH_SITES
+def test_what_encoding_took_from_sites_comes_back_to_those_who_speak(
+    kept_net: KeptNet, sites: tuple[int, ...], weights: tuple[int, ...], is_ring: bool
+) -> None:
+    net, codec = kept_net(len(sites), False), CODECS["int4"]
+    sources = [noise(5003, seed=member) for member in range(len(sites))]
+    errors = [torch.zeros(5003) for _ in sources]
+    shape, results = at_sites(codec, sites, weights, is_ring=is_ring), [torch.empty(5003) for _ in sources]
+    operation = net.next_operation()
+    running = [net.operate(operation, shape, m, sources[m], results[m], errors=errors[m]) for m in range(len(sites))]
+    assert ends_of(running) == [State.DONE] * len(sites)
+    taken = sum(share * error.double() for share, error in zip(shape.shares, errors, strict=True))
+    for member, (site, weight) in enumerate(zip(sites, weights, strict=True)):
+        assert member == site or not weight or not errors[member].any()
+    if all(weights[site] for site in sites) or not is_ring:
+        missing = (results[0].double() + taken - true_mean(sources, weights)).abs()
+        silent = [site for site in set(sites) if not weights[site]]  # they cannot keep what their encodings took
+        assert bool(silent) or float(missing.max()) < 1e-5
+
+
+@EACH_SHAPE
+def test_wide_traffic_of_sites_is_that_of_as_many_nodes(kept_net: KeptNet, is_ring: bool) -> None:
+    """What moves inside: float32 to the speaker, and the mean as it came back."""
+    sites, numel = (0, 0, 2, 2, 4, 4, 6, 6), 4 * 2048
+    shape = at_sites(INT8, sites, [1] * 8, is_ring=is_ring, numel=numel)
+    net, sources = kept_net(8, False), [noise(numel, seed=member) for member in range(8)]
+    running, _ = net.operate_all(net.next_operation(), shape, sources)
+    assert ends_of(running) == [State.DONE] * 8
+    sent = [[running[a].traffic(b).sent_bytes for b in range(8)] for a in range(8)]
+    wide = sum(sent[a][b] for a in range(8) for b in range(8) if sites[a] != sites[b])
+    assert wide == 4 * 2 * 3 * INT8.encoded_size(numel // 4)
+    assert [sent[m][m - 1] for m in (1, 3, 5, 7)] == [4 * numel] * 4
+    assert [sent[m][m + 1] for m in (0, 2, 4, 6)] == [4 * INT8.encoded_size(numel // 4)] * 4
+    for member in range(8):
+        partners = {other for other in range(8) if sent[member][other] or sent[other][member]}
+        assert partners == set(shape.partners(member))
+
+
+@EACH_SHAPE
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_value_that_is_not_finite_is_found_where_it_is_at_sites_too(
+    make_net: MakeNet, culprit: int, is_ring: bool
+) -> None:
+    net, sources = make_net(4), [noise(5003, seed=member) for member in range(4)]
+    sources[culprit][4321] = float("nan")
+    running, _ = net.operate_all(net.next_operation(), at_sites(INT8, (2, 2, 2, 3), [1] * 4, is_ring=is_ring), sources)
+    assert running[culprit].wait(DEADLINE_S) == State.NOT_FINITE
+    assert running[culprit].detail == 4321
+    assert all(one.wait(0) == State.RUNNING for member, one in enumerate(running) if member != culprit)
+
+
+def test_contribution_that_comes_encoded_is_summed_up_at_its_site(kept_net: KeptNet) -> None:
+    net, sources = kept_net(4, False), [noise(5120, seed=member) for member in range(4)]
+    shape = at_sites(INT8, (1, 1, 3, 3), [1] * 4, is_ring=False, numel=5120)
+    decoded = [INT8.decode(INT8.encode(source), 5120) for source in sources]
+    expected, operation = net.mean(shape, decoded), net.next_operation()
+    means = [torch.zeros(INT8.encoded_size(5120), dtype=torch.uint8) for _ in sources]
+    results = [torch.empty(5120) for _ in sources]
+    running = [
+        net.operate(operation, shape, m, sources[m], results[m], encoded=Encoded(INT8.encode(sources[m]), means[m]))
+        for m in range(4)
+    ]
+    assert ends_of(running) == [State.DONE] * 4
+    assert all(torch.allclose(result, expected[0], atol=1e-6) for result in results)
+    assert all(torch.equal(INT8.decode(mean, 5120), results[0]) for mean in means)
+
+
+@pytest.mark.parametrize("chain", [(1, 0, 2), (2, 2, 2), (0, 3, 2), (0, 0, 0)], ids=str)
+def test_chain_that_leads_nowhere_is_refused(kept_net: KeptNet, chain: tuple[int, ...]) -> None:
+    shape = replace(split_into(5003, FP32, [1, 1, 1], is_ring=False), chain=chain)
+    net = kept_net(3, False)
+    with pytest.raises(ValueError, match="no reduction has this shape"):
+        net.operate(net.next_operation(), shape, 0, noise(5003), torch.empty(5003))

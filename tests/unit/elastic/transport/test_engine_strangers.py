@@ -21,7 +21,7 @@ from zeroband.kernels.codec import CODECS
 
 FP32 = CODECS["fp32"]
 SHARD = 256
-SHAPE = Shape(FP32, (0, SHARD, 2 * SHARD), (0.5, 0.5), (0, 1), is_ring=False, chunk_numel=SHARD)
+SHAPE = Shape(FP32, (0, SHARD, 2 * SHARD), (0.5, 0.5), (0, 1), is_ring=False, chunk_numel=SHARD, chain=(0, 1))
 NUMBER = 5
 OPERATION = Operation(RUN, opening=NUMBER << 16, epoch=3, round=4)
 HEADER = struct.Struct("<IBBHQQIIIII4x")

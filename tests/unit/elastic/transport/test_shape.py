@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.transport.shape import chunk_numel, shape_of, shard_bounds
+from zeroband.elastic.transport.shape import chain_of, chunk_numel, shape_of, shard_bounds
 from zeroband.elastic.transport.times import CROWDED, MESSAGE_S, all_to_all_s, ring_s
 from zeroband.kernels.codec import CODECS
 
@@ -136,3 +136,21 @@ def test_slowest_access_link_decides_unless_its_owner_owns_less() -> None:
 
 def test_member_whose_rate_is_not_known_counts_as_the_median() -> None:
     assert ring_s(3, 10**7, LinkTable((0, 10, 80))) == ring_s(3, 10**7, LinkTable((80, 10, 80)))
+
+
+@pytest.mark.parametrize("numel", [1, 257, 100_000])
+def test_who_speaks_for_a_site_owns_shards_and_the_others_own_none(numel: int) -> None:
+    sites = (1, 1, 1, 3, 5, 5, 5)
+    network = LinkTable(rates=(900, 40, 900, 30, 900, 20, 900))
+    shape = shape_of(numel, INT8, (0.125,) * 7, network, sites)
+    owned = [stop - start for start, stop in pairwise(shape.bounds)]
+    assert sum(owned) == numel and not any(n for place, n in enumerate(owned) if place not in sites)
+    alone = shape_of(numel, INT8, (0.25,) * 3, LinkTable(rates=(40, 30, 20)))
+    assert [owned[place] for place in (1, 3, 5)] == [stop - start for start, stop in pairwise(alone.bounds)]
+    assert (shape.order, shape.is_ring, shape.chunk_numel) == ((1, 3, 5), alone.is_ring, alone.chunk_numel)
+
+
+def test_members_of_a_site_stand_in_a_chain_that_ends_at_who_speaks() -> None:
+    assert chain_of((1, 1, 1, 3, 4, 4)) == (2, 1, 1, 3, 4, 4)
+    assert chain_of((3, 3, 3, 3)) == (1, 2, 3, 3)
+    assert chain_of(range(4)) == (0, 1, 2, 3)

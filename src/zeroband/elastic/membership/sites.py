@@ -1,0 +1,147 @@
+"""Sites: which members have a network of their own between them, and who speaks for them over the wide one. Pure.
+
+Members that name a site are of it. Where nobody names one, they are told by what the links carry: those of a site reach
+one another much faster than anybody else. Who proposes an opening decides, and the opening says it to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Literal
+
+from zeroband.elastic.membership.topology import WORTH
+
+SitesRule = Literal["auto", "named", "off"]
+
+Groups = tuple[tuple[str, ...], ...]
+"""Members by sites; one that has none is its own."""
+
+FASTER = 8
+"""Inside a site links are so many times faster than any other: then what moves inside, 4 bytes for each value and the
+mean back, is done before what leaves it, be that half a byte for each value (int4)."""
+
+STILL_FASTER = 4
+"""Sites that there are stay while their links are so many times faster."""
+
+WIDE_MBIT = 500
+"""Nobody is grouped by links above it: a burst tells less of a fast one, and there is less to gain."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Mbit/s between two members, in the faster direction; what is not known is not in it."""
+
+    between: Mapping[frozenset[str], int]
+
+    @staticmethod
+    def of(told: Mapping[str, Mapping[str, int]]) -> Links:
+        """What members tell of their rates to others."""
+        between: dict[frozenset[str], int] = {}
+        for one, rates in told.items():
+            for other, mbit in rates.items():
+                if mbit > 0 and one != other:
+                    pair = frozenset((one, other))
+                    between[pair] = max(mbit, between.get(pair, 0))
+        return Links(between)
+
+    def among(self, members: Iterable[str]) -> Links:
+        """Those between these members."""
+        asked = set(members)
+        return Links({pair: mbit for pair, mbit in self.between.items() if pair <= asked})
+
+    def uplinks(self, groups: Groups) -> dict[str, int]:
+        """The most that each member's links to other sites carry; nothing where that is not known."""
+        found, site_of = dict[str, int](), {member: site for site in groups for member in site}
+        for pair, mbit in self.between.items():
+            one, other = pair
+            if site_of.get(one) != site_of.get(other):
+                found.update({member: max(mbit, found.get(member, 0)) for member in pair})
+        return found
+
+
+def group(names: Mapping[str, str | None], links: Links, before: Mapping[str, str], rule: SitesRule) -> Groups:
+    """All members by sites. Where all are of one site nothing leaves it, and each is its own.
+
+    `names`: of the site of each member, None where it names none. `before`: who spoke for each member in the opening
+    before.
+    """
+    members = sorted(names)
+    if rule == "off":
+        return _each_alone(members)
+    if any(names.values()) or rule == "named":
+        found = _by_key(members, {member: name for member, name in names.items() if name})
+    else:
+        found = _by_links(members, links.among(members), before)
+    return found if len(found) > 1 else _each_alone(members)
+
+
+def _each_alone(members: Sequence[str]) -> Groups:
+    return tuple((member,) for member in members)
+
+
+def _by_key(members: Sequence[str], key: Mapping[str, str]) -> Groups:
+    """Members with one key together; one without is alone."""
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for member in members:
+        groups.setdefault((member in key, key.get(member, member)), []).append(member)
+    return tuple(tuple(found) for found in groups.values())
+
+
+def _by_links(members: Sequence[str], links: Links, before: Mapping[str, str]) -> Groups:
+    """Those that links join which are much faster than all the others; nobody where that is not clear."""
+    rates = sorted(set(links.between.values()))
+    for slower, faster in pairwise(rates):  # the widest gap between two sites has the slowest links
+        if slower > WIDE_MBIT or faster < FASTER * slower:
+            continue
+        found = _joined(members, links, faster)
+        if _is_apart(found, links, FASTER):
+            return found
+    kept = _by_key(members, {m: before[m] for m in members if m in before})
+    return kept if _is_apart(kept, links, STILL_FASTER) else _each_alone(members)
+
+
+def _joined(members: Sequence[str], links: Links, least_mbit: int) -> Groups:
+    """Members that fast links join, over others if need be."""
+    leader = {member: member for member in members}
+
+    def lead(member: str) -> str:
+        while leader[member] != member:
+            member = leader[member]
+        return member
+
+    for pair, mbit in links.between.items():
+        if mbit >= least_mbit:
+            one, other = sorted(lead(member) for member in pair)
+            leader[other] = one
+    return _by_key(members, {member: lead(member) for member in members})
+
+
+def _is_apart(groups: Groups, links: Links, factor: int) -> bool:
+    """Whether all known links inside are so many times faster than those from one to another, and there are both."""
+    inside = {frozenset(pair) for found in groups for pair in combinations(found, 2)}
+    fast = [mbit for pair, mbit in links.between.items() if pair in inside]
+    wide = [mbit for pair, mbit in links.between.items() if pair not in inside]
+    return bool(fast and wide) and min(fast) >= factor * max(wide)
+
+
+def speakers(
+    groups: Groups, weights: Mapping[str, int], uplinks: Mapping[str, int], before: Mapping[str, str]
+) -> tuple[int, ...]:
+    """Who speaks for each member, as places in the order of all members' ids; empty where there are no sites.
+
+    Of a site that is whoever did before, until another one's uplink is faster by WORTH; else the one with the fastest
+    uplink, the first of equals. One that contributes nothing speaks where nobody does: it cannot keep what encoding
+    takes. `uplinks`: Mbit/s to the other sites; 0: not known.
+    """
+    if all(len(site) == 1 for site in groups):
+        return ()
+
+    def rank(member: str) -> tuple[bool, float, str]:
+        uplink, spoke = uplinks.get(member, 0), before.get(member) == member
+        return (weights[member] == 0, -WORTH * uplink if spoke else -uplink, "" if spoke else member)
+
+    spoken = {member: min(site, key=rank) for site in groups for member in site}
+    places = {member: place for place, member in enumerate(sorted(spoken))}
+    return tuple(places[spoken[member]] for member in places)

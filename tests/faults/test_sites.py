@@ -1,0 +1,67 @@
+"""A site loses who speaks for it in the middle of a transfer: another one speaks, and no sample is lost."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.observe.view import node_id_of_member
+from zeroband.tools.cluster import LocalCluster, Network
+from zeroband.tools.data.audit import audit, read_rounds
+
+pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+
+DEADLINE_S, STRUCK_ROUND, ROUNDS = 240.0, 4, 9
+SITE_OF = {"node0": "x", "node1": "y", "node2": "x", "node3": "y"}
+TASK = (
+    *("--model.d-model", "384", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
+    *("--data.seq-length", "32", "--train.batch-size", "2", "--train.micro-bs", "2", "--train.dtype", "float32"),
+    *("--train.threads", "1", "--outer.type", "diloco", "--outer.inner-steps", "4", "--log-level", "WARNING"),
+    *(f"--train.total-steps={ROUNDS * 4 * len(SITE_OF)}", "--fault.inject", "inner@+0=TAKES0.1"),
+)
+
+
+def speaker_of(opening: Opening, site: str) -> str:
+    found = {node_id_of_member(m): node_id_of_member(s) for m, s in opening.speakers().items()}
+    (speaker,) = {found[node] for node, own in SITE_OF.items() if node in found and own == site}
+    return speaker
+
+
+@pytest.mark.skipif(bool(Network.obstacle()), reason="needs namespaces of its own")
+def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:
+    with (
+        Network() as network,
+        LocalCluster(tmp_path, TASK, nodes=len(SITE_OF), env={"OMP_NUM_THREADS": "1"}, network=network) as cluster,
+    ):
+        for node, site in SITE_OF.items():
+            network.settle(node, site, mbit=10.0)
+            cluster.start(node, arguments=[f"--node.site={site}"])
+        assert cluster.redis is not None
+        with closing(RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)) as store:
+            end_s, victim, after = time.monotonic() + DEADLINE_S, "", None
+            while after is None:
+                assert time.monotonic() < end_s, cluster.describe()
+                view = store.view(0)
+                opening, committed = view.opening, view.committed
+                if opening is not None and opening.round == STRUCK_ROUND and not victim:
+                    assert len(opening.members) == len(SITE_OF)
+                    victim = speaker_of(opening, "x")
+                    time.sleep(1.0)  # of the 4 s and more that the transfer takes
+                    seen = store.view(0)
+                    assert seen.committed is not None and seen.committed.round < STRUCK_ROUND, "it was over before"
+                    cluster.nodes[victim].kill()
+                if victim and committed is not None and committed.round >= STRUCK_ROUND:
+                    after = committed
+                time.sleep(0.02)
+        assert after.round == STRUCK_ROUND
+        left = {node for node in SITE_OF if node != victim}
+        assert {node_id_of_member(member) for member in after.members} == left
+        assert speaker_of(after.opening, "x") in left
+        codes = cluster.wait(timeout_s=DEADLINE_S)
+        assert {codes[node] for node in left} == {0}, cluster.describe()
+        assert audit(read_rounds(cluster.run_dir)).is_exact

@@ -1,0 +1,103 @@
+"""Who is of one site, and who speaks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+
+import pytest
+
+from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
+
+UNNAMED: Mapping[str, str | None] = dict.fromkeys("abcdef")
+
+
+def links(inside: int, wide: int, *sites: str) -> Links:
+    """Of members at these sites, a letter each."""
+    site_of = {member: site for site in sites for member in site}
+    told = dict[str, dict[str, int]]()
+    for one, other in permutations(site_of, 2):
+        told.setdefault(one, {})[other] = inside if site_of[one] == site_of[other] else wide
+    return Links.of(told)
+
+
+def grouped(found: Links, before: Mapping[str, str] | None = None, rule: SitesRule = "auto") -> list[str]:
+    return ["".join(site) for site in group(UNNAMED, found, before or {}, rule)]
+
+
+EACH_ALONE = list("abcdef")
+
+
+def test_members_that_name_a_site_are_of_it() -> None:
+    names = {"a": "x", "b": None, "c": "y", "d": "x", "e": "y"}
+    for rule in ("auto", "named"):
+        assert group(names, links(9000, 30, "ab", "cde"), {}, rule) == (("a", "d"), ("b",), ("c", "e"))
+    assert group(names, Links({}), {}, "off") == (("a",), ("b",), ("c",), ("d",), ("e",))
+
+
+def test_a_run_at_one_site_has_none() -> None:
+    assert group(dict.fromkeys("ab", "x"), Links({}), {}, "named") == (("a",), ("b",))
+    assert grouped(links(9000, 30, "abcdef")) == EACH_ALONE
+
+
+def test_sites_form_by_links_that_are_much_faster_than_all_others() -> None:
+    assert grouped(links(900, 30, "ab", "cd", "ef")) == ["ab", "cd", "ef"]
+    assert grouped(links(900, 30, "ab", "cdef"), rule="named") == EACH_ALONE
+    assert grouped(links(900, 30, "af", "bd", "c", "e")) == ["af", "bd", "c", "e"]
+
+
+@pytest.mark.parametrize(("inside", "wide"), [(230, 30), (900, 900), (9000, 600)], ids=str)
+def test_no_sites_form_where_links_are_alike_or_all_are_fast(inside: int, wide: int) -> None:
+    assert grouped(links(inside, wide, "ab", "cd", "ef")) == EACH_ALONE
+
+
+def test_no_sites_form_where_links_contradict_one_another() -> None:
+    told = {"a": {"b": 900, "c": 900, "d": 30}, "b": {"c": 30, "d": 30}, "c": {"d": 30}}
+    assert grouped(Links.of(told)) == EACH_ALONE
+
+
+def test_of_two_directions_the_faster_one_counts() -> None:
+    told = {"a": {"b": 900, "c": 30, "d": 3}, "b": {"a": 20, "d": 30}, "c": {"d": 900}, "d": {"c": 40}}
+    assert grouped(Links.of(told)) == ["ab", "cd", "e", "f"]
+
+
+def test_what_is_close_is_together_where_far_links_are_of_two_kinds() -> None:
+    """Slow links part sites; those that are a little faster do not part them again."""
+    told = {m: dict(rates) for m, rates in (("a", {"b": 9000, "c": 900, "d": 30}), ("b", {"c": 900, "d": 30}))}
+    assert grouped(Links.of({**told, "c": {"d": 30}})) == ["abc", "d", "e", "f"]
+
+
+def test_sites_stay_until_their_links_are_not_much_faster_any_more() -> None:
+    before = dict(zip("abcdef", "bbddff", strict=True))
+    assert grouped(links(150, 30, "ab", "cd", "ef")) == EACH_ALONE
+    assert grouped(links(150, 30, "ab", "cd", "ef"), before) == ["ab", "cd", "ef"]
+    assert grouped(links(110, 30, "ab", "cd", "ef"), before) == EACH_ALONE
+
+
+TWO: Groups = (("a", "c"), ("b", "d"))
+EQUAL = dict.fromkeys("abcd", 10)
+
+
+def test_the_fastest_uplink_speaks_and_the_first_of_equals() -> None:
+    assert speakers(TWO, EQUAL, {"c": 30, "a": 29, "d": 5, "b": 5}, {}) == (2, 1, 2, 1)
+    assert speakers(TWO, EQUAL, {}, {}) == (0, 1, 0, 1)
+
+
+def test_who_speaks_goes_on_until_another_one_is_really_faster() -> None:
+    before = {"a": "c", "c": "c", "b": "b", "d": "b"}
+    assert speakers(TWO, EQUAL, {"c": 30, "a": 37}, before) == (2, 1, 2, 1)
+    assert speakers(TWO, EQUAL, {"c": 30, "a": 38}, before) == (0, 1, 0, 1)
+    assert speakers(TWO, EQUAL, {}, before) == (2, 1, 2, 1)
+
+
+def test_another_one_speaks_where_the_speaker_is_lost() -> None:
+    before = {"a": "c", "c": "c", "b": "b", "d": "b", "e": "c"}
+    assert speakers((("a", "e"), ("b", "d")), dict.fromkeys("abde", 10), {"e": 30}, before) == (3, 1, 1, 3)
+
+
+def test_who_brings_nothing_speaks_where_nobody_brings_anything() -> None:
+    assert speakers(TWO, {**EQUAL, "a": 0, "b": 0, "d": 0}, {"a": 900}, {}) == (2, 1, 2, 1)
+
+
+def test_nobody_speaks_for_others_where_there_are_no_sites() -> None:
+    assert speakers((("a",), ("b",)), EQUAL, {}, {}) == ()
