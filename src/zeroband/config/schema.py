@@ -61,6 +61,9 @@ class NodeSection(Section):
     """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
+    dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    """Open that port. False: open none, and take part through connections that this node dials alone. A node that
+    others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
     eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""

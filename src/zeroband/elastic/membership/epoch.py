@@ -146,6 +146,7 @@ def _opening_to(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
+            behind=frozenset(m for m in members if m in view.peers and view.peers[m].lines),
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,

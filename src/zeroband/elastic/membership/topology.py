@@ -5,7 +5,7 @@ Rates are in Mbit/s, in one direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -22,6 +22,9 @@ UNKNOWN = 0
 
 WORTH = 1.25
 """A plan changes when a rate, or the slowest link of the ring, does so by this factor: measurements are noisy."""
+
+RELAYED = 3
+"""A link over a relay counts as so many times slower than it was measured, alone."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,21 @@ class LinkTable:
     """Between the two that are farthest from one another."""
     took_ms: int = UNKNOWN
     """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
+    behind: tuple[int, ...] = ()
+    """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
 
 
-def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable) -> LinkTable:
+def plan(
+    members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable, behind: Collection[str] = ()
+) -> LinkTable:
     """What to plan with: what was planned with before, but for what has really changed.
 
-    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others.
+    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `behind`:
+    members that others cannot dial.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
-    table = _table(members, [s.links for s in seen])
+    places = tuple(place for place, member in enumerate(members) if member in behind)
+    table = _relayed(_table(members, [s.links for s in seen]), places)
     order = steady_order(table, before.order)
     known = table[table > UNKNOWN]
     used = [table[step] for step in _steps(order or range(len(members))) if table[step] > UNKNOWN]
@@ -72,6 +81,7 @@ def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTa
         slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
         took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
+        behind=places,
     )
 
 
@@ -84,6 +94,21 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
             if member in places and places[member] != place:
                 table[place, places[member]] = rate
     return np.where(table > UNKNOWN, table, table.T)
+
+
+def _relayed(table: Rates, behind: Sequence[int]) -> Rates:
+    """Rates with those between two members that a relay joins as a part of them.
+
+    What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
+    such pairs where it can, and all-to-all counts them as slow.
+    """
+    if len(behind) < 2 or not table.any():
+        return table
+    pairs = np.ix_(behind, behind)
+    found = table.copy()
+    found[pairs] = np.maximum(np.where(table > UNKNOWN, table, _filled(table))[pairs] / RELAYED, 1.0)
+    found[behind, behind] = UNKNOWN
+    return found
 
 
 def _steady(measured: int, before: int) -> int:

@@ -7,11 +7,11 @@ left out or moved on the way does not open. An empty record is the end, so that 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import socket
 import threading
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -19,8 +19,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
+from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
+from zeroband.elastic.transport.dial import Called, keep_alive, reach
+from zeroband.elastic.transport.handshake import Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
 
 RECORD_BYTES = 1 << 16
@@ -199,36 +201,22 @@ class Dialler:
     caller: str
     is_sealed: bool
 
-    def dial(self, callee: str, address: tuple[str, int], within_s: float) -> Connection:
+    def dial(self, callee: str, ways: Ways, within_s: float) -> Connection:
         """A connection to this member after the handshake.
 
         Raises OSError, and HandshakeFailed where the other end hangs up on this node or is not of its run.
         """
-        deadline_s = time.monotonic() + within_s
-        connection = socket.create_connection(address, timeout=within_s)
-        try:
-            caller = Caller(self.key, Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE))
-            connection.sendall(caller.hello)
-            proof, keys = caller.take(_answer(connection, deadline_s))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(proof)
-        except BaseException:
-            connection.close()
-            raise
-        return sealed_by(connection, keys)
+        introduction = Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE)
 
+        async def dial() -> Called:
+            async with asyncio.timeout(within_s):
+                return await reach(self.key, introduction, ways, keep_alive)
 
-def _answer(connection: socket.socket, deadline_s: float) -> bytes:
-    data = b""
-    while len(data) < ANSWER_BYTES:
-        connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         try:
-            part = connection.recv(ANSWER_BYTES - len(data))
-        except ConnectionResetError:
-            part = b""
-        if not part:
+            called = asyncio.run(dial())
+        except (EOFError, ConnectionResetError) as error:
             raise HandshakeFailed(
                 "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
-            )
-        data += part
-    return data
+            ) from error
+        called.connection.setblocking(True)
+        return sealed_by(called.connection, called.keys)
