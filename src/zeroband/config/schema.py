@@ -400,6 +400,15 @@ class RunConfig(Section):
         return self.comm.codec or ("int8" if isinstance(self.outer, DilocoConfig) else "fp32")
 
     @model_validator(mode="after")
+    def _gloo_dials_both_ways(self) -> RunConfig:
+        if not self.node.dialable and self.comm.backend == "gloo":
+            raise ValueError(
+                'node.dialable=False needs comm.backend = "native": with gloo each two nodes dial one another; open a '
+                "port here, or change comm.backend on all nodes"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _store_and_outer_go_together(self) -> RunConfig:
         has_store = self.store.url is not None
         if self.outer is not None and not has_store:

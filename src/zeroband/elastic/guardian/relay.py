@@ -19,7 +19,7 @@ MOST_PASSED_ON = 256
 """Connections that pass here at one time."""
 
 MOST_BETWEEN_TWO = 64
-"""Of these, between the same two members."""
+"""As many of them join the same two members."""
 
 _PIECE_BYTES = 1 << 16
 """Most that is held of what one end sent and the other has not taken."""

@@ -17,7 +17,7 @@ LINES = 2
 """Members through which one that is behind can be called, so that the loss of one of them cuts nobody off."""
 
 _WORTH = 2
-"""A line whose rate is that many times below the best one's is given up."""
+"""A line whose rate is that many times below the best one's gives way to others."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,17 @@ def choose_lines(
 ) -> tuple[str, ...]:
     """Choose whom calls for a member that is behind come through, the first one first.
 
-    Those from `before` that still do stay. `reached`: members that it has dialled and that answer, with the rate to
-    each in Mbit/s, or 0 where that is not known.
+    Fast ones come first; of these, the ones from `before`. `reached`: members that it has dialled and that answer, with
+    the rate to each in Mbit/s, or 0 where that is not known.
     """
-    best = max(reached.values(), default=0)
-    fit = [m for m, mbit in reached.items() if not is_behind(m, peers) and (not mbit or _WORTH * mbit >= best)]
-    kept = [m for m in before if m in fit]
-    return tuple([*kept, *sorted(set(fit) - set(kept), key=lambda m: _rank(own, m))][:LINES])
+    fit, earlier = {m: mbit for m, mbit in reached.items() if not is_behind(m, peers)}, (*before,)
+    best = max(fit.values(), default=0)
+
+    def order(member: str) -> tuple[bool, int, bytes]:
+        is_slow = 0 < _WORTH * fit[member] < best
+        return is_slow, earlier.index(member) if member in earlier else len(earlier), _rank(own, member)
+
+    return tuple(sorted(fit, key=order)[:LINES])
 
 
 def _rank(own: str, member: str) -> bytes:

@@ -40,8 +40,8 @@ class Donor:
 
     @property
     def ways(self) -> Ways:
-        """The ways to it, the one to try first at the beginning."""
-        return Way(self.host, self.port), *self.relays
+        """The ways to it, the one to try first at the beginning: those through others, where there are such."""
+        return *self.relays, Way(self.host, self.port)
 
     def __str__(self) -> str:
         return f"{self.member_id} at {self.host}:{self.port}"

@@ -42,12 +42,24 @@ class Called:
     """How it came about."""
 
 
-async def reach(
-    key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = lambda connection: None
-) -> Called:
-    """Call a member on the first way that leads there; each is given a moment before the next one is tried beside it.
+def keep_alive(connection: socket.socket) -> None:
+    """Send small pieces at once, and notice where the other end is gone without a word."""
+    wanted = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
+    ]
+    for level, option, value in wanted:
+        with contextlib.suppress(OSError):  # a machine may lack or refuse it
+            connection.setsockopt(level, option, value)
 
-    `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError or HandshakeFailed.
+
+async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = keep_alive) -> Called:
+    """Call a member on the first way that leads there; each has a moment before the next one is tried beside it.
+
+    `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
     """
     left, trying = [*ways], set[asyncio.Task[Called]]()
     problem: BaseException = OSError(f"{introduction.callee} can only dial out, and nobody passes calls on to it")
@@ -82,7 +94,7 @@ async def _try(key: RunKey, introduction: Introduction, way: Way, prepare: Prepa
 
 
 async def call(
-    key: RunKey, introduction: Introduction, address: Address, prepare: Prepare = lambda connection: None
+    key: RunKey, introduction: Introduction, address: Address, prepare: Prepare = keep_alive
 ) -> tuple[socket.socket, StreamKeys]:
     """A connection to the member that listens at an address, and its keys; errors as those of `reach`."""
     async with asyncio.timeout(_ANSWER_S):
@@ -103,20 +115,6 @@ async def _introduce(key: RunKey, introduction: Introduction, connection: socket
         connection.close()
         raise
     return keys
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Send small pieces at once, and notice where the other end is gone without a word."""
-    wanted = [
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
-    ]
-    for level, option, value in wanted:
-        with contextlib.suppress(OSError):  # a machine may lack or refuse it
-            connection.setsockopt(level, option, value)
 
 
 def answers(address: Address) -> bool:

@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
@@ -25,6 +26,7 @@ from zeroband.elastic.transport.handshake import Introduction, new_session
 from zeroband.errors import HandshakeFailed
 
 _DIAL_AGAIN_S = 0.1
+_ASK_AGAIN_S = 1.0
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -102,14 +104,22 @@ class Links:
         return state.is_up and (state.streams >= streams or not is_dialled)
 
     def connect(
-        self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool], *, keep: Iterable[str] = ()
+        self,
+        own: str,
+        others: Mapping[str, Wanted],
+        is_aborted: Callable[[], bool],
+        *,
+        keep: Iterable[str] = (),
+        ways_now: Callable[[], Mapping[str, Ways]] = dict,
     ) -> tuple[str, ...]:
         """Have a link to each of these members, and to nobody else; one that there is to a member of `keep` may stay.
+
+        `ways_now`: asked, once a second at most, for the ways to members that were called in vain: a relay may be gone.
 
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
         self._forget_all_but({*others, *keep})
-        connecting = self._connect(own, others, is_aborted)
+        connecting = self._connect(own, others, is_aborted, ways_now)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -132,14 +142,24 @@ class Links:
 
     # -- dialling -----------------------------------------------------------------------------------------------
 
-    async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
+    async def _connect(
+        self,
+        own: str,
+        others: Mapping[str, Wanted],
+        is_aborted: Callable[[], bool],
+        ways_now: Callable[[], Mapping[str, Ways]],
+    ) -> tuple[str, ...]:
         dialled = {member for member in others if others[member].is_dialled}
-        tried: set[str] = set()
-        dialling = [asyncio.create_task(self._keep_dialling(own, member, others[member], tried)) for member in dialled]
+        tried, wanted = set[str](), {member: others[member] for member in dialled}
+        dialling = [asyncio.create_task(self._keep_dialling(own, member, wanted, tried)) for member in dialled]
+        asked_at_s = time.monotonic()
         try:
             while (away := self._away(others)) or tried != dialled:
                 if is_aborted():
                     return away
+                if time.monotonic() - asked_at_s > _ASK_AGAIN_S:
+                    ways, asked_at_s = ways_now(), time.monotonic()
+                    wanted |= {m: replace(wanted[m], ways=ways[m]) for m in away if m in wanted and m in ways}
                 await asyncio.sleep(_POLL_S)
             return ()
         finally:
@@ -150,13 +170,13 @@ class Links:
     def _away(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(member for member in members if not self.state(member).is_up)
 
-    async def _keep_dialling(self, own: str, member: str, wanted: Wanted, tried: set[str]) -> None:
+    async def _keep_dialling(self, own: str, member: str, all_wanted: Mapping[str, Wanted], tried: set[str]) -> None:
         """Have as many streams as are wanted, as far as the other end takes them, and again when the link is lost.
 
         `tried`: gets the members whose link is up after a call for all that was missing.
         """
         while True:
-            state = self.state(member)
+            state, wanted = self.state(member), all_wanted[member]
             if not state.is_up:
                 self._start_session(member)
             missing = wanted.streams - (state.streams if state.is_up else 0)

@@ -215,7 +215,9 @@ class NativePlane:
             streams = sum(reach.links.state(member).streams for member in others)
             return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
 
-        away = reach.links.connect(member_id, wanted, is_over, keep=opening.members)
+        away = reach.links.connect(
+            member_id, wanted, is_over, keep=opening.members, ways_now=lambda: reach.ways(member_id, others)
+        )
         if away and self._is_aborted(opening):
             raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:

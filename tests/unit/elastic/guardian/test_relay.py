@@ -85,7 +85,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_two_ends_talk_and_the_one_between_them_sees_sealed_bytes_only(scene: Scene) -> None:
     with ThreadPoolExecutor(1) as threads:
         end = scene.dial()
-        sending = threads.submit(end.sendall, SECRET)
+        sending = threads.submit(lambda: end.sendall(SECRET))
         with end.makefile("rb") as file:
             assert file.read(len(SECRET)) == SECRET
         sending.result(DEADLINE_S)
@@ -112,7 +112,7 @@ def test_byte_that_is_changed_on_the_way_is_noticed_at_the_ends(scene: Scene, at
     def talk() -> None:
         with ThreadPoolExecutor(1) as threads:
             end = scene.dial()
-            sending = threads.submit(end.sendall, SECRET)
+            sending = threads.submit(lambda: end.sendall(SECRET))
             with contextlib.closing(end), end.makefile("rb") as file:
                 while file.read(1 << 16):
                     pass
