@@ -67,7 +67,5 @@ def _pair(pair: PairFinding) -> Finding:
     ways = {"there": pair.we_reach_it, "back": pair.it_reaches_us}
     reach = ", ".join(f"{way} {'yes' if works else 'no'}" for way, works in ways.items())
     rate = "" if pair.mbit is None or pair.rtt_ms is None else f", {pair.mbit:.0f} Mbit/s, RTT {pair.rtt_ms:.1f} ms"
-    stops, is_cut = "start" if pair.advice else None, not (pair.we_reach_it and pair.it_reaches_us)
-    ways = {"direct": "", "reversed": ", reversed: it dials this node"}
-    way = ", cut off" if is_cut else ways.get(pair.way, f", through {pair.way}")
-    return Finding(f"node {pair.other}", f"{pair.address} {reach}{way}{rate}", pair.advice, stops=stops)
+    stops = "start" if pair.advice else None
+    return Finding(f"node {pair.other}", f"{pair.address} {pair.way_taken}, {reach}{rate}", pair.advice, stops=stops)

@@ -55,11 +55,18 @@ class PairFinding:
     """How the two are connected, as `LinkSeen` has it."""
 
     @property
+    def way_taken(self) -> str:
+        """Which way the pair goes, for a person to read."""
+        if not (self.we_reach_it and self.it_reaches_us):
+            return "cut off"
+        return {"direct": "direct", "reversed": "reversed: it dials this node"}.get(self.way, f"through {self.way}")
+
+    @property
     def advice(self) -> str:
         if not self.we_reach_it:
             return (
-                f"{self.address} does not answer, neither there nor through another node: open its port, set "
-                "node.advertise_host and node.port there, or add a node that both can dial"
+                f"{self.address} does not answer: open its port, or set node.advertise_host and node.port there, or "
+                "add a node that both can dial"
             )
         if not self.it_reaches_us:
             return "it does not reach this node: open node.port here, or set node.advertise_host and advertise_port"
