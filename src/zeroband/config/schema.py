@@ -64,6 +64,9 @@ class NodeSection(Section):
     they learned there, and one of them speaks for all to the other sites. None: as comm.sites says."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
+    dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    """Open that port. False: open none, and take part through connections that this node dials alone. A node that
+    others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
     eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
@@ -402,6 +405,15 @@ class RunConfig(Section):
         if self.comm.backend == "gloo":
             return "fp32"
         return self.comm.codec or ("int8" if isinstance(self.outer, DilocoConfig) else "fp32")
+
+    @model_validator(mode="after")
+    def _gloo_dials_both_ways(self) -> RunConfig:
+        if not self.node.dialable and self.comm.backend == "gloo":
+            raise ValueError(
+                'node.dialable=False needs comm.backend = "native": with gloo each two nodes dial one another; open a '
+                "port here, or change comm.backend on all nodes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _store_and_outer_go_together(self) -> RunConfig:

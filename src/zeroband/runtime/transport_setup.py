@@ -11,12 +11,12 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.link_report import PartnersWriter
 from zeroband.elastic.guardian.process import ListenAddress
+from zeroband.elastic.membership.reach import Ways, ways_to
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
-from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
 from zeroband.elastic.transport.handover import HandedOver, Inbox
@@ -88,7 +88,7 @@ class TransportSetup:
         comm, time_outs = self._config.comm, self._config.fault.time_outs
         if comm.backend == "native":
             tell_partners = PartnersWriter(self._flags.path.parent).tell
-            reach = None if self._links is None else Reach(self._links, self._addresses, tell_partners)
+            reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
             return NativePlane(
                 self._config.run.id,
                 self._flags,
@@ -110,9 +110,9 @@ class TransportSetup:
             bounds=TransferBounds.of(time_outs),
         )
 
-    def _addresses(self, members: Sequence[str]) -> Mapping[str, Address]:
+    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, Ways]:
         peers = self._store.view(FOUNDING_ROUND).peers
-        return {member: (peers[member].host, peers[member].port) for member in members if member in peers}
+        return {member: ways_to(own, member, peers) for member in members if member in peers}
 
     def close(self) -> None:
         if self.inbox is not None:
@@ -129,6 +129,8 @@ def listen_address_of(config: RunConfig, host: str, key: RunKey) -> ListenAddres
         bind_port=node.port,
         run_key=key.secret.hex(),
         is_sealed=config.comm.encryption,
+        is_open=node.dialable,
+        is_relayed=config.comm.backend == "native",
     )
 
 

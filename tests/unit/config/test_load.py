@@ -295,6 +295,11 @@ def test_settings_that_payloads_have_no_use_for_are_refused(refusal: Refusal, ar
     assert said in refusal(*argv, **STORE)
 
 
+def test_node_that_only_dials_is_refused_with_gloo(refusal: Refusal) -> None:
+    said = refusal("--outer.type=diloco", "--comm.backend=gloo", "--no-node.dialable", **STORE)
+    assert 'node.dialable=False needs comm.backend = "native"' in said
+
+
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
 def test_codec_that_gloo_would_not_use_is_refused(refusal: Refusal, codec: str) -> None:
     said = refusal("--outer.type=diloco", "--comm.backend=gloo", f"--comm.codec={codec}", **STORE)

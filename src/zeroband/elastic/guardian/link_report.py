@@ -35,6 +35,8 @@ class LinkSeen:
     """The shortest round trip so far; None: there was no answer at all."""
     is_cut_off: bool
     """It did not answer for `fault.detect_s`."""
+    way: str = "direct"
+    """How the two are connected: direct, reversed (only the other end can dial), or the member that passes it on."""
 
 
 Links = Mapping[str, LinkSeen]
@@ -47,7 +49,7 @@ def is_notably_other(before: Links, now: Links) -> bool:
 
 
 def _is_other(before: LinkSeen, now: LinkSeen) -> bool:
-    if before.is_cut_off != now.is_cut_off or _differ(before.mbit_s, now.mbit_s):
+    if (before.is_cut_off, before.way) != (now.is_cut_off, now.way) or _differ(before.mbit_s, now.mbit_s):
         return True
     is_close = before.rtt_ms is not None and now.rtt_ms is not None and abs(before.rtt_ms - now.rtt_ms) < _NOTABLE_MS
     return not is_close and _differ(before.rtt_ms, now.rtt_ms)

@@ -15,7 +15,7 @@ from functools import partial
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
-from zeroband.elastic.transport.dial import read_exactly
+from zeroband.elastic.transport.dial import read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import HELLO_BYTES, PROOF_BYTES, Callee
 from zeroband.errors import HandshakeFailed
@@ -125,12 +125,19 @@ class Port:
                 self._complaints.say("a connection of another node cannot be taken", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            connection.setblocking(False)
-            task = loop.create_task(self._receive(connection))
-            task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
-            _admit(task, host, self._strangers, _MOST_STRANGERS)
-            self._keep(task)
+            self._admit(connection, host, self._strangers, _MOST_STRANGERS)
             await asyncio.sleep(0)  # who has said already what it wants is heard before the next one comes in
+
+    def take(self, connection: socket.socket, relay: str) -> None:
+        """Receive a call that a member passed on as if it had come in here."""
+        self._admit(connection, relay, self._callers, _MOST_CALLERS)
+
+    def _admit(self, connection: socket.socket, host: str, crowd: _Crowd, most: int) -> None:
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._receive(connection))
+        task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
+        _admit(task, host, crowd, most)
+        self._keep(task)
 
     def _hang_up(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
@@ -152,7 +159,7 @@ class Port:
             async with asyncio.timeout(_PATIENCE_S):
                 call = await _peek(connection)
             answer = self._answers.get(call)
-            if answer is None or task not in self._strangers:
+            if answer is None or (task not in self._strangers and task not in self._callers):
                 return
             _on_shown.set(partial(self._know, task))
             await answer(connection)
@@ -172,18 +179,12 @@ def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> Non
 
 async def _peek(connection: socket.socket) -> bytes:
     """The first bytes, which stay where they are. Raises EOFError when there will not be as many."""
-    loop = asyncio.get_running_loop()
     seen = 0
     while True:
         try:
             call = connection.recv(CALL_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
-            readable = loop.create_future()
-            loop.add_reader(connection, _set, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(connection)
+            await readable(connection)
             continue
         if len(call) == CALL_BYTES:
             return call
@@ -192,11 +193,6 @@ async def _peek(connection: socket.socket) -> bytes:
         if len(call) == seen:  # readable all the time, so epoll does not help
             await asyncio.sleep(_PEEK_S)
         seen = len(call)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 async def shake_hands(

@@ -1,8 +1,10 @@
 """Links: whether this node and each other member reach one another, apart from whether both reach the store.
 
 Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, which begins
-with a handshake. It holds the node's one port, on which all other connections come in too. Runs an event loop in one
-thread of the guardian, so that a stall of the trainer's interpreter cuts no link. Decides nothing.
+with a handshake. It holds the node's one port, on which all other connections come in too. A member that cannot be
+dialled is not asked but heard, since its own probes show the same; they are also the line over which it is told that
+somebody calls it. Runs an event loop in one thread of the guardian, so that a stall of the trainer's interpreter cuts
+no link. Decides nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from functools import partial
 
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
+from zeroband.elastic.guardian.relay import Relay
+from zeroband.elastic.membership.reach import HEARD, Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import Address, call, read_exactly
+from zeroband.elastic.transport.dial import call, reach, read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
 from zeroband.errors import ConfigError, HandshakeFailed
@@ -32,6 +36,8 @@ _IDLE = 4
 _START_DEADLINE_S = 10.0
 _DOUBTED = 1 / 3
 """Part of `detect_s` without an answer after which a member is doubted."""
+_MOST_PICKED_UP = 256
+"""Calls that are taken at one time."""
 _LEAST_CALL_S = 1.0
 """Least time for the handshake of a probe; a busy machine takes longer for it than for an answer."""
 
@@ -73,7 +79,8 @@ class LinkMonitor:
     probes; it may hand them on, and they are hung up on when it returns. `detect_s`: a member that answers nothing for
     so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
     machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
-    carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`.
+    carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`. `listens`: where not, no
+    port is open, and calls come through other members only.
     Raises ConfigError when it cannot listen.
     """
 
@@ -86,7 +93,8 @@ class LinkMonitor:
         on_gone: Callable[[str], None],
         port: int = 0,
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
-        measure: Callable[[str, Address], Awaitable[int]] | None = None,
+        measure: Callable[[str, Ways], Awaitable[int]] | None = None,
+        listens: bool = True,
     ) -> None:
         self._identity = identity
         self._detect_s = detect_s
@@ -100,6 +108,10 @@ class LinkMonitor:
         self._askers: dict[str, asyncio.Task[None]] = {}
         """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
+        self._listens = listens
+        self.relay = Relay()
+        self._undialled: set[str] = set()
+        self._picking_up: set[asyncio.Task[None]] = set()
         self._beat_at_s = time.monotonic()
         self._bursts = asyncio.Semaphore(0)
         """Those that may be made now."""
@@ -115,8 +127,11 @@ class LinkMonitor:
         if self._problem is not None:
             raise _cannot_listen(host, port, self._problem) from self._problem
 
-    def watch(self, members: Mapping[str, Address], *, silent_s: Mapping[str, float] | None = None) -> None:
-        """Probe exactly these members from now on. `silent_s`: for how long others have asked some of them in vain."""
+    def watch(self, members: Mapping[str, Ways], *, silent_s: Mapping[str, float] | None = None) -> None:
+        """Probe exactly these members from now on, or hear those that are HEARD.
+
+        `silent_s`: for how long others have asked some of them in vain.
+        """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._set_members, dict(members), dict(silent_s or {}))
 
@@ -136,6 +151,15 @@ class LinkMonitor:
         """
         silent = self._silent_for(self.doubt_s)
         return silent if 4 * len(silent) < 3 * len(self._links) else ()
+
+    def undialled(self) -> tuple[str, ...]:
+        """Members whose probes come here, and whose address took no connection for `doubt_s`; in the order of ids."""
+        return tuple(sorted(self._undialled))
+
+    def dialled(self) -> dict[str, int]:
+        """Members that this one has dialled and that answer; the rate to each in Mbit/s, or 0."""
+        silent = self._silent_for(self.doubt_s)
+        return {m: link.mbit for m, link in dict(self._links).items() if link.way == "direct" and m not in silent}
 
     def _silent_for(self, seconds: float) -> tuple[str, ...]:
         now_s, links = time.monotonic(), dict(self._links)
@@ -169,8 +193,8 @@ class LinkMonitor:
         cut_off, found = self.cut_off(), dict[str, LinkSeen]()
         for member, link in dict(self._links).items():
             rtt_ms = None if link.rtt_s is None else round(1e3 * link.rtt_s, 2)
-            if rtt_ms is not None or member in cut_off:
-                found[member] = LinkSeen(link.mbit or None, rtt_ms, member in cut_off)
+            if link.way or member in cut_off:
+                found[member] = LinkSeen(link.mbit or None, rtt_ms, member in cut_off, link.way or "direct")
         return found
 
     def close(self) -> None:
@@ -196,7 +220,8 @@ class LinkMonitor:
             self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
-        self.port = self._listener.open(host, port)
+        if self._listens:
+            self.port = self._listener.open(host, port)
 
     async def _hang_up(self) -> None:
         """Close all connections, so that those who ask learn at once that nobody answers any more."""
@@ -220,10 +245,15 @@ class LinkMonitor:
         own = self._identity
         handshake = shake_hands(connection, own.key, callee=own.member_id, is_sealed=own.is_sealed, heard=self._heard)
         what = await handshake
-        if what.kind == Purpose.PROBE:
-            await self._answer_probes(connection, what.caller)
-        else:
-            await self._take(connection, what)
+        match what.kind:
+            case Purpose.PROBE:
+                await self._answer_probes(connection, what.caller)
+            case Purpose.RELAY:
+                await self.relay.pass_on(connection, what.caller, what.session)
+            case Purpose.ANSWER:
+                await self.relay.take_answer(connection, what.caller, what.session)
+            case _:
+                await self._take(connection, what)
 
     async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
         """Answer a member's probes until it hangs up, falls silent, or calls again."""
@@ -232,68 +262,114 @@ class LinkMonitor:
         if (before := self._askers.get(caller)) is not None:
             before.cancel()
         self._askers[caller] = task
+        speaking = asyncio.Lock()
+
+        async def say(word: bytes) -> None:
+            async with speaking:
+                await loop.sock_sendall(connection, word)
+
+        self.relay.open_line(caller, say)
         try:
             while True:
                 async with asyncio.timeout(_IDLE * self._detect_s):
-                    await loop.sock_sendall(connection, await read_exactly(connection, _PROBE_BYTES))
+                    await say(await read_exactly(connection, _PROBE_BYTES))
+                link = self._links.get(caller)
+                if link is not None and link.ways == HEARD:
+                    link.answered_at_s, link.way = time.monotonic(), "reversed"
         finally:
+            self.relay.close_line(caller, say)
             if self._askers.get(caller) is task:
                 del self._askers[caller]
 
-    def _set_members(self, members: Mapping[str, Address], silent_s: Mapping[str, float]) -> None:
-        for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
+    def _set_members(self, members: Mapping[str, Ways], silent_s: Mapping[str, float]) -> None:
+        self._undialled &= members.keys()
+        for member in [m for m, link in self._links.items() if members.get(m) != link.ways]:
             self._links.pop(member).end()
-        for member, address in members.items():
+        for member, ways in members.items():
             if member not in self._links:
-                task = self._loop.create_task(self._probe(member, address))
-                self._links[member] = _Link(address, task, time.monotonic() - silent_s.get(member, 0.0))
+                link = self._links[member] = _Link(ways, time.monotonic() - silent_s.get(member, 0.0))
+                if ways != HEARD:
+                    link.task = self._loop.create_task(self._probe(member, link))
 
-    async def _probe(self, member: str, address: Address) -> None:
+    async def _probe(self, member: str, link: _Link) -> None:
         """Ask for as long as it is watched.
 
         A connection that its other end closed is made anew at once, since a machine that is only cut off does not
         refuse; if there was no answer on that one either, after a pause.
         """
         has_ended, introduction = False, partial(self._identity.introduction, member, Purpose.PROBE)
-        while True:
-            was_answered = False
-            try:
-                async with asyncio.timeout(max(self._detect_s, _LEAST_CALL_S)):
-                    connection, _ = await call(self._identity.key, introduction(), address)
-            except ConnectionRefusedError:
-                if has_ended:
-                    self._on_gone(member)
-                    has_ended = False
-            except (OSError, EOFError, TimeoutError, HandshakeFailed):
-                pass
-            else:
-                with connection:
-                    has_ended, was_answered = await self._ask(member, connection)
-            if not (has_ended and was_answered):
-                await asyncio.sleep(self.probe_s)
+        noting = self._loop.create_task(self._note_undialled(member, link))
+        try:
+            while True:
+                was_answered = False
+                try:
+                    async with asyncio.timeout(max(self._detect_s, _LEAST_CALL_S)):
+                        called = await reach(self._identity.key, introduction(), link.ways)
+                except ConnectionRefusedError:
+                    if has_ended and len(link.ways) == 1:
+                        self._on_gone(member)
+                        has_ended = False
+                except (OSError, EOFError, TimeoutError, HandshakeFailed):
+                    pass
+                else:
+                    if not called.way.relay:
+                        noting.cancel()
+                        self._undialled.discard(member)
+                    with called.connection:
+                        has_ended, was_answered = await self._ask(member, link, called.connection, called.way)
+                if not (has_ended and was_answered):
+                    await asyncio.sleep(self.probe_s)
+        finally:
+            noting.cancel()
 
-    async def _ask(self, member: str, connection: socket.socket) -> tuple[bool, bool]:
+    async def _note_undialled(self, member: str, link: _Link) -> None:
+        """A member that asks here and is not reached at its own address can only dial out."""
+        await asyncio.sleep(max(self.doubt_s, _LEAST_CALL_S))
+        while member not in self._askers:
+            await asyncio.sleep(self.probe_s)
+        if not link.ways[0].relay:
+            self._undialled.add(member)
+
+    async def _ask(self, member: str, link: _Link, connection: socket.socket, way: Way) -> tuple[bool, bool]:
         """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
-        loop, was_answered = asyncio.get_running_loop(), False
+        loop, was_answered, words = asyncio.get_running_loop(), False, _Words(connection)
+        limit_s = self.doubt_s if way.relay else self._detect_s  # another relay may have the time to answer
         try:
             while True:
                 probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
-                async with asyncio.timeout(self._detect_s):
+                async with asyncio.timeout(limit_s):
                     await loop.sock_sendall(connection, probe)
-                    answer = await read_exactly(connection, _PROBE_BYTES)
-                if answer != probe:
-                    return False, was_answered
-                was_answered, link = True, self._links[member]
+                    while (word := await words.next()) != probe:
+                        self._pick_up(member, way, word)
+                was_answered, link.way = True, way.relay or "direct"
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
                     link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
-                await asyncio.sleep(self.probe_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.probe_s):
+                        while True:
+                            self._pick_up(member, way, await words.next())
         except (ConnectionResetError, BrokenPipeError, EOFError):
             return True, was_answered
         except (OSError, TimeoutError):
             return False, was_answered
 
-    async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Address], Awaitable[int]]) -> None:
+    def _pick_up(self, relay: str, way: Way, number: bytes) -> None:
+        """Take a call that a member passes on: what it says over the line, apart from answers, is the call's number."""
+
+        async def pick_up() -> None:
+            own = self._identity
+            answer = Introduction(own.member_id, relay, number.hex(), own.is_sealed, Purpose.ANSWER)
+            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):
+                connection, _ = await call(own.key, answer, way.address)
+                self._listener.take(connection, relay)
+
+        if not way.relay and len(self._picking_up) < _MOST_PICKED_UP:
+            task = self._loop.create_task(pick_up())
+            self._picking_up.add(task)
+            task.add_done_callback(self._picking_up.discard)
+
+    async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Ways], Awaitable[int]]) -> None:
         self._unmeasured += 1
         try:
             await self._bursts.acquire()
@@ -301,7 +377,7 @@ class LinkMonitor:
             self._unmeasured -= 1
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
-                link.mbit = await measure(member, link.address)
+                link.mbit = await measure(member, link.ways)
         finally:
             self._is_measuring = False
 
@@ -309,9 +385,11 @@ class LinkMonitor:
 class _Link:
     """One member as seen from here."""
 
-    def __init__(self, address: Address, task: asyncio.Task[None], answered_at_s: float) -> None:
-        self.address = address
-        self.task = task
+    def __init__(self, ways: Ways, answered_at_s: float) -> None:
+        self.ways = ways
+        self.way = ""
+        """As `LinkSeen` has it; empty: there was no sign of life."""
+        self.task: asyncio.Task[None] | None = None
         self.answered_at_s = answered_at_s
         self.rtt_s: float | None = None
         """The shortest round trip so far."""
@@ -328,3 +406,25 @@ class _Link:
         self.answered_at_s = time.monotonic()
         took_s = self.answered_at_s - asked_at_s
         self.rtt_s = took_s if self.rtt_s is None else min(self.rtt_s, took_s)
+
+
+class _Words:
+    """What a member says over a line, as much at a time as a probe is long."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._begun = b""
+
+    async def next(self) -> bytes:
+        """The next word; may be given up and asked again. Raises OSError, EOFError."""
+        while len(self._begun) < _PROBE_BYTES:
+            try:
+                part = self._connection.recv(_PROBE_BYTES - len(self._begun))
+            except BlockingIOError:
+                await readable(self._connection)
+                continue
+            if not part:
+                raise EOFError
+            self._begun += part
+        word, self._begun = self._begun, b""
+        return word

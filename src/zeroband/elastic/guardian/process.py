@@ -29,12 +29,12 @@ from pydantic import TypeAdapter
 from zeroband.elastic.guardian.link_report import LinkWriter, PartnersReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
-from zeroband.elastic.membership.neighbours import neighbours, suspects
+from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
+from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, probe_ways
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
@@ -68,6 +68,10 @@ class ListenAddress:
     """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
     is_sealed: bool = True
     """Whether what other nodes send and fetch is."""
+    is_open: bool = True
+    """Whether it listens at all; else it takes part through connections that it dials."""
+    is_relayed: bool = False
+    """Whether calls may come through other members, where they cannot come here."""
 
 
 @dataclass(frozen=True)
@@ -267,14 +271,17 @@ class _Watch:
             detect_s=order.lease_s,
             on_gone=self._gone.put,
             measure=self._measure_rate if listen.run_key else None,
+            listens=listen.is_open,
         )
+        self._is_behind = not listen.is_open
+        self._lines: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
         self._partners = PartnersReader(Path(order.shm_dir))
         self._members: dict[str, Peer] = {}
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
-        self._silent: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
-        """Members that are cut off, and those that are doubted, as it was told last."""
+        self._told: tuple[tuple[str, ...], ...] = ()
+        """What was last told of the links: members that are cut off, doubted, not dialled, and the own lines."""
         self._known_partners: frozenset[str] | None = None
         self._has_neighbours = False
         """Whether it probes some of the members only."""
@@ -295,7 +302,7 @@ class _Watch:
         states = [process_state(pid) for pid in self._order.rank_pids]
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
-        if deserves_lease and (is_due or self._silences() != self._silent):
+        if deserves_lease and (is_due or self._reached() != self._told):
             self.renew()
         elif self._liveness.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
             self._store.expire_lease(self._order.member_id)
@@ -309,10 +316,10 @@ class _Watch:
 
     def renew(self, *, is_first: bool = False) -> None:
         """Keep the lease; a refusal goes to the node's flags. Raises StoreLost."""
-        self._silent = self._silences()
+        self._told = self._reached()
         order = self._order
         port = order.listen.port or self._links.port
-        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._silent)
+        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._told)
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
         listed_version = self._flags.listed_version
@@ -324,18 +331,30 @@ class _Watch:
         self._members = members
         self._probe()
 
-    def _silences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Members that are cut off; and those that others are to ask too, where not everybody asks everybody anyhow."""
-        return self._links.cut_off(), self._links.doubted() if self._has_neighbours else ()
+    def _reached(self) -> tuple[tuple[str, ...], ...]:
+        """What is to be told of the links, in the order of `Peer`.
+
+        Members that are cut off; those that others are to ask too, where not everybody asks everybody anyhow; those
+        that can only dial out; and, if this is such a one, through whom it is called.
+        """
+        links = self._links
+        self._is_behind = self._is_behind or is_behind(self._order.member_id, self._members)
+        if self._is_behind and self._order.listen.is_relayed:
+            self._lines = choose_lines(self._order.member_id, self._lines, links.dialled(), self._members)
+        doubted = links.doubted() if self._has_neighbours else ()
+        return links.cut_off(), doubted, links.undialled(), self._lines
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
         own, members, partners = self._order.member_id, self._members, self._partners.partners()
         near, doubted = neighbours(own, members), suspects(members)
+        if self._is_behind:  # they cannot dial: they hear
+            near |= askers(own, members)
         self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
-        wanted = members.keys() if partners is None else {*near, *partners, *doubted}
-        addresses = {m: (members[m].host, members[m].port) for m in wanted if m in members and m != own}
-        self._links.watch(addresses, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
+        wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._lines}
+        ways = {m: probe_ways(own, m, members, is_own_behind=bool(self._lines)) for m in wanted if m in members}
+        ways.pop(own, None)
+        self._links.watch(ways, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 
     def _take_turns_at_measuring(self, now_s: float) -> None:
         """Measure a link if it is this member's turn. Raises StoreLost."""
@@ -357,8 +376,8 @@ class _Watch:
         elif not hand_over(self._calls, connection, what):
             _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
 
-    async def _measure_rate(self, member: str, address: Address) -> int:
-        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), address)
+    async def _measure_rate(self, member: str, ways: Ways) -> int:
+        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), ways)
 
     def close(self) -> None:
         self._links.close()

@@ -12,8 +12,9 @@ import socket
 import struct
 import time
 
+from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import Address, call, read_exactly
+from zeroband.elastic.transport.dial import reach, read_exactly
 from zeroband.elastic.transport.handshake import Introduction
 
 BURST_BYTES = 4 << 20
@@ -30,10 +31,9 @@ _DROP_THE_REST = struct.pack("ii", 1, 0)
 """SO_LINGER: a connection that is closed takes what was not sent with it."""
 
 
-async def measure_rate(key: RunKey, introduction: Introduction, address: Address) -> int:
+async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> int:
     """Mbit/s from here to there, at least 1. Raises OSError, EOFError, TimeoutError, HandshakeFailed."""
-    connection, _ = await call(key, introduction, address)
-    with connection:
+    with (await reach(key, introduction, ways)).connection as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_THE_REST)
         async with asyncio.timeout(_PATIENCE_S):
             pouring = asyncio.create_task(_pour(connection))

@@ -151,7 +151,8 @@ def _opening_to(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
-            sites,
+            sites=sites,
+            behind=_behind(members, view),
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
@@ -177,7 +178,13 @@ def _speakers(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping
     groups = _sites_of(members, view, rules, rates)
     weights, access = {m: view.ready[m].weight for m in members}, {m: view.ready[m].rate for m in members}
     uplinks = {**access, **_links(rates).uplinks(groups)}
-    return speakers(groups, weights, uplinks, {} if view.opening is None else view.opening.speakers())
+    before = {} if view.opening is None else view.opening.speakers()
+    return speakers(groups, weights, uplinks, before, _behind(members, view))
+
+
+def _behind(members: Sequence[str], view: View) -> frozenset[str]:
+    """Members that others cannot dial."""
+    return frozenset(m for m in members if m in view.peers and view.peers[m].lines)
 
 
 def _links(rates: Mapping[str, LinkRates]) -> Links:

@@ -30,6 +30,14 @@ def neighbours(own: str, members: Iterable[str]) -> frozenset[str]:
     return frozenset(min(others, key=lambda other: _way(ring, own, other)) for ring in range(RINGS))
 
 
+def askers(own: str, members: Iterable[str]) -> frozenset[str]:
+    """Members of which this one is a neighbour."""
+    others = frozenset(members) - {own}
+    if len(others) < ALL_UP_TO:
+        return others
+    return frozenset(min(others, key=lambda other: _way(ring, other, own)) for ring in range(RINGS))
+
+
 def suspects(peers: Mapping[str, Peer]) -> frozenset[str]:
     """Members that everybody probes: both ends of each link that somebody doubts or found cut."""
     found = {member: {*peer.doubted, *peer.cut_off} & peers.keys() for member, peer in peers.items()}

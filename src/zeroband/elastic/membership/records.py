@@ -151,6 +151,11 @@ class Opening:
         trained = [t for t, w in zip(self.trained, self.weights, strict=False) if w > 0]
         return max(0.0, min(1.0, max(trained, default=0.0)))
 
+    @property
+    def behind(self) -> frozenset[str]:
+        """Members that others cannot dial."""
+        return frozenset(self.members[place] for place in self.network.behind)
+
     def share(self, member_id: str) -> float:
         """One member's share."""
         return self.shares[self.members.index(member_id)]
@@ -231,6 +236,10 @@ class Peer:
     """Members that did not answer its probes for `fault.detect_s`."""
     doubted: tuple[str, ...] = ()
     """Members that did not answer them for a part of that, so that others ask them too."""
+    undialled: tuple[str, ...] = ()
+    """Members whose probes come here, and whose address takes no connection from here."""
+    lines: tuple[str, ...] = ()
+    """Members that pass calls on to this one, the first one first, as others cannot dial it; none: it is dialled."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ one another much faster than anybody else. Who proposes an opening decides, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Literal
@@ -127,20 +127,25 @@ def _is_apart(groups: Groups, links: Links, factor: int) -> bool:
 
 
 def speakers(
-    groups: Groups, weights: Mapping[str, int], uplinks: Mapping[str, int], before: Mapping[str, str]
+    groups: Groups,
+    weights: Mapping[str, int],
+    uplinks: Mapping[str, int],
+    before: Mapping[str, str],
+    behind: Collection[str] = (),
 ) -> tuple[int, ...]:
     """Who speaks for each member, as places in the order of all members' ids; empty where there are no sites.
 
     Of a site that is whoever did before, until another one's uplink is faster by WORTH; else the one with the fastest
     uplink, the first of equals. One that contributes nothing speaks where nobody does: it cannot keep what encoding
-    takes. `uplinks`: Mbit/s to the other sites; 0: not known.
+    takes; one of `behind`, whom others cannot dial, where there is no other: two such need a relay between them.
+    `uplinks`: Mbit/s to the other sites; 0: not known.
     """
     if all(len(site) == 1 for site in groups):
         return ()
 
-    def rank(member: str) -> tuple[bool, float, str]:
+    def rank(member: str) -> tuple[bool, bool, float, str]:
         uplink, spoke = uplinks.get(member, 0), before.get(member) == member
-        return (weights[member] == 0, -WORTH * uplink if spoke else -uplink, "" if spoke else member)
+        return (weights[member] == 0, member in behind, -WORTH * uplink if spoke else -uplink, "" if spoke else member)
 
     spoken = {member: min(site, key=rank) for site in groups for member in site}
     places = {member: place for place, member in enumerate(sorted(spoken))}

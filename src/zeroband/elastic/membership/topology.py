@@ -5,7 +5,7 @@ Rates are in Mbit/s, in one direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -22,6 +22,9 @@ UNKNOWN = 0
 
 WORTH = 1.25
 """A plan changes when a rate, or the slowest link of the ring, does so by this factor: measurements are noisy."""
+
+RELAYED = 3
+"""A link over a relay counts as so many times slower than it was measured, alone."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,28 @@ class LinkTable:
     """Between the two that are farthest from one another."""
     took_ms: int = UNKNOWN
     """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
+    behind: tuple[int, ...] = ()
+    """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
 
 
 def plan(
-    members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable, sites: Sequence[int] = ()
+    members: Sequence[str],
+    seen: Sequence[LinkObservation],
+    before: LinkTable,
+    *,
+    sites: Sequence[int] = (),
+    behind: Collection[str] = (),
 ) -> LinkTable:
     """What to plan with: what was planned with before, but for what has really changed.
 
     `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `sites`: place
-    of the member that speaks for each one's site; none: each speaks for itself.
+    of the member that speaks for each one's site; none: each speaks for itself. `behind`: members that others cannot
+    dial.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
+    places_behind = tuple(place for place, member in enumerate(members) if member in behind)
     wide = sorted(set(sites)) or list(range(len(members)))
-    table = _table(members, [s.links for s in seen])[np.ix_(wide, wide)]
+    table = _relayed(_table(members, [s.links for s in seen]), places_behind)[np.ix_(wide, wide)]
     places = {place: number for number, place in enumerate(wide)}
     order_before = [places[place] for place in before.order if place in places]
     order = steady_order(table, order_before if len(order_before) == len(wide) else ())
@@ -78,6 +90,7 @@ def plan(
         slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
         took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
+        behind=places_behind,
     )
 
 
@@ -90,6 +103,21 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
             if member in places and places[member] != place:
                 table[place, places[member]] = rate
     return np.where(table > UNKNOWN, table, table.T)
+
+
+def _relayed(table: Rates, behind: Sequence[int]) -> Rates:
+    """Rates with those between two members that a relay joins as a part of them.
+
+    What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
+    such pairs where it can, and all-to-all counts them as slow.
+    """
+    if len(behind) < 2 or not table.any():
+        return table
+    pairs = np.ix_(behind, behind)
+    found = table.copy()
+    found[pairs] = np.maximum(np.where(table > UNKNOWN, table, _filled(table))[pairs] / RELAYED, 1.0)
+    found[behind, behind] = UNKNOWN
+    return found
 
 
 def _steady(measured: int, before: int) -> int:

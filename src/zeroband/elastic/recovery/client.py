@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.election import believe_newest, believe_round
@@ -335,16 +336,23 @@ class RecoveryClient:
         return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)
 
     def _donors(self) -> list[Donor]:
-        """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver."""
+        """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver.
+
+        Those that are called through others come last.
+        """
         view = self._store.view(FOUNDING_ROUND)
         if view.committed is None:
             return []
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
         if not alive and Progress.from_record(view.committed.record["progress"]).is_complete:
             raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
-        donors = [Donor(m, view.peers[m].host, view.peers[m].port) for m in alive if view.peers[m].serves_state]
+        donors = [
+            Donor(m, view.peers[m].host, view.peers[m].port, lines_of(m, view.peers))
+            for m in alive
+            if view.peers[m].serves_state
+        ]
         random.shuffle(donors)
-        return donors
+        return sorted(donors, key=lambda donor: bool(donor.relays))
 
 
 class FetchProgress:

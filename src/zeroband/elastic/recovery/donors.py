@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from zeroband.elastic.membership.reach import Way, Ways
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
@@ -34,6 +35,13 @@ class Donor:
     member_id: str
     host: str
     port: int
+    relays: Ways = ()
+    """Ways to it through other members, where it cannot be dialled."""
+
+    @property
+    def ways(self) -> Ways:
+        """The ways to it, the one to try first at the beginning: those through others, where there are such."""
+        return *self.relays, Way(self.host, self.port)
 
     def __str__(self) -> str:
         return f"{self.member_id} at {self.host}:{self.port}"
@@ -179,7 +187,7 @@ class DonorConnection:
     def _open(self) -> None:
         if self._socket is None:
             donor = self._donor
-            opened = self._dialler.dial(donor.member_id, (donor.host, donor.port), self._patience.connect_s)
+            opened = self._dialler.dial(donor.member_id, donor.ways, self._patience.connect_s)
             opened.settimeout(self._patience.silent_s)
             self._connection.sock = opened
         if self._is_aborted:

@@ -1,42 +1,120 @@
-"""Calling another node: a connection to its port, and the handshake that makes both ends sure of each other."""
+"""Calling another node: a connection to its port, and the handshake that makes both ends sure of each other.
+
+A node that cannot be dialled is called through another member, the relay, which passes the call on. The handshake runs
+inside, from end to end: what the relay copies is sealed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, StreamKeys
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 
 Address = tuple[str, int]
 
 _ANSWER_S = 5.0
+_NEXT_WAY_S = 0.5
+"""So long after one way the next one is tried beside it."""
 _REACH_S, _STAYS_S = 2.0, 1.0
+_KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
+"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
+
+SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
+"""Longest silence of a connection whose other end should answer."""
+
+Prepare = Callable[[socket.socket], None]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A connection whose other end is who it should be; it is the caller's to close."""
+
+    connection: socket.socket
+    keys: StreamKeys
+    way: Way
+    """How it came about."""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send small pieces at once, and notice where the other end is gone without a word."""
+    wanted = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
+    ]
+    for level, option, value in wanted:
+        with contextlib.suppress(OSError):  # a machine may lack or refuse it
+            connection.setsockopt(level, option, value)
+
+
+async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = keep_alive) -> Called:
+    """Call a member on the first way that leads there; each has a moment before the next one is tried beside it.
+
+    `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
+    """
+    left, trying = [*ways], set[asyncio.Task[Called]]()
+    problem: BaseException = OSError(f"{introduction.callee} can only dial out, and nobody passes calls on to it")
+    try:
+        while left or trying:
+            if left:
+                trying.add(asyncio.create_task(_try(key, introduction, left.pop(0), prepare)))
+            limit_s = _NEXT_WAY_S if left else None
+            done, _ = await asyncio.wait(trying, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            trying -= done
+            came = [task for task in done if task.exception() is None]
+            for other in came[1:]:
+                other.result().connection.close()
+            if came:
+                return came[0].result()
+            problem = next((error for task in done if (error := task.exception()) is not None), problem)
+        raise problem
+    finally:
+        for task in trying:
+            task.cancel()
+        for outcome in await asyncio.gather(*trying, return_exceptions=True):
+            if isinstance(outcome, Called):
+                outcome.connection.close()
+
+
+async def _try(key: RunKey, introduction: Introduction, way: Way, prepare: Prepare) -> Called:
+    if not way.relay:
+        return Called(*await call(key, introduction, way.address, prepare), way)
+    asked = Introduction(introduction.caller, way.relay, introduction.callee, introduction.is_sealed, Purpose.RELAY)
+    connection, _ = await call(key, asked, way.address, prepare)
+    return Called(connection, await _introduce(key, introduction, connection), way)
 
 
 async def call(
-    key: RunKey,
-    introduction: Introduction,
-    address: Address,
-    prepare: Callable[[socket.socket], None] = lambda connection: None,
+    key: RunKey, introduction: Introduction, address: Address, prepare: Prepare = keep_alive
 ) -> tuple[socket.socket, StreamKeys]:
-    """A connection whose other end is who it should be, and its keys; it is the caller's to close.
-
-    `prepare`: sets options before it connects. Raises OSError, EOFError, TimeoutError, HandshakeFailed.
-    """
-    loop, caller = asyncio.get_running_loop(), Caller(key, introduction)
+    """A connection to the member that listens at an address, and its keys; errors as those of `reach`."""
     async with asyncio.timeout(_ANSWER_S):
         connection = await _connect(address, prepare)
-        try:
+        return connection, await _introduce(key, introduction, connection)
+
+
+async def _introduce(key: RunKey, introduction: Introduction, connection: socket.socket) -> StreamKeys:
+    """The caller's part of the handshake. Closes the connection where it fails."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            caller = Caller(key, introduction)
             await loop.sock_sendall(connection, caller.hello)
             proof, keys = caller.take(await read_exactly(connection, ANSWER_BYTES))
             await loop.sock_sendall(connection, proof)
-        except BaseException:
-            connection.close()
-            raise
-    return connection, keys
+    except BaseException:
+        connection.close()
+        raise
+    return keys
 
 
 def answers(address: Address) -> bool:
@@ -55,6 +133,16 @@ def answers(address: Address) -> bool:
             return False
 
 
+async def readable(connection: socket.socket) -> None:
+    """Wait until something came; unlike a read, this may be given up at any moment without losing it."""
+    loop, came = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop.add_reader(connection, lambda: came.done() or came.set_result(None))
+    try:
+        await came
+    finally:
+        loop.remove_reader(connection)
+
+
 async def read_exactly(connection: socket.socket, size: int) -> bytes:
     """Raises EOFError when the connection ends before."""
     loop, data = asyncio.get_running_loop(), b""
@@ -66,7 +154,7 @@ async def read_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -> socket.socket:
+async def _connect(address: Address, prepare: Prepare) -> socket.socket:
     """Connect to the first of the host's addresses that takes it; a silent one leaves the others their share of time.
 
     Raises OSError, of the last one.
@@ -82,7 +170,7 @@ async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -
     raise problem
 
 
-async def _connect_to(family: int, at: Any, prepare: Callable[[socket.socket], None]) -> socket.socket:
+async def _connect_to(family: int, at: Any, prepare: Prepare) -> socket.socket:
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

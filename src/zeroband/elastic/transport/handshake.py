@@ -47,6 +47,10 @@ class Purpose(enum.StrEnum):
     """A burst to find out what the link carries."""
     PROBE = "probe"
     """A guardian that asks again and again whether this one is there."""
+    RELAY = "relay"
+    """A call to be passed on to the member that `session` names: its own handshake follows on the same connection."""
+    ANSWER = "answer"
+    """A member takes the call that `session` numbers, which the callee passes on to it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Introduction:
     caller: str
     callee: str
     session: str
-    """Session of the link: streams with the same session belong together, another one replaces them."""
+    """Session of the link: streams with the same session belong together, another one replaces them. To a relay: for
+    whom the call is, or which one it answers."""
     is_sealed: bool
     purpose: Purpose = Purpose.DATA
 

@@ -1,7 +1,8 @@
 """Links: the streams between this node and each other member, dialled by one of the two and kept from round to round.
 
-Of two members the one whose id sorts first dials. A link is lost as a whole when one of its streams is; its next one is
-another session, so that what is left of the old one is never mistaken for it. Main thread, but for `accept`.
+Which of two members dials is agreed on elsewhere (`membership/reach.py`). A link is lost as a whole when one of its
+streams is; its next one is another session, so that what is left of the old one is never mistaken for it. Main thread,
+but for `accept`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,24 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
-from zeroband.elastic.transport.dial import Address, call
+from zeroband.elastic.transport.dial import keep_alive, reach
 from zeroband.elastic.transport.engine import Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, new_session
 from zeroband.errors import HandshakeFailed
 
 _DIAL_AGAIN_S = 0.1
+_ASK_AGAIN_S = 1.0
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
-_KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
-"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
-
-SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
-"""Longest silence of a stream whose other end should answer."""
-
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
@@ -43,10 +41,12 @@ class _Link:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A member to be linked with: where it listens and how many streams there should be."""
+    """A member to be linked with: the ways to it, and how many streams there should be."""
 
-    address: Address
+    ways: Ways
     streams: int
+    is_dialled: bool
+    """Whether this end dials; else it waits for the other one."""
 
 
 @dataclass
@@ -98,20 +98,28 @@ class Links:
         """Set over how many of the streams to a member this node sends."""
         self.engine.set_senders(self.number(member), senders)
 
-    def has(self, member: str, streams: int, *, own: str) -> bool:
+    def has(self, member: str, streams: int, *, is_dialled: bool) -> bool:
         """Whether the link is as it should be: up, with enough streams where this end dials."""
         state = self.state(member)
-        return state.is_up and (state.streams >= streams or not _dials(own, member))
+        return state.is_up and (state.streams >= streams or not is_dialled)
 
     def connect(
-        self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool], *, keep: Iterable[str] = ()
+        self,
+        own: str,
+        others: Mapping[str, Wanted],
+        is_aborted: Callable[[], bool],
+        *,
+        keep: Iterable[str] = (),
+        ways_now: Callable[[], Mapping[str, Ways]] = dict,
     ) -> tuple[str, ...]:
         """Have a link to each of these members, and to nobody else; one that there is to a member of `keep` may stay.
+
+        `ways_now`: asked, once a second at most, for the ways to members that were called in vain: a relay may be gone.
 
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
         self._forget_all_but({*others, *keep})
-        connecting = self._connect(own, others, is_aborted)
+        connecting = self._connect(own, others, is_aborted, ways_now)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -134,14 +142,24 @@ class Links:
 
     # -- dialling -----------------------------------------------------------------------------------------------
 
-    async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
-        dialled = {member for member in others if _dials(own, member)}
-        tried: set[str] = set()
-        dialling = [asyncio.create_task(self._keep_dialling(own, member, others[member], tried)) for member in dialled]
+    async def _connect(
+        self,
+        own: str,
+        others: Mapping[str, Wanted],
+        is_aborted: Callable[[], bool],
+        ways_now: Callable[[], Mapping[str, Ways]],
+    ) -> tuple[str, ...]:
+        dialled = {member for member in others if others[member].is_dialled}
+        tried, wanted = set[str](), {member: others[member] for member in dialled}
+        dialling = [asyncio.create_task(self._keep_dialling(own, member, wanted, tried)) for member in dialled]
+        asked_at_s = time.monotonic()
         try:
             while (away := self._away(others)) or tried != dialled:
                 if is_aborted():
                     return away
+                if time.monotonic() - asked_at_s > _ASK_AGAIN_S:
+                    ways, asked_at_s = ways_now(), time.monotonic()
+                    wanted |= {m: replace(wanted[m], ways=ways[m]) for m in away if m in wanted and m in ways}
                 await asyncio.sleep(_POLL_S)
             return ()
         finally:
@@ -152,53 +170,45 @@ class Links:
     def _away(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(member for member in members if not self.state(member).is_up)
 
-    async def _keep_dialling(self, own: str, member: str, wanted: Wanted, tried: set[str]) -> None:
+    async def _keep_dialling(self, own: str, member: str, all_wanted: Mapping[str, Wanted], tried: set[str]) -> None:
         """Have as many streams as are wanted, as far as the other end takes them, and again when the link is lost.
 
         `tried`: gets the members whose link is up after a call for all that was missing.
         """
         while True:
-            state = self.state(member)
+            state, wanted = self.state(member), all_wanted[member]
             if not state.is_up:
                 self._start_session(member)
             missing = wanted.streams - (state.streams if state.is_up else 0)
             if missing > 0 and not (state.is_up and member in tried):
-                await self._dial(own, member, wanted.address, missing)
+                await self._dial(own, member, wanted.ways, missing)
             if self.state(member).is_up:
                 tried.add(member)
             await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
 
-    async def _dial(self, own: str, member: str, address: Address, streams: int) -> None:
+    async def _dial(self, own: str, member: str, ways: Ways, streams: int) -> None:
         """Call so many times at once; whatever comes of it is added to the link, also when this is cancelled."""
         session = self._links[member].session
-        calls = [self._call(own, member, session, address) for _ in range(streams)]
+        calls = [self._call(own, member, session, ways) for _ in range(streams)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
                 raise outcome
 
-    async def _call(self, own: str, member: str, session: str, address: Address) -> None:
+    async def _call(self, own: str, member: str, session: str, ways: Ways) -> None:
         introduction = Introduction(own, member, session, self.is_sealed)
         try:
-            connection, keys = await call(self.key, introduction, address, self.prepare)
+            called = await reach(self.key, introduction, ways, self.prepare)
         except OSError as error:
             self._complaints.say(f"{member} cannot be called", error)
             raise
         with self._lock:
-            self.engine.add_stream(self._of_session(member, session), connection, keys)
+            self.engine.add_stream(self._of_session(member, session), called.connection, called.keys)
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""
-        wanted = [
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
-        ]
-        for level, option, value in wanted:
-            with contextlib.suppress(OSError):
-                connection.setsockopt(level, option, value)
+        keep_alive(connection)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -226,8 +236,3 @@ class Links:
         with self._lock:
             for member in [m for m in self._links if m not in kept]:
                 self.engine.drop(self._links.pop(member).number)
-
-
-def _dials(own: str, member: str) -> bool:
-    """Whether this node dials: of two members, the one whose id sorts first does."""
-    return own < member

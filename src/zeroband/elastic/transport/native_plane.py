@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from zeroband.elastic.membership.reach import Ways, dials
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
-from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
 from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
@@ -45,8 +45,8 @@ class Reach:
     """How a node comes to the others of its run."""
 
     links: Links
-    addresses: Callable[[Sequence[str]], Mapping[str, Address]]
-    """Where these members listen, as far as the store knows. Raises StoreLost."""
+    ways: Callable[[str, Sequence[str]], Mapping[str, Ways]]
+    """The ways from a member to these others, as far as the store knows. Raises StoreLost."""
     tell_partners: Callable[[Iterable[str]], None] = _tell_nobody
     """Told with which members this node exchanges bytes."""
 
@@ -202,21 +202,24 @@ class NativePlane:
         for member in others:  # one that went silent between two rounds would be found out in the middle of this one
             if reach.links.state(member).silent_s > self._limits.of_link(member).limit_s:
                 reach.links.drop(member)
-        if all(reach.links.has(member, self._tuning(member).streams, own=member_id) for member in others):
+        dialled = {member for member in others if dials(member_id, member, opening.behind)}
+        if all(reach.links.has(m, self._tuning(m).streams, is_dialled=m in dialled) for m in others):
             return
         self._require_descriptors(len(opening.members))
-        addresses = reach.addresses(others)
-        unknown = tuple(member for member in others if member not in addresses)
+        ways = reach.ways(member_id, others)
+        unknown = tuple(member for member in others if member not in ways)
         if unknown:
             raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
-        wanted = {member: Wanted(addresses[member], self._tuning(member).streams) for member in others}
+        wanted = {m: Wanted(ways[m], self._tuning(m).streams, is_dialled=m in dialled) for m in others}
         coming, bound_s = StallWatch(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
 
         def is_over() -> bool:
             streams = sum(reach.links.state(member).streams for member in others)
             return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
 
-        away = reach.links.connect(member_id, wanted, is_over, keep=opening.members)
+        away = reach.links.connect(
+            member_id, wanted, is_over, keep=opening.members, ways_now=lambda: reach.ways(member_id, others)
+        )
         if away and self._is_aborted(opening):
             raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:

@@ -19,7 +19,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
+from zeroband.elastic.membership.reach import Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
 
@@ -199,29 +201,48 @@ class Dialler:
     caller: str
     is_sealed: bool
 
-    def dial(self, callee: str, address: tuple[str, int], within_s: float) -> Connection:
-        """A connection to this member after the handshake.
+    def dial(self, callee: str, ways: Ways, within_s: float) -> Connection:
+        """A connection to this member after the handshake; ways are tried one after the other, each for so long.
 
-        Raises OSError, and HandshakeFailed where the other end hangs up on this node or is not of its run.
+        Raises the last way's OSError, and HandshakeFailed where the other end hangs up or is not of its run.
         """
-        deadline_s = time.monotonic() + within_s
-        connection = socket.create_connection(address, timeout=within_s)
+        problem: OSError | HandshakeFailed = OSError(f"there is no way to {callee}")
+        for way in ways:
+            try:
+                return self._dial(callee, way, time.monotonic() + within_s)
+            except (OSError, HandshakeFailed) as error:
+                problem = error
+        raise problem
+
+    def _dial(self, callee: str, way: Way, deadline_s: float) -> Connection:
+        connection = socket.create_connection(way.address, timeout=_left_s(deadline_s))
         try:
-            caller = Caller(self.key, Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE))
-            connection.sendall(caller.hello)
-            proof, keys = caller.take(_answer(connection, deadline_s))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(proof)
+            keep_alive(connection)
+            if way.relay:
+                self._introduce(connection, way.relay, callee, Purpose.RELAY, deadline_s)
+            return sealed_by(connection, self._introduce(connection, callee, "", Purpose.STATE, deadline_s))
         except BaseException:
             connection.close()
             raise
-        return sealed_by(connection, keys)
+
+    def _introduce(
+        self, connection: socket.socket, callee: str, session: str, purpose: Purpose, deadline_s: float
+    ) -> StreamKeys:
+        caller = Caller(self.key, Introduction(self.caller, callee, session, self.is_sealed, purpose))
+        connection.sendall(caller.hello)
+        proof, keys = caller.take(_answer(connection, deadline_s))
+        connection.sendall(proof)
+        return keys
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(deadline_s - time.monotonic(), 1e-3)
 
 
 def _answer(connection: socket.socket, deadline_s: float) -> bytes:
     data = b""
     while len(data) < ANSWER_BYTES:
-        connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+        connection.settimeout(_left_s(deadline_s))
         try:
             part = connection.recv(ANSWER_BYTES - len(data))
         except ConnectionResetError:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.transport.links import SILENT_S
+from zeroband.elastic.transport.dial import SILENT_S
 
 _LEAST_CONNECT_S = 15.0
 """Three times what one handshake may take."""

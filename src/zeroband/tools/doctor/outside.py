@@ -68,4 +68,4 @@ def _pair(pair: PairFinding) -> Finding:
     reach = ", ".join(f"{way} {'yes' if works else 'no'}" for way, works in ways.items())
     rate = "" if pair.mbit is None or pair.rtt_ms is None else f", {pair.mbit:.0f} Mbit/s, RTT {pair.rtt_ms:.1f} ms"
     stops = "start" if pair.advice else None
-    return Finding(f"node {pair.other}", f"{pair.address} {reach}{rate}", pair.advice, stops=stops)
+    return Finding(f"node {pair.other}", f"{pair.address} {pair.way_taken}, {reach}{rate}", pair.advice, stops=stops)

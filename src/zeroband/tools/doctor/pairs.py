@@ -17,10 +17,10 @@ from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
+from zeroband.elastic.membership.reach import choose_lines, dials, is_behind, probe_ways, ways_to
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
@@ -51,11 +51,23 @@ class PairFinding:
     rtt_ms: float | None = None
     mbit: float | None = None
     """Mbit/s of payload, in each direction at the same time."""
+    way: str = "direct"
+    """How the two are connected, as `LinkSeen` has it."""
+
+    @property
+    def way_taken(self) -> str:
+        """Which way the pair goes, for a person to read."""
+        if not (self.we_reach_it and self.it_reaches_us):
+            return "cut off"
+        return {"direct": "direct", "reversed": "reversed: it dials this node"}.get(self.way, f"through {self.way}")
 
     @property
     def advice(self) -> str:
         if not self.we_reach_it:
-            return f"{self.address} does not answer: open its port, or set node.advertise_host and node.port there"
+            return (
+                f"{self.address} does not answer: open its port, or set node.advertise_host and node.port there, or "
+                "add a node that both can dial"
+            )
         if not self.it_reaches_us:
             return "it does not reach this node: open node.port here, or set node.advertise_host and advertise_port"
         if self.mbit is None:
@@ -86,8 +98,11 @@ class Meeting:
             take=pass_on,
             detect_s=LEASE_S,
             on_gone=lambda member: None,
+            listens=listen.is_open,
         )
         self._is_first = True
+        self._is_behind, self._lines = not listen.is_open, ()
+        self._peers: dict[str, Peer] = {}
 
     def __enter__(self) -> Meeting:
         return self
@@ -108,10 +123,16 @@ class Meeting:
 
     def look(self) -> dict[str, Peer]:
         """Show that this node is here; everybody who is."""
-        peer = Peer(self.member_id, self._listen.host, self.port, False, self._monitor.cut_off())
-        peers = self._store.renew_lease(self.member_id, peer, first=self._is_first) or {}
+        own, monitor = self.member_id, self._monitor
+        self._is_behind = self._is_behind or is_behind(own, self._peers)
+        if self._is_behind and self._listen.is_relayed:
+            self._lines = choose_lines(own, self._lines, monitor.dialled(), self._peers)
+        seen = monitor.cut_off(), (), monitor.undialled(), self._lines
+        peer = Peer(own, self._listen.host, self.port, False, *seen)
+        peers = self._peers = self._store.renew_lease(own, peer, first=self._is_first) or {}
         self._is_first = False
-        self._monitor.watch({m: (p.host, p.port) for m, p in peers.items() if m != self.member_id})
+        others = [m for m in peers if m != own]
+        monitor.watch({m: probe_ways(own, m, peers, is_own_behind=bool(self._lines)) for m in others})
         return peers
 
     def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
@@ -123,7 +144,7 @@ class Meeting:
 
     def probe(self) -> dict[str, Peer]:
         """Give the probes the time to find out who does not answer."""
-        end_s = time.monotonic() + 2 * LEASE_S
+        end_s = time.monotonic() + 3 * LEASE_S
         while time.monotonic() < end_s:
             self.look()
             time.sleep(_RENEW_S)
@@ -131,10 +152,13 @@ class Meeting:
 
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
-        wanted = {m: Wanted((p.host, p.port), _STREAMS) for m, p in peers.items() if m != self.member_id}
-        cut_off = peers[self.member_id].cut_off
-        refused = {m for m in cut_off if m in wanted and _takes_connections(wanted[m].address)}  # so does another token
-        self._links.connect(self.member_id, wanted, _after(_CONNECT_S))
+        own, behind = self.member_id, {m for m, peer in peers.items() if peer.lines}
+        ways = {m: ways_to(own, m, peers) for m in peers if m != own}
+        cut_off, seen = peers[own].cut_off, self._monitor.seen()
+        at = {m: (peer.host, peer.port) for m, peer in peers.items()}
+        refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # so does another token
+        wanted = {m: Wanted(ways[m], _STREAMS, dials(own, m, behind)) for m in ways}
+        self._links.connect(own, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):
             peer = peers[other]
@@ -142,7 +166,8 @@ class Meeting:
             reached = is_refused or not is_cut, is_refused or self.member_id not in peer.cut_off
             mbit = self._exchange(turn, other) if self._links.state(other).is_up else None
             rtt_ms = None if mbit is None else 1e3 * self._links.state(other).rtt_s
-            findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit))
+            way = seen[other].way if other in seen else "direct"
+            findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit, way))
             self.look()
         return findings
 
@@ -192,7 +217,7 @@ def partners(members: Sequence[str], own: str) -> list[tuple[int, str]]:
     return order
 
 
-def _takes_connections(address: Address) -> bool:
+def _takes_connections(address: tuple[str, int]) -> bool:
     """Whether anything listens there, whatever it says."""
     try:
         socket.create_connection(address, timeout=_ANSWER_S).close()

@@ -14,6 +14,7 @@ import pytest
 from zeroband.elastic.guardian import probes as links
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.reach import Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
@@ -48,7 +49,7 @@ def gone() -> queue.SimpleQueue[str]:
     return queue.SimpleQueue()
 
 
-Measure = Callable[[str, Address], Awaitable[int]]
+Measure = Callable[[str, Ways], Awaitable[int]]
 
 
 @pytest.fixture
@@ -75,6 +76,11 @@ def silent() -> Iterator[socket.socket]:
 
 def address_of(listener: socket.socket) -> tuple[str, int]:
     return HOST, listener.getsockname()[1]
+
+
+def at(address: Address) -> Ways:
+    """The only way to a member: its own address."""
+    return (Way(*address),)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -138,7 +144,7 @@ def test_crowd_of_strangers_at_two_nodes_keeps_no_third_one_out(open_monitor: Op
     monitors[C] = open_monitor(C, detect_s=1.0)
     from_s = time.monotonic()
     for member, monitor in monitors.items():
-        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+        monitor.watch({other: at((HOST, m.port)) for other, m in monitors.items() if other != member})
     pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
     until(lambda: all(has_answered(monitor, other, from_s) for monitor, other in pairs))
     for connection in idle:
@@ -181,7 +187,7 @@ def test_dialling_pauses_where_connections_are_taken_and_closed_at_once(
 
     monitor = open_monitor(B)
     monkeypatch.setattr(links.asyncio, "sleep", note)
-    monitor.watch({A: address_of(silent)})
+    monitor.watch({A: at(address_of(silent))})
     accept_probes(silent).close()
     accept_probes(silent).close()
     assert monitor.probe_s in pauses
@@ -191,7 +197,7 @@ def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
     monitors = {member: open_monitor(member) for member in (A, B, C)}
     from_s = time.monotonic()
     for member, monitor in monitors.items():
-        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+        monitor.watch({other: at((HOST, m.port)) for other, m in monitors.items() if other != member})
     pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
     until(lambda: all(has_answered(monitor, other, from_s + 2 * DETECT_S) for monitor, other in pairs))
     assert [monitor.cut_off() for monitor in monitors.values()] == [(), (), ()]
@@ -200,7 +206,7 @@ def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
 def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, other = open_monitor(A), open_monitor(C)
     from_s = time.monotonic()
-    monitor.watch({B: address_of(silent), C: (HOST, other.port)})
+    monitor.watch({B: at(address_of(silent)), C: at((HOST, other.port))})
     until(lambda: monitor.cut_off() == (B,))
     assert time.monotonic() - from_s > DETECT_S, "not sooner"
     seen = monitor.seen()
@@ -210,7 +216,7 @@ def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent:
 
 def test_link_is_seen_when_there_was_an_answer(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     connection = accept_probes(silent)
     assert monitor.seen() == {}
     connection.sendall(connection.recv(8, socket.MSG_WAITALL))
@@ -221,7 +227,7 @@ def test_member_whose_machine_does_not_exist_is_cut_off(open_monitor: OpenMonito
     monitor = open_monitor()
     with socket.create_server((HOST, 0)) as listener:
         address = address_of(listener)
-    monitor.watch({B: address})
+    monitor.watch({B: at(address)})
     until(lambda: monitor.cut_off() == (B,))
 
 
@@ -229,7 +235,7 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
     open_monitor: OpenMonitor, silent: socket.socket
 ) -> None:
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     connection = accept_probes(silent)
     connection.sendall(connection.recv(8, socket.MSG_WAITALL))
     until(lambda: monitor.cut_off() == (B,))
@@ -265,7 +271,7 @@ def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: soc
 
     answering = threading.Thread(target=answer_wrongly, daemon=True)
     answering.start()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.cut_off() == (B,))
     stop.set()
     answering.join(timeout=10)
@@ -276,7 +282,7 @@ def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
 ) -> None:
     """Its machine closes the connection, and refuses another one."""
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     connection = accept_probes(silent)
     silent.close()
     connection.close()
@@ -289,7 +295,7 @@ def test_connection_that_breaks_says_nobody_gone_while_another_one_is_taken(
     open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
 ) -> None:
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     for _ in range(3):
         accept_probes(silent).close()
     assert gone.empty()
@@ -300,7 +306,7 @@ def test_member_that_was_never_reached_is_not_gone(open_monitor: OpenMonitor, go
     with socket.create_server((HOST, 0)) as listener:
         address = address_of(listener)
     monitor = open_monitor()
-    monitor.watch({B: address})
+    monitor.watch({B: at(address)})
     until(lambda: monitor.cut_off() == (B,))
     assert gone.empty()
 
@@ -308,7 +314,7 @@ def test_member_that_was_never_reached_is_not_gone(open_monitor: OpenMonitor, go
 def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent: socket.socket, clock: Clock) -> None:
     """It was stopped for a minute, and everybody's answers are a minute old."""
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.answered_at_s(B) is not None)
     monitor.cut_off()
     clock.jumped_s = 60.0
@@ -319,14 +325,14 @@ def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent:
 def test_member_is_doubted_before_it_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, address = open_monitor(detect_s=1000.0), address_of(silent)
     assert (monitor.doubt_s, monitor.doubted()) == (pytest.approx(1000 / 3), ())
-    monitor.watch({B: address, C: address}, silent_s={B: 400.0, "d#1": 2000.0})
+    monitor.watch({B: at(address), C: at(address)}, silent_s={B: 400.0, "d#1": 2000.0})
     until(lambda: monitor.doubted() == (B,))
     assert monitor.cut_off() == ()
 
 
 def test_node_that_hardly_anybody_answers_doubts_nobody(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, address = open_monitor(detect_s=1000.0), address_of(silent)
-    monitor.watch(dict.fromkeys((B, C, "d#1", "e#1"), address), silent_s=dict.fromkeys((B, C, "d#1"), 1001.0))
+    monitor.watch(dict.fromkeys((B, C, "d#1", "e#1"), at(address)), silent_s=dict.fromkeys((B, C, "d#1"), 1001.0))
     until(lambda: monitor.cut_off() == (B, C, "d#1"))
     assert monitor.doubted() == ()
 
@@ -335,9 +341,9 @@ def test_member_that_others_asked_in_vain_is_cut_off_so_much_sooner(
     open_monitor: OpenMonitor, silent: socket.socket
 ) -> None:
     monitor, sound = open_monitor(detect_s=1000.0), open_monitor(C)
-    monitor.watch({B: address_of(silent), C: (HOST, sound.port)}, silent_s={B: 1001.0, C: 1001.0})
+    monitor.watch({B: at(address_of(silent)), C: at((HOST, sound.port))}, silent_s={B: 1001.0, C: 1001.0})
     until(lambda: monitor.cut_off() == (B,))
-    monitor.watch({B: address_of(silent), C: (HOST, sound.port)}, silent_s={C: 1001.0})
+    monitor.watch({B: at(address_of(silent)), C: at((HOST, sound.port))}, silent_s={C: 1001.0})
     assert not monitor.cut_off() or C not in monitor.cut_off(), "it has answered since"
 
 
@@ -351,7 +357,7 @@ def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: Op
         return 7
 
     monitor, others = open_monitor(measure=measure), {member: open_monitor(member) for member in (B, C)}
-    monitor.watch({member: (HOST, other.port) for member, other in others.items()})
+    monitor.watch({member: at((HOST, other.port)) for member, other in others.items()})
     until(lambda: monitor.wants_to_measure)
     assert asked == []
     monitor.let_measure()
@@ -366,7 +372,7 @@ def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: Op
 
 def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor = open_monitor()
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.cut_off() == (B,))
     monitor.watch({})
     until(lambda: monitor.cut_off() == ())
@@ -374,9 +380,9 @@ def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor
 
 def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, other = open_monitor(A), open_monitor(B)
-    monitor.watch({B: address_of(silent)})
+    monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.cut_off() == (B,))
-    monitor.watch({B: (HOST, other.port)})
+    monitor.watch({B: at((HOST, other.port))})
     until(lambda: monitor.cut_off() == ())
     from_s = time.monotonic()
     until(lambda: has_answered(monitor, B, from_s))
@@ -385,7 +391,7 @@ def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silen
 def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMonitor) -> None:
     monitor = open_monitor()
     monitor.close()
-    monitor.watch({B: (HOST, 1)})
+    monitor.watch({B: at((HOST, 1))})
     monitor.close()
     assert "links" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(ConnectionRefusedError):

@@ -12,6 +12,7 @@ import pytest
 from zeroband.elastic.guardian import rate as rate_module
 from zeroband.elastic.guardian.port import Port, shake_hands
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose
 from zeroband.errors import HandshakeFailed
@@ -34,7 +35,7 @@ def burst(answer: Callable[[socket.socket], Awaitable[None]], *, key: RunKey = K
         port = Port({DATA_CALL: pass_on})
         try:
             address = HOST, port.open(HOST, 0)
-            return await measure_rate(key, Introduction(ME, callee, "session", True, Purpose.RATE), address)
+            return await measure_rate(key, Introduction(ME, callee, "session", True, Purpose.RATE), (Way(*address),))
         finally:
             port.close()
 

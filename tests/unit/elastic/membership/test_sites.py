@@ -99,5 +99,10 @@ def test_who_brings_nothing_speaks_where_nobody_brings_anything() -> None:
     assert speakers(TWO, {**EQUAL, "a": 0, "b": 0, "d": 0}, {"a": 900}, {}) == (2, 1, 2, 1)
 
 
+def test_one_that_cannot_be_dialled_speaks_where_there_is_no_other() -> None:
+    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, behind={"c"}) == (0, 1, 0, 1)
+    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, behind={"a", "c"}) == (2, 1, 2, 1)
+
+
 def test_nobody_speaks_for_others_where_there_are_no_sites() -> None:
     assert speakers((("a",), ("b",)), EQUAL, {}, {}) == ()

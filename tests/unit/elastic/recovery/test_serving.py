@@ -13,6 +13,7 @@ import torch
 from tests.unit.elastic.recovery.open_server import DIALLER, WRONG_TOKEN, OpenServer, ask
 from torch import Tensor
 
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery import serving
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
@@ -101,7 +102,7 @@ def test_donor_that_does_not_know_the_token_gets_no_request() -> None:
 
         heard = threads.submit(pretend)
         with pytest.raises(HandshakeFailed, match="does not know the run's token"):
-            DIALLER.dial("honest", listener.getsockname(), 5.0)
+            DIALLER.dial("honest", (Way(*listener.getsockname()),), 5.0)
         assert heard.result() == b""
 
 
@@ -180,7 +181,7 @@ def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
     server: OpenServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for sent in (b"GET /state HTTP/1.1\r\n\r\n" * 200, b"GET /sta"):
-        joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+        joiner = DIALLER.dial("honest", server.donor.ways, 5.0)
         joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
         joiner.sendall(sent)
         joiner.close()
@@ -197,7 +198,7 @@ def test_closed_server_hangs_up_on_whoever_is_handed_over(server: OpenServer) ->
 
 
 def test_closed_server_hangs_up_on_those_who_are_connected(server: OpenServer) -> None:
-    joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+    joiner = DIALLER.dial("honest", server.donor.ways, 5.0)
     joiner.settimeout(5)
     joiner.sendall(b"GET / HTTP/1.1\r\n\r\n")
     answers = joiner.makefile("rb")

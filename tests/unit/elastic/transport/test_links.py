@@ -15,12 +15,13 @@ import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, ends_of, noise, split_into, tcp_pair, until
 
 from zeroband.elastic.guardian.port import Port, shake_hands
+from zeroband.elastic.membership.reach import Way, dials
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport import links as links_module
-from zeroband.elastic.transport.dial import call
+from zeroband.elastic.transport.dial import Called, reach
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.elastic.transport.handshake import DATA_CALL, OPEN, StreamKeys
+from zeroband.elastic.transport.handshake import DATA_CALL, OPEN
 from zeroband.elastic.transport.links import Links, Wanted
 from zeroband.kernels.codec import CODECS
 
@@ -83,7 +84,9 @@ class Node:
     ) -> Future[tuple[str, ...]]:
         """As the trainer's main thread does it."""
         end_s = time.monotonic() + DEADLINE_S
-        wanted = {other.name: Wanted(other.address, streams) for other in others}
+        wanted = {
+            other.name: Wanted((Way(*other.address),), streams, dials(self.name, other.name, ())) for other in others
+        }
         is_over = lambda: self._is_closing or (is_aborted() if is_aborted else time.monotonic() > end_s)  # noqa: E731
         self._connecting.append(in_thread(lambda: self.links.connect(self.name, wanted, is_over)))
         return self._connecting[-1]
@@ -215,14 +218,14 @@ def test_abort_keeps_the_streams_that_were_there_already(make_node: MakeNode, mo
     connect_all([a, b], streams=1)
     number, calls, aborted = a.links.number("b"), list[object](), threading.Event()
 
-    async def second_is_silent(*args: Any) -> tuple[socket.socket, StreamKeys]:
+    async def second_is_silent(*args: Any) -> Called:
         calls.append(args)
         if len(calls) == 2:
             await asyncio.Event().wait()
-        return await call(*args)
+        return await reach(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(links_module, "call", second_is_silent)
+        patched.setattr(links_module, "reach", second_is_silent)
         connecting = a.connect(b, streams=3, is_aborted=aborted.is_set)
         until(lambda: b.is_linked(a, streams=2) and len(calls) == 2)
         aborted.set()
@@ -236,7 +239,9 @@ def test_links_are_made_in_a_thread_that_has_a_loop_at_work_as_a_notebook_has(ma
     end_s = time.monotonic() + DEADLINE_S
 
     async def cell() -> tuple[str, ...]:
-        return a.links.connect("a", {"b": Wanted(b.address, 1)}, lambda: time.monotonic() > end_s)
+        return a.links.connect(
+            "a", {"b": Wanted((Way(*b.address),), 1, is_dialled=True)}, lambda: time.monotonic() > end_s
+        )
 
     of_b = b.connect(a)
     assert asyncio.run(cell()) == of_b.result(DEADLINE_S) == ()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
@@ -51,7 +52,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
 
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         flags = SharedFlags(tmp_path / "flags", create=True)
-        reach = Reach(links=cast(Any, None), addresses=lambda members: {})
+        reach = Reach(links=cast(Any, None), ways=lambda own, members: {})
         plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
@@ -104,7 +105,11 @@ class Node:
         self._main = ThreadPoolExecutor(1)
         self.addresses: dict[str, Address] = {}
         self.partners: Iterable[str] = ("not told",)
-        reach = Reach(self.links, lambda members: self.addresses, partial(setattr, self, "partners"))
+        reach = Reach(
+            self.links,
+            lambda own, members: {m: (Way(*at),) for m, at in self.addresses.items()},
+            partial(setattr, self, "partners"),
+        )
         self.plane = NativePlane(
             "run", self._flags, CODECS["fp32"], reach, FaultPoints(()), streams=streams, paced=True, bounds=bounds
         )

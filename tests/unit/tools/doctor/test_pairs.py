@@ -33,3 +33,16 @@ def test_what_is_wrong_with_a_pair_comes_with_what_to_do(
 ) -> None:
     found = PairFinding("b", "1.2.3.4:5", *reached, rtt_ms=1.0, mbit=mbit)
     assert advice in found.advice and bool(found.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("reached", "way", "said"),
+    [
+        ((True, True), "direct", "direct"),
+        ((True, True), "reversed", "reversed: it dials this node"),
+        ((True, True), "c", "through c"),
+        ((True, False), "direct", "cut off"),
+    ],
+)
+def test_pair_says_which_way_it_goes(reached: tuple[bool, bool], way: str, said: str) -> None:
+    assert PairFinding("b", "1.2.3.4:5", *reached, way=way).way_taken == said

@@ -1,0 +1,184 @@
+"""Calls that a member passes on, over loopback: the two ends agree on keys that the one between them does not have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from asyncio.selector_events import BaseSelectorEventLoop
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.unit.elastic.conftest import DEADLINE_S, HOST, until
+
+from zeroband.elastic.guardian import relay as relay_module
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.reach import HEARD, Way
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport import dial as dial_module
+from zeroband.elastic.transport.dial import reach
+from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handshake import Introduction, Purpose
+from zeroband.elastic.transport.sealed import Connection, Dialler, sealed_by
+from zeroband.errors import HandshakeFailed
+
+KEY = RunKey(b"k" * 32)
+RELAY, HIDDEN, CALLER = "relay#1", "hidden#1", "caller#1"
+SECRET = b"what nobody between them sees " * 4000
+
+
+class Scene:
+    """A relay, and a member that opens no port and keeps a line to it; it says back what its callers send."""
+
+    def __init__(self) -> None:
+        self.seen = b""
+        """All that passed the relay."""
+        self.change: Callable[[bytes], bytes] = lambda piece: piece
+        self.relay = LinkMonitor(HOST, identity=Identity(RELAY, KEY), detect_s=5.0, on_gone=print)
+        self.hidden = LinkMonitor(
+            HOST, identity=Identity(HIDDEN, KEY), detect_s=5.0, on_gone=print, take=self._answer, listens=False
+        )
+        self.way = Way(HOST, self.relay.port, RELAY)
+        self.hidden.watch({RELAY: (Way(HOST, self.relay.port),)})
+        until(lambda: RELAY in self.hidden.dialled())
+        self.taken: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
+
+    async def _answer(self, connection: socket.socket, what: HandedOver) -> None:
+        self.taken.put(what)
+        copy = connection.dup()
+        copy.setblocking(True)
+        threading.Thread(target=self._say_back, args=(sealed_by(copy, what.keys),), daemon=True).start()
+
+    def _say_back(self, end: Connection) -> None:
+        with contextlib.suppress(OSError), end.makefile("rb") as file:
+            while said := file.read1(1 << 16):
+                end.sendall(said)
+        end.close()
+
+    def dial(self, *, key: RunKey = KEY, callee: str = HIDDEN) -> Connection:
+        return Dialler(key, CALLER, is_sealed=True).dial(callee, (self.way,), DEADLINE_S)
+
+    def close(self) -> None:
+        self.hidden.close()
+        self.relay.close()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
+
+    async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
+        """Only a relay reads so."""
+        came = await receive(loop, source, room)
+        made.seen += bytes(room[:came])
+        room[:came] = made.change(bytes(room[:came]))
+        return came
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_recv_into", tapped)
+    yield made
+    made.close()
+
+
+def test_two_ends_talk_and_the_one_between_them_sees_sealed_bytes_only(scene: Scene) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        end = scene.dial()
+        sending = threads.submit(lambda: end.sendall(SECRET))
+        with end.makefile("rb") as file:
+            assert file.read(len(SECRET)) == SECRET
+        sending.result(DEADLINE_S)
+        end.close()
+    assert scene.taken.get(timeout=DEADLINE_S).caller == CALLER
+    assert len(scene.seen) > 2 * len(SECRET)
+    assert b"nobody between them" not in scene.seen
+    until(lambda: not scene.relay.relay.passed_on)
+
+
+@pytest.mark.parametrize("at", [600, 20_000], ids=["in the handshake", "in what was sealed"])
+def test_byte_that_is_changed_on_the_way_is_noticed_at_the_ends(scene: Scene, at: int) -> None:
+    passed = 0
+
+    def change(piece: bytes) -> bytes:
+        nonlocal passed
+        start, passed = passed, passed + len(piece)
+        if start <= at < passed:
+            return piece[: at - start] + bytes([piece[at - start] ^ 1]) + piece[at - start + 1 :]
+        return piece
+
+    scene.change = change
+
+    def talk() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            end = scene.dial()
+            sending = threads.submit(lambda: end.sendall(SECRET))
+            with contextlib.closing(end), end.makefile("rb") as file:
+                while file.read(1 << 16):
+                    pass
+            sending.result(DEADLINE_S)
+
+    with pytest.raises((ConnectionError, HandshakeFailed)):
+        talk()
+
+
+def test_nobody_without_the_token_has_a_call_passed_on(scene: Scene) -> None:
+    with pytest.raises(HandshakeFailed):
+        scene.dial(key=RunKey(b"x" * 32))
+    assert (scene.taken.empty(), scene.seen) == (True, b"")
+
+
+def test_call_to_a_member_that_keeps_no_line_is_hung_up_on(scene: Scene) -> None:
+    with pytest.raises(HandshakeFailed):
+        scene.dial(callee="somebody#1")
+    assert (scene.taken.empty(), scene.seen) == (True, b"")
+
+
+def test_no_more_calls_are_passed_on_than_between_two_members_may_be(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "MOST_BETWEEN_TWO", 2)
+    ends = [scene.dial() for _ in range(2)]
+    with pytest.raises(HandshakeFailed):
+        scene.dial()
+    for end in ends:
+        end.close()
+    until(lambda: not scene.relay.relay.passed_on)
+    scene.dial().close()
+
+
+def test_both_connections_end_when_one_end_hangs_up(scene: Scene) -> None:
+    end = scene.dial()
+    assert scene.relay.relay.passed_on == 1
+    end.close()
+    until(lambda: not scene.relay.relay.passed_on)
+
+
+def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial_module, "_NEXT_WAY_S", 0.01)
+    with socket.create_server((HOST, 0)) as silent:
+        ways = (Way(*silent.getsockname()), Way(HOST, 1, "gone#1"), scene.way)
+        called = asyncio.run(reach(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), ways))
+        with called.connection:
+            assert called.way == scene.way
+
+
+def test_member_that_can_only_dial_is_found_out_and_then_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It probes an open one, whose own probes find its address closed."""
+    monkeypatch.setattr("zeroband.elastic.guardian.probes._LEAST_CALL_S", 0.1)
+    with socket.create_server((HOST, 0)) as reserved:
+        closed = (Way(HOST, reserved.getsockname()[1]),)
+    open_one = LinkMonitor(HOST, identity=Identity(RELAY, KEY), detect_s=1.0, on_gone=print)
+    hidden = LinkMonitor(HOST, identity=Identity(HIDDEN, KEY), detect_s=1.0, on_gone=print, listens=False)
+    try:
+        hidden.watch({RELAY: (Way(HOST, open_one.port),)})
+        open_one.watch({HIDDEN: closed})
+        until(lambda: open_one.undialled() == (HIDDEN,))
+        open_one.watch({HIDDEN: HEARD})
+        until(lambda: HIDDEN in open_one.seen())
+        assert (open_one.seen()[HIDDEN].way, open_one.cut_off()) == ("reversed", ())
+        hidden.close()
+        until(lambda: open_one.cut_off() == (HIDDEN,))
+    finally:
+        hidden.close()
+        open_one.close()

@@ -1,0 +1,100 @@
+"""Who dials whom, and through whom."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from zeroband.elastic.membership.neighbours import askers, neighbours
+from zeroband.elastic.membership.reach import (
+    HEARD,
+    LINES,
+    Way,
+    choose_lines,
+    dials,
+    is_behind,
+    probe_ways,
+    ways_to,
+)
+from zeroband.elastic.membership.records import Peer
+from zeroband.elastic.membership.topology import RELAYED, LinkObservation, LinkTable, plan
+
+A, B, C, D = "a#1", "b#1", "c#1", "d#1"
+
+
+def peer(member: str, *, undialled: tuple[str, ...] = (), lines: tuple[str, ...] = ()) -> Peer:
+    return Peer(member[0], f"host-{member[0]}", 1, True, undialled=undialled, lines=lines)
+
+
+PEERS = {A: peer(A, undialled=(C,)), B: peer(B), C: peer(C, lines=(A, B)), D: peer(D, lines=(B,))}
+
+
+@pytest.mark.parametrize("behind", [(), (A,), (B,), (A, B)])
+def test_exactly_one_of_two_dials_and_that_is_one_who_can(behind: tuple[str, ...]) -> None:
+    who = [own for own, other in permutations((A, B), 2) if dials(own, other, behind)]
+    assert who == [B if behind == (B,) else A]
+
+
+def test_member_is_behind_where_somebody_cannot_dial_it_or_others_take_its_calls() -> None:
+    assert [member for member in PEERS if is_behind(member, PEERS)] == [C, D]
+    assert is_behind(B, {A: peer(A, undialled=(B,)), B: peer(B)})
+
+
+def test_ways_lead_to_the_address_first_and_then_through_those_that_take_calls() -> None:
+    through_a, through_b = Way("host-a", 1, A), Way("host-b", 1, B)
+    assert ways_to(B, A, PEERS) == (Way("host-a", 1),)
+    assert ways_to(D, C, PEERS) == (Way("host-c", 1), through_a, through_b)
+    assert ways_to(A, C, PEERS) == (through_a, through_b), "it has found that the address takes no connection"
+    assert ways_to(D, C, {m: p for m, p in PEERS.items() if m != A}) == (Way("host-c", 1), through_b)
+
+
+def test_member_that_only_dials_is_heard_by_those_it_can_dial_and_asked_by_others_like_it() -> None:
+    assert probe_ways(A, C, PEERS, is_own_behind=False) == HEARD
+    assert probe_ways(D, C, PEERS, is_own_behind=True) == ways_to(D, C, PEERS)
+    assert probe_ways(C, A, PEERS, is_own_behind=True) == (Way("host-a", 1),)
+
+
+def test_lines_go_to_members_that_can_be_dialled_stay_and_are_replaced() -> None:
+    reached = {A: 0, B: 0, D: 0}
+    first = choose_lines(C, (), reached, PEERS)
+    assert set(first) == {A, B} and len(first) == LINES
+    assert choose_lines(C, first[::-1], reached, PEERS) == first[::-1], "those that serve stay"
+    assert choose_lines(C, first, {B: 0, D: 0}, PEERS) == (B,)
+    assert choose_lines(C, first, {D: 0}, PEERS) == ()
+
+
+def test_line_that_is_much_slower_than_another_comes_after_it() -> None:
+    assert choose_lines(C, (A,), {A: 10, B: 100}, PEERS) == (B, A)
+    assert choose_lines(C, (A,), {A: 60, B: 100}, PEERS) == (A, B)
+    third = {**PEERS, "e#1": peer("e#1")}
+    assert set(choose_lines(C, (A, B), {A: 10, B: 100, "e#1": 0}, third)) == {B, "e#1"}
+
+
+def test_lines_of_many_members_are_spread() -> None:
+    relays = {f"r{n}#1": peer(f"r{n}#1") for n in range(4)}
+    firsts = [choose_lines(f"m{n}#1", (), dict.fromkeys(relays, 0), relays)[0] for n in range(64)]
+    assert {relay: firsts.count(relay) for relay in relays} == pytest.approx(dict.fromkeys(relays, 16), abs=10)
+
+
+@pytest.mark.parametrize("count", [5, 40])
+def test_askers_are_those_that_have_one_as_their_neighbour(count: int) -> None:
+    members = [f"m{n}#1" for n in range(count)]
+    for own in members:
+        assert askers(own, members) == {m for m in members if own in neighbours(m, members)}
+
+
+def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
+    members = (A, B, C, D)
+    seen = [LinkObservation(100, {m: 100 for m in members if m != own}) for own in members]
+    assert plan(members, seen, LinkTable()).order == ()
+    network = plan(members, seen, LinkTable(), behind=(C, D))
+    order = [members[place] for place in network.order]
+    assert network.behind == (2, 3)
+    assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset((C, D))} == set()
+    assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAYED, 100)
+
+
+def test_relayed_pair_of_which_nothing_is_known_slows_nothing_down() -> None:
+    nothing = [LinkObservation() for _ in range(3)]
+    assert plan((A, B, C), nothing, LinkTable(), behind=(B, C)).slowest_link == 0
