@@ -31,6 +31,8 @@ class Wait:
 
     reason: str
     waiting_for: tuple[str, ...] = ()
+    is_too_few: bool = False
+    """The others may have gone on with another store."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait 
     here, needed = sum(m in members for m in electors(last)), (len(electors(last)) + 1) // 2
     return Wait(
         f"{here} of {len(electors(last))} members of round {last.round} are at this store; {needed} are needed, since "
-        "the others may have gone on with another store of store.url"
+        "the others may have gone on with another store of store.url",
+        is_too_few=True,
     )
 
 

@@ -4,8 +4,8 @@ A run that has several stores uses one of them at a time. Each change of the sto
 one line of history, whoever is cut off from whom:
 
 1. A round is committed only by at least half of the electors: the members of the last committed round that stay.
-2. A generation begins only when more than half of the electors have promised it: a member that has promised a generation
-   votes in no older one.
+2. A generation begins only when more than half of the electors have promised it: who has promised a generation votes
+   in no older one.
 3. It begins with what those who promised it know: the newest verdict, and also the round that all of them have voted
    for, since that may have been committed where they cannot look any more.
 
@@ -85,7 +85,7 @@ def may_commit(members: Collection[str], verdict: Verdict) -> bool:
 
 
 def may_move(members: Collection[str], verdict: Verdict) -> bool:
-    """Whether these members may begin a generation after this verdict: more than half of its electors are among them."""
+    """Whether these members may begin a generation after this verdict: more than half of its electors are there."""
     return 2 * len({*electors(verdict)} & {*members}) > len(electors(verdict))
 
 
@@ -180,14 +180,14 @@ def next_step(
 ) -> Step:
     """What a member does whose store is gone, or too few go on there.
 
-    `candidates`: the stores that it reaches, in the order in which the run is to use them, each of which it has told its
-    account. `own`: the account. `has_store`: its store is there, with its record, but too few members are.
+    `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
+    account. `own`: that account. `has_store`: its store is there, with its record, but too few members are.
     """
     begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
     newest = max(begun, key=_generation_of, default=None)
-    if newest is not None and _generation_of(newest) >= own.promised:
-        if _generation_of(newest) > own.generation or not has_store:
-            return Enter(newest, _generation_of(newest))
+    is_open = newest is not None and _generation_of(newest) >= own.promised
+    if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
+        return Enter(newest, _generation_of(newest))
     if own.promised > own.generation and newest is not None:  # the generations that it may not vote in
         has_gone_on = own.committed is not None and newest.committed_round > own.committed.round
         if own.generation < _generation_of(newest) < own.promised or has_gone_on:
@@ -243,6 +243,6 @@ def _too_few(candidates: Sequence[Candidate]) -> str:
         return "no round of the run is committed yet: only the store that it was begun in can go on with it"
     here, all_of_them = len({*electors(verdict)} & {*told}), len(electors(verdict))
     return (
-        f"{here} of {all_of_them} members of round {verdict.round} are without their store here; more than half of them "
-        "may go on with another one"
+        f"{here} of {all_of_them} members of round {verdict.round} are without their store here; more than half of "
+        "them may go on with another one"
     )
