@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.faults.arena import TINY
 
 from zeroband.elastic.store.local_server import RedisServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
@@ -102,8 +102,13 @@ class StoreConfig(Section):
 
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
-    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. Several with blanks between them: when the one in
-    use dies, the members go on with another one. None: this node trains alone, without [outer]."""
+    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. Several, as a list or with blanks between
+    them: when the one in use dies, the members go on with another. None: this node trains alone, without [outer]."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _may_be_a_list(cls, url: object) -> object:
+        return " ".join(map(str, cast("list[object]", url))) if isinstance(url, list) else url
 
     @field_validator("url")
     @classmethod

@@ -54,7 +54,7 @@ class Candidate:
     generation: Generation | None
     """The one that began there last; None: none did, or the store has lost it."""
     committed_round: int = -1
-    """Of its newest verdict; -1: it has none."""
+    """That of its newest verdict; -1: it has none."""
     accounts: Mapping[str, Account] = field(default_factory=dict[str, Account])
     """What members told it within the last moments, by member."""
 
@@ -164,7 +164,7 @@ class ComeBack:
 
 @dataclass(frozen=True)
 class StayPut:
-    """Nothing can be done now."""
+    """Wait: nothing can be done now."""
 
     reason: str
 
@@ -202,8 +202,8 @@ def next_step(
     ]
     if not electable:
         return StayPut(_too_few(candidates))
-    candidate, promised = max(reversed(electable), key=lambda one: _rank(one[1]))
-    if own.promised.store == candidate.store and own.promised == promised:
+    candidate, promised = max(electable, key=lambda one: _rank(one[1]))
+    if promised is not None and own.promised == promised:
         bound = {member: account for member, account in candidate.accounts.items() if account.promised == promised}
         legacy = legacy_of(bound)
         return StayPut("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)

@@ -37,7 +37,7 @@ from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.mover import Mover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
-from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
+from zeroband.errors import Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -368,7 +368,12 @@ class Member:
         return self._checked(self.store.view(round), round)
 
     def _checked(self, view: View, round: int) -> View:
+        until_s = self._clock() + self._time_outs.store_s
         while self._mover is not None and view.generation != self._memory.generation:
+            if self._departure.is_overdue(self._clock()):
+                raise Leaving("asked to leave while the run was without a store")
+            if self._clock() > until_s:
+                raise StoreLost("the store lost the run's record, and too few members went on with another one")
             self._mover.recover()
             view = self.store.view(round)
         if self._memory.is_more_than(view, round):

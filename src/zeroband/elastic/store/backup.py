@@ -43,7 +43,7 @@ class LiveBackup:
         self._record: Mapping[str, Any] | None = None
         """What the verdict on the newest vote would say."""
         self.generation: Generation | None = None
-        """Of the store in use, in a run of several."""
+        """The generation of the store in use, in a run of several."""
         self._promised: Generation | None = None
 
     @property

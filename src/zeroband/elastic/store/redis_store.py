@@ -202,7 +202,8 @@ class RedisStore(Store):
 
     `url`: of several stores, with blanks between them, the one in use is found at the first call (`reach`).
     `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
-    is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease.
+    is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease, or
+    `answer_s`.
     `before_retry`: called before every further attempt; what it raises ends the call.
     """
 
@@ -214,6 +215,7 @@ class RedisStore(Store):
         key: RunKey | None = None,
         lease_s: float = 5.0,
         patience_s: float,
+        answer_s: float | None = None,
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self.keys = Keys(run_id)
@@ -230,11 +232,11 @@ class RedisStore(Store):
         self._before_retry = before_retry
         self._has_answered = False
         self._lease_ms = int(lease_s * 1000)
-        self._answer_s = min(max(1.0, lease_s), patience_s)
+        self._answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
         addresses = addresses_in(url) or (url,)
         self._redis = connect(addresses[0], timeout_s=self._answer_s)
         self.address = addresses[0]
-        """Of the store in use."""
+        """Address of the store in use."""
         self.generation: Generation | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
         self.on_silence: Callable[[], None] = self.follow
@@ -242,10 +244,13 @@ class RedisStore(Store):
         self._answered_at_s = time.monotonic()
         self._following = threading.RLock()
         self.candidates = tuple(
-            RedisStore(address, run_id, key=key, lease_s=lease_s, patience_s=_SURVEY_S)
+            RedisStore(address, run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
             for address in (addresses if len(addresses) > 1 else ())
         )
         """The stores of the run, of which each is asked by itself; none where there is one alone."""
+        self._load_scripts()
+
+    def _load_scripts(self) -> None:
         self._view = self._script(scripts.VIEW, _VIEW)
         self._open, self._begin, self._fail, self._order = (
             self._script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)

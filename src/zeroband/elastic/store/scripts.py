@@ -165,7 +165,8 @@ VIEW = _script(
 --   tag_generation [word ttl generation]
 -- What a member says is written first, if the store is in that generation; its first word counts. Told is
 -- what is another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and
--- where there are enough of them; else how many, and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+-- where there are enough of them; else how many, and what this member itself said: its word where the
+-- caller lacks it, 1 where it is there, 0 where it is not.
 local goes_on = follows(KEYS[10], ARGV[3])
 local function known(i) return goes_on and ARGV[i] or '0' end
 if KEYS[12] and is_current(KEYS[11], ARGV[24]) then

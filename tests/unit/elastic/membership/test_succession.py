@@ -1,7 +1,7 @@
 """A run with several stores keeps one line of history.
 
-Stores die, nodes are cut off and lost, and whatever they do, no round is committed twice, and none by fewer than half of
-those who may commit it.
+Stores die, nodes are cut off and lost, and whatever they do, no round is committed twice, and none by fewer than half
+of those who may commit it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from zeroband.data.ledger import SHARED, Range, take
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Generation, FOUNDING_ROUND, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Generation, Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
