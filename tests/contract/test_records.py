@@ -221,7 +221,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "changed ready"
+    assert OPENING.id == "41-3410ed53986f"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
@@ -16,7 +16,7 @@ from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
-from zeroband.config.store_url import parse_store_url
+from zeroband.config.store_url import addresses_in, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 from zeroband.config.training import FLOAT8_MULTIPLE, TrainConfig
 
@@ -108,18 +108,29 @@ class CommConfig(Section):
 
 
 class StoreConfig(Section):
-    """The run's Redis."""
+    """The run's Redis, or several of which it uses one at a time."""
 
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
-    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. None: this node trains alone, without [outer]."""
+    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. Several, as a list or with blanks between
+    them: when the one in use dies, the members go on with another. None: this node trains alone, without [outer]."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _may_be_a_list(cls, url: object) -> object:
+        return " ".join(map(str, cast("list[object]", url))) if isinstance(url, list) else url
 
     @field_validator("url")
     @classmethod
     def _names_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
         if url is not None:
-            parse_store_url(url.get_secret_value())
+            parse_store_urls(url.get_secret_value())
         return url
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the run has several stores."""
+        return self.url is not None and len(addresses_in(self.url.get_secret_value())) > 1
 
 
 class ElasticConfig(Section):

@@ -70,6 +70,27 @@ class StoreUrl:
         return f"{self.scheme}://{place}{f'/{self.service}' if self.service else ''}"
 
 
+def addresses_in(text: str) -> tuple[str, ...]:
+    """The addresses of a run's stores, which have blanks between them; none in an empty text."""
+    return tuple(text.split())
+
+
+def parse_store_urls(text: str) -> tuple[StoreUrl, ...]:
+    """Take the addresses of one or several stores apart.
+
+    Raises ValueError as `parse_store_url`, and where one stands there twice.
+    """
+    found = tuple(parse_store_url(address) for address in addresses_in(text) or ("",))
+    if len({*addresses_in(text)}) < len(found):
+        raise ValueError("store.url names a store twice; each of several is another one")
+    return found
+
+
+def shown_stores(text: str) -> str:
+    """The addresses without users, passwords and options, for messages."""
+    return " ".join(store.shown for store in parse_store_urls(text))
+
+
 def parse_store_url(text: str) -> StoreUrl:
     """Take an address of a Redis apart: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `rediss+sentinel://`.
 

@@ -21,7 +21,7 @@ import torch
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.store_url import parse_store_url
+from zeroband.config.store_url import shown_stores
 from zeroband.data.ledger import count
 from zeroband.dropin.common_step import CommonOptimizer, LoopDdp, SteppedLoopState, loop_state_of
 from zeroband.dropin.company import Company
@@ -170,7 +170,7 @@ class Session:
         """Build what watches for peers, on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
-        address = None if is_own else parse_store_url(self.store_url).shown
+        address = None if is_own else shown_stores(self.store_url)
         return Company(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
     def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport]:
@@ -178,7 +178,7 @@ class Session:
 
         Returns the round with which this node became one; none where it is done.
         """
-        run_id, shown = self._node.config.run.id, parse_store_url(self.store_url).shown
+        run_id, shown = self._node.config.run.id, shown_stores(self.store_url)
         try:
             rounds = self._enter(None)
         except RunOver as over:

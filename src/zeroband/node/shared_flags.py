@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ADVANCED, _ABORTED, _FENCED, _SERVES, _LISTED, _SESSION = range(7)
+_PROGRESS, _ADVANCED, _ABORTED, _FENCED, _SERVES, _LISTED, _GENERATION, _SESSION = range(8)
 _SESSION_BYTES = 256
 """Bytes of the session behind the last word, which holds its length."""
 
@@ -92,6 +92,14 @@ class SharedFlags:
 
     def set_listed_version(self, version: int) -> None:
         self._write(_LISTED, version)
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation of the run's store that this node has promised. Written by local rank 0."""
+        return self._read(_GENERATION)
+
+    def set_generation(self, number: int) -> None:
+        self._write(_GENERATION, number)
 
     @property
     def session(self) -> str:

@@ -99,6 +99,12 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "members", "wait_s", "until", "then", "type"),
         logging.WARNING,
     ),
+    "store_changed": EventKind(
+        "The run goes on with another one of its stores, since the one before was lost; generation: number of the "
+        "change.",
+        ("store", "generation"),
+        logging.WARNING,
+    ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),

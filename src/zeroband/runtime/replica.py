@@ -87,8 +87,13 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
     """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter."""
     outer, elastic = config.outer, config.elastic
     weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
-    sites = config.comm.sites if config.comm.backend == "native" else "off"
-    rules = Rules(elastic.min_nodes, elastic.start_nodes, counts_equally=weighs_equally, sites=sites)
+    rules = Rules(
+        elastic.min_nodes,
+        elastic.start_nodes,
+        has_several_stores=config.store.are_several,
+        counts_equally=weighs_equally,
+        sites=config.comm.sites if config.comm.backend == "native" else "off",
+    )
     if not isinstance(outer, RoundsConfig):
         return rules
     return replace(
@@ -175,6 +180,8 @@ class Replica:
             )
         on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
         store.trust_address()
+        if store.candidates and self._node.local.rank:
+            store.follow()
         return store
 
     def _match_run(self) -> dict[str, str]:

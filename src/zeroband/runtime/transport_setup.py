@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from zeroband.config.schema import RunConfig
-from zeroband.config.store_url import parse_store_url
+from zeroband.config.store_url import parse_store_urls
 from zeroband.elastic.guardian.link_report import PartnersWriter
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.reach import Ways, ways_to
@@ -191,7 +191,7 @@ def _is_loopback(host: str) -> bool:
 def address_towards(store_url: str) -> str:
     """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
     problem = ""
-    hosts = parse_store_url(store_url).hosts
+    hosts = [host for store in parse_store_urls(store_url) for host in store.hosts]
     for host, port in hosts:
         try:
             family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

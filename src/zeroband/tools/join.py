@@ -22,7 +22,7 @@ from zeroband.config import RunConfig
 from zeroband.config.load import render_toml
 from zeroband.config.recorded import other_items, recorded_config
 from zeroband.config.schema import FaultConfig
-from zeroband.config.store_url import parse_store_url
+from zeroband.config.store_url import shown_stores
 from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
@@ -57,7 +57,7 @@ class Join:
     @property
     def shown(self) -> str:
         """The command as somebody types it who has the password of the store, if there is one."""
-        settings = {**self.environment, _URL: parse_store_url(self.environment[_URL]).shown}
+        settings = {**self.environment, _URL: shown_stores(self.environment[_URL])}
         settings.pop(_TOKEN, None)
         words = [*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "zeroband", *self.command]
         return " ".join(words)
@@ -117,7 +117,7 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
     if not url:
         raise ConfigError(f"no URL of the run's store: zeroband join redis://HOST:6379 ..., or {_URL}")
     try:
-        place = parse_store_url(url).shown
+        place = shown_stores(url)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     secrets = _secrets(options.token_file)

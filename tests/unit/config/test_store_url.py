@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config import store_url
-from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
+from zeroband.config.schema import StoreConfig
+from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url, parse_store_urls
 
 PASSWORD = "s3cret"
 
@@ -151,3 +152,16 @@ def test_shown_address_holds_no_login() -> None:
     assert url.shown == "rediss+sentinel://a:1,[::2]:3/main"
     assert "s3cret" not in repr(url)
     assert parse_store_url("unix://u:p@/run/sock").shown == "unix:///run/sock"
+
+
+def test_several_stores_stand_with_blanks_between_them_or_in_a_list() -> None:
+    text = "redis://:p@a:1 unix:///b.sock"
+    assert [store.shown for store in parse_store_urls(text)] == ["redis://a:1", "unix:///b.sock"]
+    given = StoreConfig.model_validate({"url": text.split()})
+    assert given == StoreConfig.model_validate({"url": text}) and given.are_several
+    assert not StoreConfig.model_validate({"url": "redis://a:1"}).are_several
+
+
+def test_a_store_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="names a store twice"):
+        parse_store_urls("redis://a:1 redis://a:1")

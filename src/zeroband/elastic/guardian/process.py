@@ -33,7 +33,6 @@ from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
 from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, probe_ways
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
@@ -206,7 +205,7 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def _take_post(order: GuardianOrder, store: Store, flags: SharedFlags, calls: socket.socket) -> _Watch:
+def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> _Watch:
     """Raises ConfigError where the node's port stays taken: the guardian before this one may hold it for a moment."""
     end_s = time.monotonic() + _PREDECESSOR_S
     while True:
@@ -254,7 +253,7 @@ def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls
 class _Watch:
     """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
 
-    def __init__(self, order: GuardianOrder, store: Store, flags: SharedFlags, calls: socket.socket) -> None:
+    def __init__(self, order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> None:
         self._order = order
         self._store = store
         self._flags = flags
@@ -322,6 +321,8 @@ class _Watch:
         peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._told)
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
+        if not self._is_at_store():
+            raise StoreLost("the trainer is on its way to another store")
         listed_version = self._flags.listed_version
         members = self._store.renew_lease(order.member_id, peer, first=is_first, listed_version=listed_version)
         self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
@@ -343,6 +344,13 @@ class _Watch:
             self._lines = choose_lines(self._order.member_id, self._lines, links.dialled(), self._members)
         doubted = links.doubted() if self._has_neighbours else ()
         return links.cut_off(), doubted, links.undialled(), self._lines
+
+    def _is_at_store(self) -> bool:
+        """Whether this is at the store of the trainer, of several, or has gone there now."""
+        store, number = self._store, self._flags.generation
+        if store.candidates and (store.generation is None or store.generation.number < number):
+            store.follow()
+        return not store.candidates or (store.generation is not None and store.generation.number >= number)
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""

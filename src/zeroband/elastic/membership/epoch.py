@@ -19,6 +19,7 @@ from typing import Any
 from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
+from zeroband.elastic.membership.succession import electors, may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
 
 LEAST_GRACE_S = 0.25
@@ -31,6 +32,8 @@ class Wait:
 
     reason: str
     waiting_for: tuple[str, ...] = ()
+    is_too_few: bool = False
+    """The others may have gone on with another store."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Rules:
     """What a member sends and receives in a round at least; 0: not known, and nobody is left out for its link."""
     hidden: float = 0.0
     """Part of a phase of inner steps that a round travels beside."""
+    has_several_stores: bool = False
+    """A round takes at least half of the last one's electors: the others may have gone to another store."""
     counts_equally: bool = False
     """Nodes count the same in a round, however much each of them has learned."""
     sites: SitesRule = "off"
@@ -115,11 +120,28 @@ def next_opening(
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
+    if not is_founding and (wait := _too_few_electors(members, view, rules)) is not None:
+        return wait
     rates = links()
     sites = _sites_of(members, view, rules, rates)
     sitting_out = frozenset() if is_founding else _slow_links(sites, view, rules, patience, rates)
+    if _too_few_electors([m for m in members if m not in sitting_out], view, rules) is not None:
+        sitting_out = frozenset()
     members = tuple(m for m in members if m not in sitting_out)
     return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out))
+
+
+def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait | None:
+    """Why a run of several stores does not go on with these members; None where it does."""
+    last = view.committed
+    if not rules.has_several_stores or last is None or may_commit(members, last):
+        return None
+    here, needed = sum(m in members for m in electors(last)), (len(electors(last)) + 1) // 2
+    return Wait(
+        f"{here} of {len(electors(last))} members of round {last.round} are at this store; {needed} are needed, since "
+        "the others may have gone on with another store of store.url",
+        is_too_few=True,
+    )
 
 
 def _opening_to(

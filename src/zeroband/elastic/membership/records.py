@@ -252,6 +252,15 @@ class LinkRates:
     """The longest round trip to another member; 0: not known."""
 
 
+@dataclass(frozen=True, order=True)
+class Generation:
+    """A time in which a run of several stores uses one of them. Of two, that of the higher number is the newer one."""
+
+    number: int
+    store: str
+    """Id that the store gave itself; one that lost its memory has another id, and so is another store."""
+
+
 @dataclass(frozen=True)
 class View:
     """What one look at the store showed, all of it at one instant."""
@@ -279,6 +288,8 @@ class View:
     """So many more stand at the boundary than `ready` shows, which has this member at least."""
     unseen_votes: int = 0
     """So many more have voted than `votes` shows."""
+    generation: Generation | None = None
+    """The one that this store is in; None: none, as in runs that have one store."""
 
     @property
     def arrived(self) -> int:

@@ -34,8 +34,10 @@ from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
-from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
+from zeroband.errors import Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -140,6 +142,7 @@ class Member:
         self.member_id = run.name_member(identity.node_id)
         self.identity = identity
         self.store = run.store
+        self._mover: Mover | None = None
         self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
@@ -175,6 +178,8 @@ class Member:
             is_first=True,
             store_s=time_outs.store_s,
         )
+        if isinstance(self.store, RedisStore) and self.store.candidates:
+            self._mover = Mover(self.store, self.member_id, self._memory, flags, run.on_event)
         self._links = LinkReader(identity.shm_dir, self.member_id)
         self._guardian = _KeptGuardian(order, run)
         self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
@@ -259,7 +264,8 @@ class Member:
             decision = next_opening(view, round, rules, patience, self.store.links)
         if isinstance(decision, Wait):
             return decision
-        if decision != current and not self.store.propose_opening(decision, current=current):
+        generation = view.generation
+        if decision != current and not self.store.propose_opening(decision, current=current, generation=generation):
             return Wait("another member's proposal was first")
         if self.member_id not in decision.members:
             return Wait(f"round {round} is open to {len(decision.members)} others")
@@ -267,14 +273,16 @@ class Member:
 
     def vote(self, opening: Opening, digest: str) -> None:
         """Name the result that this member holds; what the store shows then is the first look of `await_verdict`."""
-        self._memory.voted(opening, digest)
-        self._first_look = opening.round, self._checked(self.store.vote(opening, self.member_id, digest), opening.round)
+        generation = self._memory.voted(opening, digest)
+        view = self.store.vote(opening, self.member_id, digest, generation=generation)
+        self._first_look = opening.round, self._checked(view, opening.round)
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record` is what this member would write into the verdict.
 
         Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
         """
+        self._memory.would_record(opening, record)
         return self._poll(opening.round, self.verdict_rule(opening, record))
 
     def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
@@ -294,7 +302,7 @@ class Member:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")
             if isinstance(decision, Verdict):
-                if not self.store.propose_verdict(decision):
+                if not self.store.propose_verdict(decision, generation=view.generation):
                     return Wait("the round was settled by another member")
                 self._memory.committed(decision)
                 self._settled_at_s = self._clock()
@@ -330,6 +338,8 @@ class Member:
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
+            if self._mover is not None and decision.is_too_few:
+                self._mover.look_elsewhere()
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s
                 _log.info(
@@ -361,8 +371,16 @@ class Member:
         return self._checked(self.store.view(round), round)
 
     def _checked(self, view: View, round: int) -> View:
+        until_s = self._clock() + self._time_outs.store_s
+        while self._mover is not None and view.generation != self._memory.generation:
+            if self._departure.is_overdue(self._clock()):
+                raise Leaving("asked to leave while the run was without a store")
+            if self._clock() > until_s:
+                raise StoreLost("the store lost the run's record, and too few members went on with another one")
+            self._mover.recover()
+            view = self.store.view(round)
         if self._memory.is_more_than(view, round):
-            if self.store.restore(self._memory.known):
+            if self.store.restore(self._memory.to_restore):
                 self._told_links = LinkRates()
                 _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
             view = self.store.view(round)
@@ -446,6 +464,8 @@ class Member:
         """Stop watching and give the lease back."""
         self._watcher.close()
         self._guardian.close()
+        if self._mover is not None:
+            self._mover.close()
 
 
 class Stragglers:

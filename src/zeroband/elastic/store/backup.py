@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import Generation, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.succession import Account
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class StoreBackup:
     """The last that it gave."""
     orders: Orders = field(default_factory=Orders)
 
+    @property
+    def own_words(self) -> StoreBackup:
+        """What this member said itself."""
+        return StoreBackup(self.member_id, self.run, ready=self.ready, vote=self.vote)
+
 
 class LiveBackup:
     """The newest that this member saw and said."""
@@ -33,6 +40,11 @@ class LiveBackup:
         self._lock = threading.Lock()
         self._known = StoreBackup(member_id, run)
         self._failed: tuple[Opening, str] | None = None
+        self._record: Mapping[str, Any] | None = None
+        """What the verdict on the newest vote would say."""
+        self.generation: Generation | None = None
+        """The generation of the store in use, in a run of several."""
+        self._promised: Generation | None = None
 
     @property
     def known(self) -> StoreBackup:
@@ -43,9 +55,50 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, digest: str) -> None:
+    def voted(self, opening: Opening, digest: str) -> Generation | None:
+        """This member votes; returns the generation in which alone that counts."""
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
+            self._record = None
+            return self._promised
+
+    def would_record(self, opening: Opening, record: Mapping[str, Any]) -> None:
+        """What this member would write into the verdict after its vote."""
+        with self._lock:
+            if self._known.vote is not None and self._known.vote[0] == opening:
+                self._record = record
+
+    # -- in a run of several stores -----------------------------------------------------------------------------
+
+    @property
+    def to_restore(self) -> StoreBackup:
+        """What a store that lost it gets back. One of several gets this member's words: the rest begins with it."""
+        return self.known if self.generation is None else self.known.own_words
+
+    def account(self) -> Account:
+        """What this member knows."""
+        with self._lock:
+            known, generation, promised = self._known, self.generation, self._promised
+            assert generation is not None and promised is not None
+            vote = known.vote[1] if known.vote is not None and known.vote[0] == known.opening else None
+            record = self._record if vote is not None else None
+            return Account(
+                promised, generation, known.committed, known.opening, vote, record, known.orders, dict(known.run)
+            )
+
+    def promise(self, generation: Generation) -> None:
+        """Vote in no older generation from now on."""
+        with self._lock:
+            self._promised = generation
+
+    def enter(self, generation: Generation, opening: Opening | None) -> None:
+        """Be in a generation, in which this is the opening: what an older one showed beside it counts no more."""
+        with self._lock:
+            if generation != self.generation:
+                vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == opening else None
+                self._known = replace(self._known, opening=opening, vote=vote)
+                self._failed = None
+            self.generation = self._promised = generation
 
     def committed(self, verdict: Verdict) -> None:
         """This member wrote the verdict."""
@@ -79,7 +132,7 @@ class LiveBackup:
 
     def is_more_than(self, view: View, round: int) -> bool:
         """Whether the store, looked at for `round`, has lost something of what this member saw or said."""
-        known = self.known
+        known = self.to_restore
         if _is_of_another_session(view, known):
             return False  # it is learned first; rounds of two sessions are not compared
         if not view.is_known or _is_behind(view, known):

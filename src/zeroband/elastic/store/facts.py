@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from zeroband.config.schema import RunConfig
-from zeroband.config.store_url import parse_store_url
+from zeroband.config.store_url import shown_stores
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
 from zeroband.elastic.store.redis_store import RedisStore
@@ -33,7 +33,7 @@ class StoreFacts(FactSource):
         self._run_id = run_id
         key, patience_s = RunKey.of(token, run_id), PATIENCE_S if patience_s is None else patience_s
         self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
-        self._place = f"{parse_store_url(url).shown} {run_id}"
+        self._place = f"{shown_stores(url)} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
         self._unopened: list[str] = []
         """Nodes whose word this token does not open."""

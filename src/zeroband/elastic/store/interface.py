@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
@@ -146,7 +146,9 @@ class Store(Protocol):
         """What the members know of their links, as of this node's last look."""
         ...
 
-    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+    def propose_opening(
+        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+    ) -> bool:
         """Make this the opening that follows the current one. False: another proposal was first."""
         ...
 
@@ -154,14 +156,16 @@ class Store(Protocol):
         """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
         ...
 
-    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         """Say which result a member holds for an opening, and look; the first word counts.
+
+        `generation`: in a run of several stores, the one that it counts in; a store that is in another takes no vote.
 
         The view need have the others' votes only if all members of the opening have voted.
         """
         ...
 
-    def propose_verdict(self, verdict: Verdict) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
         ...
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Generation,
     LinkRates,
     Opening,
     Peer,
@@ -20,6 +21,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
+from zeroband.elastic.membership.succession import Account
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
@@ -245,6 +247,23 @@ class Judge:
         except ValueError:
             self.reject(name, raw, _MALFORMED)
             return None
+
+    # -- what a run of several stores needs ---------------------------------------------------------------------
+
+    def seal_generation(self, generation: Generation) -> str:
+        return self._seals.seal("generation", "generation", label=Label(0, generation.number, generation.store))
+
+    def generation(self, name: str, raw: bytes | None) -> Generation | None:
+        """The generation that began in a store last; of the run, whatever session it is in."""
+        record = self._open(name, raw, "generation")
+        return None if record is None else Generation(record.label.version, record.label.id)
+
+    def seal_account(self, member: str, account: Account) -> str:
+        return self._seals.seal(to_json(account), "account", member)
+
+    def accounts(self, name: str, said: Mapping[str, bytes]) -> dict[str, Account]:
+        """What members told a store that the run may go to."""
+        return self._all(Account, name, said, "account")
 
     # -- what all share -----------------------------------------------------------------------------------------
 

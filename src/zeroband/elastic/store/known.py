@@ -12,10 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import (
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    View,
+)
 from zeroband.elastic.store.seals import id_of
 
-RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point")
+RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "generation")
 """Those of which a look shows one each, in the order in which it tells them."""
 
 _T = TypeVar("_T")
@@ -119,6 +128,7 @@ class Known:
     is_known: bool = False
     orders: Orders = field(default_factory=Orders)
     restart_point: RestartPoint | None = None
+    generation: Generation | None = None
     """What was read of the records that count."""
     view: View | None = None
     """What the last look gave; None where something is another by now."""

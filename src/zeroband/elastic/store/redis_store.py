@@ -13,14 +13,26 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import redis
 
+from zeroband.config.store_url import addresses_in, parse_store_url
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import (
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    View,
+)
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.succession import Account, Candidate, Legacy
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
@@ -75,8 +87,29 @@ _NEWS, _WORDS = bytes | int | None, (bytes, _FLAG, _LIST | int)
 _TIMES = (_TEXT, _TEXT, _TEXT)
 _RENEWAL = (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS)
 """The answer to a renewal."""
-_VIEW = (_TIMES, _NEWS, _NEWS, _NEWS, _NEWS, _NEWS, _NEWS, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS)
+_VIEW = (
+    _TIMES,
+    _NEWS,
+    _NEWS,
+    _NEWS,
+    _NEWS,
+    _NEWS,
+    _NEWS,
+    _NEWS,
+    _LIST | int,
+    _WORDS,
+    _WORDS,
+    _WORDS,
+    _FLAG,
+    _NEWS,
+    _NEWS,
+)
 """The answer to a look."""
+
+_SURVEY_S = 1.0
+"""In which a store that the run may go to must answer."""
+_FRESH_MS = 3000
+"""So long counts what a member told a store that the run may go to; it tells it again every moment."""
 
 _NEVER = 1 << 31
 """More members than there are."""
@@ -132,6 +165,10 @@ class Keys:
         self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
         self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
         self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
+        self.generation = f"{self.prefix}:generation"  # string: the generation that began here last, of several stores
+        self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
+        self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
+        self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 
     def ready(self, round: int) -> str:
@@ -163,8 +200,10 @@ class Keys:
 class RedisStore(Store):
     """The store of real runs. It also keeps the words of checkpoint writers, and the keys of process groups.
 
+    `url`: of several stores, with blanks between them, the one in use is found at the first call (`reach`).
     `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
-    is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease.
+    is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease, or
+    `answer_s`.
     `before_retry`: called before every further attempt; what it raises ends the call.
     """
 
@@ -176,6 +215,7 @@ class RedisStore(Store):
         key: RunKey | None = None,
         lease_s: float = 5.0,
         patience_s: float,
+        answer_s: float | None = None,
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self.keys = Keys(run_id)
@@ -192,8 +232,25 @@ class RedisStore(Store):
         self._before_retry = before_retry
         self._has_answered = False
         self._lease_ms = int(lease_s * 1000)
-        self._answer_s = min(max(1.0, lease_s), patience_s)
-        self._redis = connect(url, timeout_s=self._answer_s)
+        self._answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
+        addresses = addresses_in(url) or (url,)
+        self._redis = connect(addresses[0], timeout_s=self._answer_s)
+        self.address = addresses[0]
+        """Address of the store in use."""
+        self.generation: Generation | None = None
+        """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
+        self.on_silence: Callable[[], None] = self.follow
+        """Called while the store in use, of several, has been silent for a lease: finds another one, if it can."""
+        self._answered_at_s = time.monotonic()
+        self._following = threading.RLock()
+        self.candidates = tuple(
+            RedisStore(address, run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
+            for address in (addresses if len(addresses) > 1 else ())
+        )
+        """The stores of the run, of which each is asked by itself; none where there is one alone."""
+        self._load_scripts()
+
+    def _load_scripts(self) -> None:
         self._view = self._script(scripts.VIEW, _VIEW)
         self._open, self._begin, self._fail, self._order = (
             self._script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
@@ -213,6 +270,8 @@ class RedisStore(Store):
         self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts = self._script(scripts.READ_FACTS, list)
         self._read_nodes = self._script(scripts.READ_NODES, list)
+        self._tell_account = self._script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT))
+        self._begin_generation = self._script(scripts.BEGIN_GENERATION, _FLAG)
         self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
 
     def _script(self, text: str, answer: Shape) -> StoreScript:
@@ -235,8 +294,111 @@ class RedisStore(Store):
         return self._lease_ms // 2
 
     def reach(self, *, patience_s: float) -> None:
-        """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError."""
-        self._call(self._redis.ping, patience_s)
+        """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError.
+
+        Of several stores, the one in use is found, or the first one is taken into use where all answer and none is.
+        """
+        if not self.candidates:
+            self._call(self._redis.ping, patience_s)
+            return
+        until_s = time.monotonic() + patience_s
+        while self.generation is None:
+            seen = self.survey()
+            self._enter_newest(seen)
+            if self.generation is None and len(seen) == len(self.candidates):
+                first, candidate = seen[0]
+                first.begin(Generation(1, candidate.store), None)
+            elif self.generation is None and time.monotonic() > until_s:
+                silent = [store for store in self.candidates if store not in [known for known, _ in seen]]
+                names = ", ".join(parse_store_url(store.address).shown for store in silent)
+                raise StoreLost(
+                    f"no store of store.url holds this run, and {len(silent)} of {len(self.candidates)} do not answer, "
+                    f"of which one may hold it: {names}; start them, or take out of store.url those that are gone"
+                )
+            elif self.generation is None:
+                time.sleep(_PAUSE_MAX_S)
+
+    # -- several stores -----------------------------------------------------------------------------------------
+
+    def survey(self, member_id: str = "", account: Account | None = None) -> list[tuple[RedisStore, Candidate]]:
+        """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them."""
+
+        def ask(store: RedisStore) -> Candidate | None:
+            try:
+                return store.look_at_candidate(member_id, account)
+            except (StoreLost, ConfigError):
+                return None
+
+        with ThreadPoolExecutor(len(self.candidates), "survey") as pool:
+            answers = list(pool.map(ask, self.candidates))
+        return [(store, seen) for store, seen in zip(self.candidates, answers, strict=True) if seen is not None]
+
+    def look_at_candidate(self, member_id: str, account: Account | None) -> Candidate:
+        """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
+        keys, judge = self.keys, self._judge
+        names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed]
+        word = "" if account is None else judge.seal_account(member_id, account)
+        args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
+        id, generation, said, committed = self._run(self._tell_account, names, args)
+        verdict = judge.verdict(keys.committed, committed)
+        accounts = judge.accounts(keys.accounts, pairs(said))
+        round = -1 if verdict is None else verdict.round
+        return Candidate(text_of(id), judge.generation(keys.generation, generation), round, accounts)
+
+    def begin(self, generation: Generation, legacy: Legacy | None) -> bool:
+        """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
+        keys, judge = self.keys, self._judge
+        opening = None if legacy is None else legacy.opening
+        votes, failed = (
+            (f"{keys.prefix}:votes:none", f"{keys.prefix}:failed:none")
+            if opening is None
+            else (keys.votes(opening), keys.failed(opening))
+        )
+        names = [keys.store_id, keys.generation, keys.opening, keys.committed, keys.history, keys.clock, keys.run]
+        names += [keys.leases, keys.orders, keys.changes, keys.news, votes, f"{votes}:at", failed]
+        records = ["", "", "", ""]
+        if legacy is not None:
+            committed = judge.seal_verdict(legacy.committed)
+            judge.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
+            records = [judge.seal_opening(opening), committed, judge.seal_run(legacy.run)]
+            records.append(judge.seal_orders(legacy.orders))
+        args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
+        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
+        return bool(self._run(self._begin_generation, names, args))
+
+    def follow(self) -> None:
+        """Go to the store that the run uses, if it is seen to use another one."""
+        with self._following:
+            self._enter_newest(self.survey())
+
+    def sees_all(self) -> bool:
+        """Whether all stores of the run answer, and none is in a newer generation: the run goes on in no other one."""
+        seen = [candidate for _, candidate in self.survey()] if self.candidates else []
+        begun = [c.generation for c in seen if c.generation is not None and self.generation is not None]
+        return len(seen) == len(self.candidates) and not any(g > self.generation for g in begun if self.generation)
+
+    def _enter_newest(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
+        begun = [
+            (c.generation, store) for store, c in seen if c.generation is not None and c.generation.store == c.store
+        ]
+        newest = max(begun, key=lambda one: one[0], default=None)
+        if newest is not None and (self.generation is None or newest[0] > self.generation):
+            self.enter(newest[1], newest[0])
+
+    def enter(self, store: RedisStore, generation: Generation) -> None:
+        """Use this one of the candidates from now on."""
+        if store.address != self.address:
+            self._redis.connection_pool = connect(store.address, timeout_s=self._answer_s).connection_pool
+            self.address = store.address
+        self.generation = generation
+        self._answered_at_s = time.monotonic()
+        self._has_answered = True
+        self._era += 1
+
+    @property
+    def _stamp(self) -> str:
+        """The generation as scripts compare it."""
+        return _stamp_of(self.generation)
 
     def trust_address(self) -> None:
         """Take no refusal for final any more: another process of this node was answered at this address."""
@@ -244,11 +406,13 @@ class RedisStore(Store):
 
     def _call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
         patience_s = self._patience_s if patience_s is None else patience_s
+        if self.candidates and self.generation is None:
+            self.follow()
         started_at_s, pause_s, reminded_at_s = time.monotonic(), _PAUSE_MIN_S, time.monotonic()
         while True:
             try:
                 answer = call()
-                self._has_answered = True
+                self._has_answered, self._answered_at_s = True, time.monotonic()
                 return answer
             except Exception as error:
                 refusal = is_refusal(error)
@@ -267,6 +431,8 @@ class RedisStore(Store):
                     _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
             forget_connections(self._redis)
             self._before_retry()
+            if self.candidates and time.monotonic() - self._answered_at_s > self._lease_ms / 1000:
+                self.on_silence()
             time.sleep(random.uniform(0.5, 1.0) * pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
@@ -423,10 +589,11 @@ class RedisStore(Store):
         said = _Said(self.keys.ready(ready.round), self._judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=not enough, enough_ready=enough or _NEVER)
 
-    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id
         said = _Said(self.keys.votes(opening), self._judge.seal_vote(member_id, opening, digest))
-        return self._look(opening.round, said, whole=False, enough_votes=len(opening.members))
+        enough, stamp = len(opening.members), _stamp_of(generation)
+        return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
     def _known(self) -> Known:
         """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
@@ -454,19 +621,25 @@ class RedisStore(Store):
         enough_votes: int = _NEVER,
         seen: View | None = None,
         wait_ms: int = 0,
+        stamp: str | None = None,
     ) -> View:
-        """`said`: what is written first, in the same round trip. `wait_ms`: for news, where `seen` is the newest."""
+        """Look once.
+
+        `said`: what is written first, in the same round trip, if the store is in the generation of this `stamp`, or in
+        that of the store in use. `wait_ms`: for news, where `seen` is the newest.
+        """
         keys, known = self.keys, self._known()
         known.ask_for_round(round)
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names += [keys.orders, keys.restart_point, keys.changes]
-        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS)]
+        names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
+        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS[:-1])]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
         args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
+        args.append(known.tag(RECORDS[-1]))
         if said is not None:
             names.append(said.key)
-            args += [said.word, ROUND_TTL_S]
+            args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
         waits = wait_ms > 0 and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
         view = self._learn(known, round, self._run(self._view, names, args, wait=wait))
@@ -514,6 +687,7 @@ class RedisStore(Store):
             restart_point=known.restart_point,
             unseen_ready=known.ready.unseen,
             unseen_votes=known.votes.unseen if opening is not None else 0,
+            generation=known.generation,
         )
         return known.view
 
@@ -528,6 +702,7 @@ class RedisStore(Store):
         known.failed = judge.failure("" if opening is None else keys.failed(opening), opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.orders = judge.orders(keys.orders, raw("orders"))
+        known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
@@ -551,11 +726,15 @@ class RedisStore(Store):
             self._keep(known)
         return known.links.read
 
-    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+    def propose_opening(
+        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+    ) -> bool:
         judge, keys = self._judge, self.keys
         args = [judge.seal_opening(current), opening.round, judge.seal_opening(opening), RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
+        args.append(_stamp_of(generation))
         names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
+        names.append(keys.generation)
         return bool(self._run(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -563,12 +742,19 @@ class RedisStore(Store):
         args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
         return bool(self._run(self._fail, [*keys, self.keys.changes, self.keys.news], args))
 
-    def propose_verdict(self, verdict: Verdict) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self._judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
+        names.append(keys.generation)
         args = [judge.seal_opening(opening), verdict.round, judge.seal_verdict(verdict), RUN_TTL_S, HISTORY_LENGTH]
-        args += [self._silence_ms, SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening))]
+        args += [
+            self._silence_ms,
+            SPENT_TTL_S,
+            judge.junk(keys.committed),
+            judge.junk(keys.failed(opening)),
+            _stamp_of(generation),
+        ]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])
@@ -685,7 +871,14 @@ class RedisStore(Store):
         return bool(self._call(lambda: self._redis.delete(key)))
 
     def close(self) -> None:
+        self._redis.connection_pool.disconnect()
         self._redis.close()
+        for candidate in self.candidates:
+            candidate.close()
+
+
+def _stamp_of(generation: Generation | None) -> str:
+    return "" if generation is None else f"{generation.number} {generation.store}"
 
 
 def _sha1(said: bytes) -> str:

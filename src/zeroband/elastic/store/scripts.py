@@ -30,6 +30,11 @@ local function label(raw) -- round, version and id that a record names; nothing 
   local round, version, id = string.match(raw or '', '^%x+ (%d+) (%d+) (%S+) ')
   return tonumber(round), tonumber(version), id
 end
+local function is_current(key, generation) -- whether a store of several is in it; empty: it is the only one
+  if generation == '' then return true end
+  local _, number, id = label(redis.call('GET', key))
+  return number ~= nil and string.format('%.0f %s', number, id) == generation
+end
 local function time_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
@@ -152,20 +157,21 @@ def _script(kinds: str, body: str) -> str:
 
 
 VIEW = _script(
-    "string string zset hash hash string hash string string hash hash",
+    "string string zset hash hash string hash string string hash string hash",
     """
--- KEYS: opening committed leases clock peers run ready orders restart_point changes [said]
+-- KEYS: opening committed leases clock peers run ready orders restart_point changes generation [said]
 -- ARGV: prefix silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
 --   tag_restart_point alive ready peers votes_of votes; whole enough_ready enough_votes member lacks_ready lacks_vote
---   [word ttl]
--- What a member says is written first; its first word counts. Told is what is another than the caller knows. Who is
--- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
--- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+--   tag_generation [word ttl generation]
+-- What a member says is written first, if the store is in that generation; its first word counts. Told is
+-- what is another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and
+-- where there are enough of them; else how many, and what this member itself said: its word where the
+-- caller lacks it, 1 where it is there, 0 where it is not.
 local goes_on = follows(KEYS[10], ARGV[3])
 local function known(i) return goes_on and ARGV[i] or '0' end
-if KEYS[11] then
-  if redis.call('HSETNX', KEYS[11], ARGV[18], ARGV[21]) == 1 then note(KEYS[10], KEYS[11], ARGV[18], ARGV[22]) end
-  redis.call('EXPIRE', KEYS[11], ARGV[22])
+if KEYS[12] and is_current(KEYS[11], ARGV[24]) then
+  if redis.call('HSETNX', KEYS[12], ARGV[18], ARGV[22]) == 1 then note(KEYS[10], KEYS[12], ARGV[18], ARGV[23]) end
+  redis.call('EXPIRE', KEYS[12], ARGV[23])
 end
 local function own(words, lacks)
   if lacks == '1' then return redis.call('HGET', words, ARGV[18]) or 0 end
@@ -188,17 +194,18 @@ if id then
 end
 local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[10])
 return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), unless(KEYS[1], ARGV[4]), unless(KEYS[2], ARGV[5]),
-        failed, unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]), alive,
-        told(KEYS[7], 11, ARGV[16]), since(KEYS[5], known(12)), votes,
+        failed, unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]),
+        unless(KEYS[11], ARGV[21]), alive, told(KEYS[7], 11, ARGV[16]), since(KEYS[5], known(12)), votes,
         is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[19]), own_vote}
 """,
 )
 
 OPEN = _script(
-    "string string hash string zset hash stream",
+    "string string hash string zset hash stream string",
     """
--- KEYS: opening committed clock orders leases changes news
--- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders
+-- KEYS: opening committed clock orders leases changes news generation
+-- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation
+if not is_current(KEYS[8], ARGV[10]) then return 0 end
 local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
 if (judged(redis.call('GET', KEYS[1]), ARGV[7]) or '') ~= ARGV[1] then return 0 end
 if is_settling(KEYS[5], KEYS[3], tonumber(ARGV[6])) then return 0 end
@@ -228,20 +235,22 @@ return 1
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string hash stream hash",
+    "string string list string zset hash hash hash hash string hash stream hash string",
     """
--- KEYS: opening committed history failed leases peers clock ready votes orders changes news links
--- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed orders next_orders listed ...
+-- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation
+-- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation orders next_orders
+--   listed ...
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
+if not is_current(KEYS[14], ARGV[10]) then return 0 end
 local silence = tonumber(ARGV[6])
 local committed = judged(redis.call('GET', KEYS[2]), ARGV[8])
 if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[5], KEYS[7], silence) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 if judged(redis.call('GET', KEYS[4]), ARGV[9]) then return 0 end
-if ARGV[11] ~= '' then
-  if redis.call('GET', KEYS[10]) ~= ARGV[10] then return 2 end
-  redis.call('SET', KEYS[10], ARGV[11], 'EX', ARGV[4])
+if ARGV[12] ~= '' then
+  if redis.call('GET', KEYS[10]) ~= ARGV[11] then return 2 end
+  redis.call('SET', KEYS[10], ARGV[12], 'EX', ARGV[4])
 end
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
@@ -252,7 +261,7 @@ for _, words in ipairs({KEYS[8], KEYS[9]}) do
   redis.call('EXPIRE', times_of(words), ARGV[7])
 end
 local listed = {}
-for i = 12, #ARGV do listed[ARGV[i]] = true end
+for i = 13, #ARGV do listed[ARGV[i]] = true end
 local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
@@ -433,6 +442,63 @@ redis.call('EXPIRE', KEYS[4], ARGV[1])
 if changed or is_older_file then redis.call('HSET', KEYS[9], 'born', time_ms()) end -- it may count them a second time
 tell(KEYS[9], KEYS[10])
 return changed and 1 or 0
+""",
+)
+
+TELL_ACCOUNT = _script(
+    "string string hash hash string",
+    """
+-- KEYS: id generation accounts told_at committed   ARGV: new_id member account ttl fresh_ms
+-- What a member tells that may go to this store; empty: it only looks. Returns the store's id, its generation, what was
+-- told within the last moments, and the newest verdict.
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+local now, found = time_ms(), {}
+if ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
+  redis.call('HSET', KEYS[4], ARGV[2], now)
+end
+for _, key in ipairs({KEYS[1], KEYS[3], KEYS[4]}) do redis.call('EXPIRE', key, ARGV[4]) end
+local at = redis.call('HGETALL', KEYS[4])
+for i = 1, #at, 2 do
+  local age = now - (tonumber(at[i + 1]) or 0)
+  if age >= 0 and age <= tonumber(ARGV[5]) then
+    local said = redis.call('HGET', KEYS[3], at[i])
+    if said then found[#found + 1] = at[i]; found[#found + 1] = said end
+  else
+    redis.call('HDEL', KEYS[3], at[i])
+    redis.call('HDEL', KEYS[4], at[i])
+  end
+end
+return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), found, redis.call('GET', KEYS[5])}
+""",
+)
+
+BEGIN_GENERATION = _script(
+    "string string string string list hash string zset string hash stream hash hash string",
+    """
+-- KEYS: id generation opening committed history clock run leases orders changes news votes votes_at failed
+-- ARGV: id generation junk_generation opening committed run orders ttl keep lease_ms members ...
+-- A generation begins here, with what those who promised it know; unless a newer one did.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local _, newest = label(judged(redis.call('GET', KEYS[2]), ARGV[3]))
+local _, number = label(ARGV[2])
+if newest and newest >= number then return 0 end
+for i, record in ipairs({ARGV[2], ARGV[4], ARGV[5], ARGV[6], ARGV[7]}) do
+  local key = ({KEYS[2], KEYS[3], KEYS[4], KEYS[7], KEYS[9]})[i]
+  if record == '' then redis.call('DEL', key) else redis.call('SET', key, record, 'EX', ARGV[8]) end
+end
+for i = 12, 14 do redis.call('DEL', KEYS[i]) end
+if ARGV[5] ~= '' and redis.call('LRANGE', KEYS[5], 0, 0)[1] ~= ARGV[5] then redis.call('LPUSH', KEYS[5], ARGV[5]) end
+redis.call('LTRIM', KEYS[5], 0, ARGV[9] - 1)
+redis.call('EXPIRE', KEYS[5], ARGV[8])
+local now = time_ms()
+redis.call('DEL', KEYS[8])
+for i = 11, #ARGV do redis.call('ZADD', KEYS[8], now + tonumber(ARGV[10]), ARGV[i]) end
+if #ARGV >= 11 then redis.call('HSET', KEYS[6], 'pulse', now) end
+redis.call('HDEL', KEYS[6], 'settled')
+redis.call('HSET', KEYS[10], 'born', now)
+tell(KEYS[10], KEYS[11])
+return 1
 """,
 )
 

@@ -14,7 +14,17 @@ from typing import Generic, TypeVar
 
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import (
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    View,
+)
+from zeroband.elastic.membership.succession import Account, Legacy
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 
@@ -60,6 +70,9 @@ class MemoryRecord:
     votes: dict[Opening, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
     """By opening and member."""
     failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
+    generation: Generation | None = None
+    accounts: dict[str, Account] = field(default_factory=dict[str, Account])
+    """What members told that want to go to this store."""
 
     def lose_everything(self) -> None:
         """Forget all of the run, as a Redis without a disk does when it starts again."""
@@ -315,6 +328,7 @@ class MemoryStore(Store):
                 is_settling=self._is_settling(),
                 orders=self._orders(),
                 restart_point=self._restart_point(),
+                generation=record.generation,
             )
 
     def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
@@ -341,9 +355,30 @@ class MemoryStore(Store):
             self.record.changed.notify_all()
             return self.view(ready.round)
 
-    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+    def begin(self, generation: Generation, legacy: Legacy) -> bool:
         record = self.record
         with record.changed:
+            if record.generation is not None and record.generation >= generation:
+                return False
+            record.generation, record.committed, record.opening = generation, legacy.committed, legacy.opening
+            record.verdicts.append(legacy.committed)
+            record.shared, record.orders = self._say(dict(legacy.run)), self._say(legacy.orders)
+            if legacy.opening is not None:
+                record.openings.append(legacy.opening)
+                record.votes.pop(legacy.opening, None)
+                record.failed.pop(legacy.opening, None)
+            record.leases = dict.fromkeys(legacy.members, record.now_ms + self._lease_ms)
+            record.pulse_ms, record.settled_ms = record.now_ms, 0
+            record.changed.notify_all()
+            return True
+
+    def propose_opening(
+        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+    ) -> bool:
+        record = self.record
+        with record.changed:
+            if record.generation != generation:
+                return False
             committed = self._committed()
             is_committed = committed is not None and committed.round >= opening.round
             if self._opening() != current or is_committed or self._is_settling():
@@ -364,15 +399,18 @@ class MemoryStore(Store):
             self.record.changed.notify_all()
             return True
 
-    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         with self.record.changed:
-            self.record.votes[opening].setdefault(member_id, self._say(digest))
+            if self.record.generation == generation:
+                self.record.votes[opening].setdefault(member_id, self._say(digest))
             self.record.changed.notify_all()
             return self.view(opening.round)
 
-    def propose_verdict(self, verdict: Verdict) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         record, opening = self.record, verdict.opening
         with record.changed:
+            if record.generation != generation:
+                return False
             committed, orders = self._committed(), self._orders()
             is_committed = committed is not None and committed.round >= verdict.round
             if record.opening != opening or is_committed or self._is_settling() or opening in record.failed:

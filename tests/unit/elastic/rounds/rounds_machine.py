@@ -24,7 +24,7 @@ from zeroband.data.ledger import SHARED, Range, take
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Generation, Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
@@ -56,20 +56,22 @@ class RecordingStore(RedisStore):
         self.failed: set[str] = set()
         """Openings that somebody gave up, so that nobody may commit them."""
 
-    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+    def propose_opening(
+        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+    ) -> bool:
         if self.is_slow:
             self.on_the_way.append((opening, current))
             return False
         self.proposed.append((opening, current))
         self.newest_version = max(self.newest_version, opening.version)
-        return super().propose_opening(opening, current=current)
+        return super().propose_opening(opening, current=current, generation=generation)
 
-    def propose_verdict(self, verdict: Verdict) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         if self.is_slow:
             self.on_the_way.append(verdict)
             return False
         self.proposed.append(verdict)
-        return super().propose_verdict(verdict)
+        return super().propose_verdict(verdict, generation=generation)
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         is_failed = super().report_failure(opening, reason)

@@ -540,4 +540,6 @@ def test_member_records_what_its_guardian_says_of_the_links(make_member: MakeMem
     LinkWriter(tmp_path, a.member_id).tell({"b#1": LinkSeen(30, 12.5, is_cut_off=False)}, 0.0)
     assert is_told.wait(10)
     a.close()
-    assert told == [("links", {"links": [{"to": "b#1", "mbit_s": 30, "rtt_ms": 12.5, "is_cut_off": False}]})]
+    assert told == [
+        ("links", {"links": [{"to": "b#1", "mbit_s": 30, "rtt_ms": 12.5, "is_cut_off": False, "way": "direct"}]})
+    ]

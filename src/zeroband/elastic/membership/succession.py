@@ -1,0 +1,244 @@
+"""Which of several stores a run uses, as pure rules: when its members may go to another one, and what that starts with.
+
+A run that has several stores uses one of them at a time. Each change of the store begins a generation. Three rules keep
+one line of history, whoever is cut off from whom:
+
+1. A round is committed only by at least half of the electors: the members of the last committed round that stay.
+2. A generation begins only when more than half of the electors have promised it: who has promised a generation votes
+   in no older one.
+3. It begins with what those who promised it know: the newest verdict, and also the round that all of them have voted
+   for, since that may have been committed where they cannot look any more.
+
+More than half of the electors have one in common with any half of them, and that one tells what was committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.records import Generation, Opening, Verdict
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a member tells a store that the run may go to."""
+
+    promised: Generation
+    """The newest generation that it has promised; it votes in no older one."""
+    generation: Generation
+    """The one that what it tells is from."""
+    committed: Verdict | None = None
+    """The newest verdict that it has seen."""
+    opening: Opening | None = None
+    """The newest opening that it has seen."""
+    vote: str | None = None
+    """Digest that it voted for after that opening. None: it has not."""
+    record: Mapping[str, Any] | None = None
+    """What it would write into the verdict of that opening; None: it does not know that yet."""
+    orders: Orders = field(default_factory=Orders)
+    run: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What all nodes must share."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A store as one look at it showed it."""
+
+    store: str
+    """Its id."""
+    generation: Generation | None
+    """The one that began there last; None: none did, or the store has lost it."""
+    committed_round: int = -1
+    """That of its newest verdict; -1: it has none."""
+    accounts: Mapping[str, Account] = field(default_factory=dict[str, Account])
+    """What members told it within the last moments, by member."""
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """What a generation begins with."""
+
+    committed: Verdict
+    opening: Opening | None
+    orders: Orders
+    run: Mapping[str, str]
+    members: tuple[str, ...]
+    """Those who count as alive when it begins."""
+
+
+def electors(verdict: Verdict) -> tuple[str, ...]:
+    """The members of a committed round that stay; where none does, all of them."""
+    opening = verdict.opening
+    staying = tuple(m for m, steps in zip(opening.members, opening.steps_requested, strict=False) if steps > 0)
+    return staying or opening.members
+
+
+def may_commit(members: Collection[str], verdict: Verdict) -> bool:
+    """Whether these members may commit the round after this verdict: at least half of its electors are among them."""
+    return 2 * len({*electors(verdict)} & {*members}) >= len(electors(verdict))
+
+
+def may_move(members: Collection[str], verdict: Verdict) -> bool:
+    """Whether these members may begin a generation after this verdict: more than half of its electors are there."""
+    return 2 * len({*electors(verdict)} & {*members}) > len(electors(verdict))
+
+
+def newest_verdict(accounts: Mapping[str, Account]) -> Verdict | None:
+    """The newest verdict that anybody tells of."""
+    told = [account.committed for account in accounts.values() if account.committed is not None]
+    return max(told, key=lambda verdict: verdict.round, default=None)
+
+
+def legacy_of(accounts: Mapping[str, Account]) -> Legacy | None:
+    """What a generation begins with that these members have promised; None: they are too few, or know too little."""
+    committed = newest_verdict(accounts)
+    if committed is None or not may_move(accounts, committed):
+        return None
+    newest = max(accounts.values(), key=_age)
+    opening = newest.opening
+    if opening is not None and opening.round == committed.round + 1:
+        voted = [account for member, account in accounts.items() if member in opening.members]
+        if all(account.vote is not None and account.opening == opening for account in voted) and voted:
+            record = next((account.record for account in voted if account.record is not None), None)
+            if len({account.vote for account in voted}) == 1:
+                if record is None:
+                    return None
+                committed = Verdict(opening, str(voted[0].vote), dict(record))
+                if not may_move(accounts, committed):
+                    return None
+    staying = (*committed.members, *committed.opening.late, *(() if opening is None else opening.members))
+    return Legacy(
+        committed,
+        opening,
+        max((account.orders for account in accounts.values()), key=lambda orders: orders.version),
+        newest.run,
+        tuple(dict.fromkeys([*accounts, *staying])),
+    )
+
+
+def _age(account: Account) -> tuple[Generation, int]:
+    return account.generation, -1 if account.opening is None else account.opening.version
+
+
+# -- what one member does ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Go to the store of a generation that has begun, or back to that of one's own."""
+
+    candidate: Candidate
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Vote in no generation before this one."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Have the promised generation begin."""
+
+    candidate: Candidate
+    generation: Generation
+    legacy: Legacy
+
+
+@dataclass(frozen=True)
+class ComeBack:
+    """Become another member: the run goes on in a generation in which this one may not vote."""
+
+    candidate: Candidate
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class StayPut:
+    """Wait: nothing can be done now."""
+
+    reason: str
+
+
+Step = Enter | Promise | Begin | ComeBack | StayPut
+
+
+def next_step(
+    candidates: Sequence[Candidate],
+    own: Account,
+    *,
+    has_store: bool,
+) -> Step:
+    """What a member does whose store is gone, or too few go on there.
+
+    `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
+    account. `own`: that account. `has_store`: its store is there, with its record, but too few members are.
+    """
+    begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
+    newest = max(begun, key=_generation_of, default=None)
+    is_open = newest is not None and _generation_of(newest) >= own.promised
+    if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
+        return Enter(newest, _generation_of(newest))
+    if own.promised > own.generation and newest is not None:  # the generations that it may not vote in
+        has_gone_on = own.committed is not None and newest.committed_round > own.committed.round
+        if own.generation < _generation_of(newest) < own.promised or has_gone_on:
+            return ComeBack(newest, _generation_of(newest))
+    pending = [_pending(candidate) for candidate in candidates]
+    if has_store and not any(generation > own.generation for generation in pending if generation is not None):
+        return StayPut("too few members of the last round are here, and no other store is being gone to")
+    electable = [
+        (candidate, generation)
+        for candidate, generation in zip(candidates, pending, strict=True)
+        if (verdict := newest_verdict(candidate.accounts)) is not None and may_move(candidate.accounts, verdict)
+    ]
+    if not electable:
+        return StayPut(_too_few(candidates))
+    candidate, promised = max(electable, key=lambda one: _rank(one[1]))
+    if promised is not None and own.promised == promised:
+        bound = {member: account for member, account in candidate.accounts.items() if account.promised == promised}
+        legacy = legacy_of(bound)
+        return StayPut("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
+    return Promise(_next_generation(candidate, promised, own))
+
+
+def _generation_of(candidate: Candidate) -> Generation:
+    assert candidate.generation is not None
+    return candidate.generation
+
+
+def _pending(candidate: Candidate) -> Generation | None:
+    """The newest generation that somebody has promised to begin at a store."""
+    promised = [a.promised for a in candidate.accounts.values() if a.promised.store == candidate.store]
+    return max((one for one in promised if candidate.generation is None or one > candidate.generation), default=None)
+
+
+def _rank(generation: Generation | None) -> tuple[int, str]:
+    return (-1, "") if generation is None else (generation.number, generation.store)
+
+
+def _next_generation(candidate: Candidate, pending: Generation | None, own: Account) -> Generation:
+    """The one to promise at a store: what others have promised there, where that is newer than one's own promise."""
+    if pending is not None and pending > own.promised:
+        return pending
+    known = [account.promised.number for account in candidate.accounts.values()]
+    last = 0 if candidate.generation is None else candidate.generation.number
+    return Generation(max([*known, last, own.promised.number]) + 1, candidate.store)
+
+
+def _too_few(candidates: Sequence[Candidate]) -> str:
+    if not candidates:
+        return "no store of the run answers"
+    told = max((candidate.accounts for candidate in candidates), key=len)
+    verdict = newest_verdict(told)
+    if verdict is None:
+        return "no round of the run is committed yet: only the store that it was begun in can go on with it"
+    here, all_of_them = len({*electors(verdict)} & {*told}), len(electors(verdict))
+    return (
+        f"{here} of {all_of_them} members of round {verdict.round} are without their store here; more than half of "
+        "them may go on with another one"
+    )

@@ -1,0 +1,94 @@
+"""A member of a run of several stores goes to another one: it asks all of them, and does what the rules say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.membership.succession import Begin, ComeBack, Enter, Promise, StayPut, next_step
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import Fenced
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.log import get_logger
+
+_PAUSE_S = 0.2
+_AGAIN_S = 2.0
+"""Between two looks at the other stores while too few members are at this one."""
+_REMIND_S = 30.0
+
+_log = get_logger(__name__)
+
+
+class Mover:
+    """Keeps a member at the store that its run uses. One for each membership."""
+
+    def __init__(
+        self,
+        store: RedisStore,
+        member_id: str,
+        memory: LiveBackup,
+        flags: SharedFlags,
+        on_event: Callable[..., object],
+    ) -> None:
+        self._store, self._member_id, self._memory, self._flags = store, member_id, memory, flags
+        self._on_event = on_event
+        self._lock = threading.RLock()
+        self._looked_at_s = time.monotonic()
+        self._said, self._said_at_s = "", 0.0
+        assert store.generation is not None, "the store in use is found before there is a member"
+        memory.enter(store.generation, None)
+        flags.set_generation(store.generation.number)
+        store.on_silence = self.recover
+
+    def recover(self) -> None:
+        """Take a step towards a store, since the one in use is silent or lost its record. Raises Fenced."""
+        self._take_step(has_store=False)
+        time.sleep(_PAUSE_S)
+
+    def look_elsewhere(self) -> None:
+        """See now and then whether the others have gone to another store, since too few members are at this one."""
+        if time.monotonic() - self._looked_at_s > _AGAIN_S:
+            self._looked_at_s = time.monotonic()
+            self._take_step(has_store=True)
+
+    def _take_step(self, *, has_store: bool) -> None:
+        with self._lock:
+            if self._flags.is_fenced:
+                raise Fenced(f"{self._member_id} may not vote any more: the run went on without it")
+            before = self._memory.generation
+            account = self._memory.account()
+            seen = self._store.survey(self._member_id, account)
+            stores = {candidate.store: store for store, candidate in seen}
+            match next_step([candidate for _, candidate in seen], account, has_store=has_store):
+                case Enter(candidate, generation):
+                    self._store.enter(stores[candidate.store], generation)
+                    self._memory.enter(generation, self._store.view(0).opening)
+                    self._flags.set_generation(generation.number)
+                    if generation != before:
+                        self._say_moved(generation.number)
+                case Promise(generation):
+                    self._memory.promise(generation)
+                    self._flags.set_generation(generation.number)
+                case Begin(candidate, generation, legacy):
+                    stores[candidate.store].begin(generation, legacy)
+                case ComeBack(candidate, generation):
+                    self._store.enter(stores[candidate.store], generation)
+                    self._flags.set_fenced(True)
+                case StayPut(reason):
+                    self._say_waiting(reason)
+
+    def _say_moved(self, number: int) -> None:
+        self._on_event("store_changed", store=parse_store_url(self._store.address).shown, generation=number)
+
+    def _say_waiting(self, reason: str) -> None:
+        now_s = time.monotonic()
+        if reason != self._said or now_s - self._said_at_s > _REMIND_S:
+            self._said, self._said_at_s = reason, now_s
+            _log.warning("waits for a store", extra={"fields": {"why": reason}})
+
+    def close(self) -> None:
+        """The member ends; whoever comes after it follows the run."""
+        self._store.on_silence = self._store.follow

@@ -1,0 +1,99 @@
+"""Runs that have several stores: the one in use dies for good, or a cut leaves it to the fewer members."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.arena import TINY
+
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.network import Network
+
+NODES = 3
+ARGUMENTS = ("@debug/diloco", "--fault.detect-s=2", "--train.total-steps=60", "--outer.inner-steps=10")
+
+
+def told(node_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind that a node wrote."""
+    path = node_dir / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.mark.soak
+def test_members_go_on_with_another_store_when_theirs_dies_for_good(tmp_path: Path) -> None:
+    """No round is opened without one of them, none is done twice, and all end with one state."""
+    with RedisServer() as first, RedisServer() as second:
+        urls = f"{first.url} {second.url}"
+        with LocalCluster(tmp_path, ARGUMENTS, nodes=NODES, store_url=urls) as cluster:
+            for _ in range(NODES):
+                cluster.start()
+            cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=90)
+            before = cluster.view().round or 0
+            first.stop()
+            cluster.wait_until(lambda run: (run.round or 0) >= before + 2, timeout_s=90)
+            codes = cluster.wait(timeout_s=180)
+            assert set(codes.values()) == {0}, cluster.describe()
+            rounds = [told(cluster.run_dir / node, "round_committed") for node in cluster.nodes]
+            digests = [{event["round"]: event["digest"] for event in committed} for committed in rounds]
+            assert digests[0] == digests[1] == digests[2] and len(digests[0]) == len(rounds[0])
+            assert {tuple(event["members"]) for event in rounds[0]} == {tuple(rounds[0][0]["members"])}
+            assert [event["progress"]["inner_step"] for event in rounds[0]] == [10 * r for r in range(len(rounds[0]))]
+            events = {node: (cluster.run_dir / node / "events.jsonl").read_text() for node in cluster.nodes}
+            assert all("store_changed" in text for text in events.values()), cluster.describe()
+            assert not any('"fenced"' in text for text in events.values()), cluster.describe()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(Network.obstacle() != "", reason=Network.obstacle())
+def test_cut_of_five_nodes_leaves_one_history_though_each_side_has_a_store(tmp_path: Path) -> None:
+    """The store in use is on the side of the two: the three go on with the other one, the two wait and come back."""
+    more, fewer = ("node0", "node1", "node2"), ("node3", "node4")
+    with Network() as network:
+        for name in ("stay", "other"):
+            network.add(name)
+        first, second = (
+            RedisServer(host=network.address(name), prefix=network.prefix(name), password="p")
+            for name in ("stay", "other")
+        )
+        arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--fault.grace-s=4")
+        env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+        urls = f"{first.url} {second.url}"
+        cluster = LocalCluster(tmp_path / "runs", arguments, nodes=5, store_url=urls, network=network, env=env)
+        with first, second, cluster:
+            for node in (*more, *fewer):
+                network.add(node)
+                cluster.start(node)
+            reach_round(cluster, more[0], 2, members=5)
+            for one in (*more, "other"):
+                for other in (*fewer, "stay"):
+                    network.cut_between(one, other)
+            begun = newest(cluster, more[0])
+            reach_round(cluster, more[0], begun + 3, members=3)
+            assert newest(cluster, fewer[0]) <= begun + 1, "two of five went on"
+            network.heal_all()
+            reach_round(cluster, more[0], newest(cluster, more[0]) + 1, members=5)
+            told_by = {node: told(cluster.run_dir / node, "round_committed") for node in (*more, *fewer)}
+            history: dict[int, Any] = {}
+            for events in told_by.values():
+                for event in events:
+                    said = (event["digest"], event["members"])
+                    assert history.setdefault(event["round"], said) == said, event["round"]
+
+
+def newest(cluster: LocalCluster, node: str) -> int:
+    return max((event["round"] for event in told(cluster.run_dir / node, "round_committed")), default=-1)
+
+
+def reach_round(cluster: LocalCluster, node: str, round: int, *, members: int) -> None:
+    """Wait until a node took part in this round or a later one with so many."""
+
+    def is_reached(_run: object) -> bool:
+        events = told(cluster.run_dir / node, "round_committed")
+        return bool(events) and events[-1]["round"] >= round and len(events[-1]["members"]) == members
+
+    cluster.wait_until(is_reached, timeout_s=120)

@@ -1,0 +1,277 @@
+"""A run with several stores keeps one line of history.
+
+Stores die, nodes are cut off and lost, and whatever they do, no round is committed twice, and none by fewer than half
+of those who may commit it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from zeroband.elastic.membership.epoch import Patience, Rules, next_opening, next_verdict
+from zeroband.elastic.membership.records import Generation, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.succession import (
+    Account,
+    Begin,
+    Candidate,
+    ComeBack,
+    Enter,
+    Promise,
+    electors,
+    may_commit,
+    next_step,
+)
+from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
+
+NODES, STORES, STEPS = 5, 3, 1200
+RULES = Rules(has_several_stores=True)
+LEASE_S = 5.0
+
+
+@dataclass
+class Place:
+    """A store that may be down; with its memory goes its id."""
+
+    name: str
+    lives: int = 0
+    is_up: bool = True
+    record: MemoryRecord = field(default_factory=MemoryRecord)
+    told_at: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}.{self.lives}"
+
+
+@dataclass
+class SimulatedMember:
+    """What a member knows, as it goes round by round."""
+
+    id: str
+    store: MemoryStore
+    place: Place
+    generation: Generation
+    promised: Generation
+    committed: Verdict | None
+    opening: Opening | None = None
+    vote: str | None = None
+    votes_to_send: list[tuple[Opening, str, Generation]] = field(default_factory=list[Any])
+    """Votes that are on their way."""
+
+    @property
+    def account(self) -> Account:
+        round = -1 if self.committed is None else self.committed.round
+        record = {"after": round}
+        return Account(self.promised, self.generation, self.committed, self.opening, self.vote, record)
+
+
+class History:
+    """All that was ever committed, wherever that was."""
+
+    def __init__(self, first: Verdict) -> None:
+        self.verdicts = {first.round: first}
+
+    def commit(self, verdict: Verdict) -> None:
+        known = self.verdicts.get(verdict.round)
+        assert known is None or (known.opening, known.digest) == (verdict.opening, verdict.digest), "two histories"
+        before = self.verdicts.get(verdict.round - 1)
+        assert known is not None or before is not None, "a round after one that nobody committed"
+        if known is None and before is not None:
+            assert 2 * len({*electors(before)} & {*verdict.members}) >= len(electors(before)), "by a minority"
+        self.verdicts[verdict.round] = verdict
+
+
+class Play:
+    """Some nodes and stores, and whatever happens to them in an order that follows from a number."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.places = [Place(f"s{i}") for i in range(STORES)]
+        self.serial = NODES
+        ids = tuple(f"n{i}#{i}" for i in range(NODES))
+        ones = tuple(1 for _ in ids)
+        founding = Opening(1, 1, 0, ids, ones, ones, ones)
+        first = Verdict(founding, "d0", {"session": "one"})
+        self.history = History(first)
+        begun = Generation(1, self.places[0].id)
+        record = self.places[0].record
+        record.generation, record.committed, record.opening = begun, first, founding
+        record.openings.append(founding)
+        self.cut: set[tuple[int, str]] = set()
+        """Nodes and stores that do not reach one another."""
+        self.nodes: list[SimulatedMember | None] = [
+            SimulatedMember(m, MemoryStore(record), self.places[0], begun, begun, first) for m in ids
+        ]
+        self.now = 0
+
+    def reaches(self, node: int, place: Place) -> bool:
+        return place.is_up and (node, place.name) not in self.cut
+
+    # -- what happens to them -----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.now += 1
+        for place in self.places:
+            place.record.let_pass(200, is_silent=False)
+        chance = self.random.random()
+        if chance < 0.006:
+            self._lose_store(self.random.choice(self.places))
+        elif chance < 0.05:
+            place = self.random.choice(self.places)
+            place.is_up = True
+        elif chance < 0.06:
+            self._cut()
+        elif chance < 0.12:
+            self.cut.clear()
+        elif chance < 0.121:
+            self.nodes[self.random.randrange(NODES)] = None
+        else:
+            self._act(self.random.randrange(NODES))
+
+    def _lose_store(self, place: Place) -> None:
+        place.lives += 1
+        place.is_up = False
+        place.record = MemoryRecord(now_ms=place.record.now_ms)
+        place.told_at = {}
+
+    def _cut(self) -> None:
+        """Cut some of the nodes off from some of the stores."""
+        some = self.random.sample(range(NODES), self.random.randint(1, NODES - 1))
+        for place in self.random.sample(self.places, self.random.randint(1, STORES)):
+            self.cut |= {(node, place.name) for node in some}
+
+    # -- what a node does ---------------------------------------------------------------------------------------
+
+    def _act(self, node: int) -> None:
+        member = self.nodes[node]
+        if member is None:
+            self._join(node)
+            return
+        if self.random.random() < 0.15:
+            member.votes_to_send = []  # lost on the way
+        record = member.place.record
+        has_store = self.reaches(node, member.place) and record.generation == member.generation
+        if not has_store:
+            self._seek(node, member, has_store=False)
+        elif member.promised > member.generation:
+            self._seek(node, member, has_store=True)
+        else:
+            self._take_part(node, member)
+
+    def _join(self, node: int) -> None:
+        """Begin anew as another member that has the newest state of the newest store that is seen."""
+        seen = [p for p in self.places if self.reaches(node, p) and p.record.generation is not None]
+        place = max(seen, key=lambda p: p.record.generation, default=None)  # type: ignore[arg-type, return-value]
+        if place is None or place.record.committed is None:
+            return
+        self.serial += 1
+        generation = place.record.generation
+        assert generation is not None
+        store, committed = MemoryStore(place.record), place.record.committed
+        self.nodes[node] = SimulatedMember(f"n{node}#{self.serial}", store, place, generation, generation, committed)
+
+    def _take_part(self, node: int, member: SimulatedMember) -> None:
+        store = member.store
+        store.renew_lease(member.id, Peer(f"n{node}", "h", 1, True), first=True)
+        for opening, digest, generation in member.votes_to_send:
+            store.vote(opening, member.id, digest, generation=generation)
+        member.votes_to_send = []
+        assert member.committed is not None
+        round = member.committed.round + 1
+        view = store.view(round)
+        if self._learn(node, member, view):
+            return
+        if self.random.random() < 0.7:
+            view = store.announce_ready(member.id, Ready(round, 1, f"state {member.committed.round}", 1, 1))
+        self._advance(node, member, view, round)
+
+    def _learn(self, node: int, member: SimulatedMember, view: View) -> bool:
+        """Whether the member knows now what it did not."""
+        assert member.committed is not None
+        if view.committed is not None and view.committed.round > member.committed.round:
+            if view.committed.round > member.committed.round + 1 or member.id not in view.committed.members:
+                self.nodes[node] = None  # it was left behind
+                return True
+            member.committed, member.vote = view.committed, None
+            return True
+        if view.opening is not None and (member.opening is None or view.opening.version > member.opening.version):
+            member.opening, member.vote = view.opening, None
+        return False
+
+    def _advance(self, node: int, member: SimulatedMember, view: View, round: int) -> None:
+        opening = view.opening
+        if opening is None or opening.round != round or not view.can_finish(opening):
+            decision = next_opening(view, round, RULES, Patience(stragglers_are_late=self.random.random() < 0.3))
+            if isinstance(decision, Opening) and decision != opening:
+                member.store.propose_opening(decision, current=opening, generation=member.generation)
+            elif view.committed is not None and not may_commit(view.ready.keys() & view.alive, view.committed):
+                self._seek(node, member, has_store=True)
+            return
+        if member.id in opening.members and member.vote is None and member.opening == opening:
+            member.vote = f"result of {opening.id}"
+            member.votes_to_send.append((opening, member.vote, member.promised))
+            return
+        verdict = next_verdict(view, opening, {"after": round - 1})
+        if isinstance(verdict, Verdict) and member.store.propose_verdict(verdict, generation=member.generation):
+            self.history.commit(verdict)
+            if self.random.random() < 0.5:
+                member.committed, member.vote = verdict, None
+
+    def _candidates(self, node: int, member: SimulatedMember) -> Iterator[tuple[Place, Candidate]]:
+        for place in self.places:
+            if self.reaches(node, place):
+                place.told_at[member.id] = self.now
+                place.record.accounts[member.id] = member.account
+                fresh = {m: a for m, a in place.record.accounts.items() if self.now - place.told_at[m] < 60}
+                committed = place.record.committed
+                round = -1 if committed is None else committed.round
+                yield place, Candidate(place.id, place.record.generation, round, fresh)
+
+    def _seek(self, node: int, member: SimulatedMember, *, has_store: bool) -> None:
+        places = dict[str, Place]()
+        candidates = list[Candidate]()
+        for place, candidate in self._candidates(node, member):
+            places[candidate.store] = place
+            candidates.append(candidate)
+        match next_step(candidates, member.account, has_store=has_store):
+            case Enter(candidate, generation):
+                self._enter(member, places[candidate.store], generation)
+            case Promise(generation):
+                member.promised = generation
+            case Begin(candidate, generation, legacy):
+                if MemoryStore(places[candidate.store].record).begin(generation, legacy):
+                    self.history.commit(legacy.committed)
+            case ComeBack():
+                self.nodes[node] = None
+            case _:
+                pass
+
+    def _enter(self, member: SimulatedMember, place: Place, generation: Generation) -> None:
+        if generation != member.generation:
+            inherited = place.record.opening
+            member.vote = member.vote if inherited == member.opening else None
+            member.opening = inherited
+            if member.vote is not None and inherited is not None:
+                member.votes_to_send.append((inherited, member.vote, generation))
+        member.place, member.store = place, MemoryStore(place.record)
+        member.generation = member.promised = generation
+
+
+def play(seed: int) -> Play:
+    game = Play(seed)
+    for _ in range(STEPS):
+        game.step()
+    return game
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_there_is_one_line_of_history_whatever_is_cut_off_and_lost(first: int) -> None:
+    games = [play(seed) for seed in range(first, first + 40)]
+    rounds = [max(game.history.verdicts) for game in games]
+    moved = [max([0, *(p.record.generation.number for p in game.places if p.record.generation)]) for game in games]
+    assert sum(rounds) > 300 and sum(number > 1 for number in moved) > 20, (rounds, moved)
