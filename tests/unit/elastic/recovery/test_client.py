@@ -380,7 +380,8 @@ def test_fetch_goes_on_with_the_next_round_and_says_which_values_are_of_which(
     fetched = StateFetch(DIALLER, sections, mixes=True, limits=limits).fetch([donor], go_on)
     assert (fetched.round, fetched.record, fetched.state_digest) == (7, {"weight": 7}, "digest of 7")
     assert totals == {STATE_BYTES} and fetched.dropped == {}
-    assert sorted({newest for *_, newest in fetched.later}) == [8, 9]
+    rounds = {newest for *_, newest in fetched.later}  # of three connections, two may be ahead of what is told
+    assert rounds == {8, 9} if connections == 1 else rounds <= {8, 9}
     expected = after(7)
     for start, stop, newest in fetched.later:
         for name, value in after(newest).items():
