@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from tests.faults.arena import TINY
+from tests.integration import dropin_peer
+from tests.integration.peers import Peers
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.tools.cluster import LocalCluster
@@ -46,6 +48,27 @@ def test_members_go_on_with_another_store_when_theirs_dies_for_good(tmp_path: Pa
             events = {node: (cluster.run_dir / node / "events.jsonl").read_text() for node in cluster.nodes}
             assert all("store_changed" in text for text in events.values()), cluster.describe()
             assert not any('"fenced"' in text for text in events.values()), cluster.describe()
+
+
+@pytest.mark.soak
+def test_loops_of_their_own_go_on_with_the_store_of_another_peer(tmp_path: Path) -> None:
+    """Two peers each of which holds a store; the one in use is killed before their last inner step."""
+    hold, steps = tmp_path / "hold", ("--total-steps", "20", "--hold", str(tmp_path / "hold"))
+    with RedisServer() as first, RedisServer() as second:
+        peers = Peers(tmp_path, f"{first.url} {second.url}", Path(dropin_peer.__file__), steps)
+        try:
+            for number, name in enumerate("ab"):
+                peers.start(name, "--data", str(number), settings={"ZERO_BAND_ELASTIC__START_NODES": "2"})
+            peers.until(lambda: all(len(peers.rounds(name)) > 8 for name in "ab"), "all rounds but the last")
+            first.stop()
+            peers.until(lambda: all(told(tmp_path / tmp_path.name / n, "store_changed") for n in "ab"), "both moved")
+            hold.touch()
+            assert [peers.end(name) for name in "ab"] == [0, 0], peers.log("a") + peers.log("b")
+        finally:
+            peers.kill()
+        rounds = [{event["round"]: event["digest"] for event in peers.rounds(name)} for name in "ab"]
+        assert rounds[0] == rounds[1] and max(rounds[0]) == 10
+        assert all(len(event["members"]) == 2 for event in peers.rounds("a"))
 
 
 @pytest.mark.soak

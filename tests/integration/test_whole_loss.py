@@ -12,7 +12,7 @@ import pytest
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.soak]
 
 DEADLINE_S = 120.0
 TINY = (
@@ -74,7 +74,6 @@ def test_run_with_checkpoints_goes_on_by_itself_but_never_without_a_member_that_
         assert audit(read_rounds(cluster.run_dir)).is_exact
 
 
-@pytest.mark.soak
 def test_run_without_checkpoints_is_given_up_at_once_with_the_way_out(tmp_path: Path) -> None:
     with cluster_of(tmp_path) as cluster:
         node = cluster.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
@@ -51,8 +51,9 @@ class DiLoCoOptimizer(Optimizer):
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
     None: learning rates are the loop's business. A schedule that it made over this optimizer is brought to the run's
     place before the first step of a node that joins late, and follows the steps of this node from there.
-    `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
-    `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
+    `store`: address of the run's Redis, or of several, such as peers hold on their machines (`zeroband store`), of
+    which another one is gone to when the one in use dies. None: ZERO_BAND_STORE__URL, else "local": a server of this
+    process's own, at `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
     `outer_optimizer`: an element-wise optimizer of torch's, as a class or `functools.partial`, such as SGD or AdamW.
     Its moments are the run's: equal on all nodes bit for bit, fetched by joiners. None: Nesterov, lr 0.7, momentum 0.9.
@@ -78,7 +79,7 @@ class DiLoCoOptimizer(Optimizer):
         params: Params | None = None,
         inner_steps: int | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        store: str | None = None,
+        store: str | Sequence[str] | None = None,
         inner_optimizer: Optimizer | OptimizerFactory = default_inner,
         outer_optimizer: Optimizer | OptimizerFactory | None = None,
         total_steps: int | None = None,

@@ -64,7 +64,7 @@ class DropInOptions:
     """None: as many as the algorithm usually has."""
     total_steps: int | None
     """Inner steps of the whole run; None: it has no end."""
-    store: str | None
+    store: str | Sequence[str] | None
     """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
     outer: OuterStep | None = None
     """None: the algorithm's own."""

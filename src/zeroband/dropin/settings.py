@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zeroband.config.load import load_config, shared_items
 from zeroband.config.outer import CustomConfig, OuterSGDConfig
@@ -38,11 +38,13 @@ ENDLESS_STEPS = 10**15
 """Inner steps of a run that was given no end."""
 
 
-def address_of(asked: str | None, environ: Mapping[str, str]) -> str:
-    """The store's address: what was asked for, else that of the environment, else LOCAL.
+def address_of(asked: str | Sequence[str] | None, environ: Mapping[str, str]) -> str:
+    """The store's address, or those of several with blanks between: as asked for, of the environment, or LOCAL.
 
     Raises ConfigError where it is there and empty: a peer that went on with a server of its own would train alone.
     """
+    if asked is not None and not isinstance(asked, str):
+        asked = " ".join(asked)
     given = [("store", asked), (_STORE, environ.get(_STORE))]
     name, address = next(((name, value) for name, value in given if value is not None), ("store", LOCAL))
     if not address.strip():

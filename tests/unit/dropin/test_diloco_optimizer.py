@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import zeroband
 from zeroband.dropin.company import Company
 from zeroband.dropin.session import Session
+from zeroband.dropin.settings import address_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Fenced, RunOver
@@ -396,6 +397,12 @@ def test_node_that_has_a_peer_does_not_call_itself_alone(
         train(model, optimizer, 2)
     train(model, optimizer, 6)
     assert "alone" not in caplog.text
+
+
+def test_several_stores_are_a_list() -> None:
+    assert address_of(["redis://a", "redis://b"], {}) == "redis://a redis://b"
+    with pytest.raises(ConfigError, match="no address of a Redis"):
+        address_of([], {"ZERO_BAND_STORE__URL": "redis://c"})
 
 
 def test_store_of_ones_own_is_said_with_the_address_for_others_and_nobody_is_missed(
