@@ -114,7 +114,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),
-            store=SimpleNamespace(view=lambda round: view),
+            store=SimpleNamespace(view=lambda round: view, sees_all=lambda: True),
             may_begin_again=lambda view: False,
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
@@ -248,7 +248,10 @@ class Place:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.founded: list[int] = []
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
-        store = SimpleNamespace(view=self._view, propose_restart_point=self._propose)
+        self.sees_all_stores = True
+        store = SimpleNamespace(
+            view=self._view, propose_restart_point=self._propose, sees_all=lambda: self.sees_all_stores
+        )
         self.outer = SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1)
         run: Any = SimpleNamespace(
             store=store,
@@ -304,6 +307,15 @@ THEIRS = RestartPoint(6, 40, "digest", "b#1")
 )
 def test_way_in_is_what_the_store_shows(local: LocalMesh, view: View, resumes: bool, event: JoinEvent) -> None:
     assert Place(local, view, resumes=resumes).look() is event
+
+
+@pytest.mark.parametrize(("view", "resumes"), [(view_of(committed=False), False), (view_of(), True)])
+def test_nothing_begins_while_the_run_may_go_on_in_a_store_that_does_not_answer(
+    local: LocalMesh, view: View, resumes: bool
+) -> None:
+    place = Place(local, view, resumes=resumes)
+    place.sees_all_stores = False
+    assert place.look() is JoinEvent.WAIT
 
 
 def test_node_that_was_a_member_founds_nothing_where_the_store_lost_its_record(local: LocalMesh) -> None:
