@@ -26,7 +26,7 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
 from zeroband.tools.data.audit import audit, read_rounds
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 DEADLINE_S = 180.0
 SEED = int(os.environ.get("KILL_SEED", "1"))
@@ -155,7 +155,6 @@ def compared(folder: Path, outer: Sequence[str], steps: int, **killed: Any) -> T
     return found
 
 
-@pytest.mark.soak
 def test_node_that_is_killed_between_two_phases_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     struck = (f"--fault.inject={PACE},inner@+11=SIGKILL",)
     found = compared(tmp_path, ALONE, 16, disturb=restart_once, first_life=struck)
@@ -165,9 +164,9 @@ def test_node_that_is_killed_between_two_phases_ends_with_the_bits_of_one_that_w
 @pytest.mark.parametrize(
     ("outer", "kills", "steps"),
     [
-        pytest.param(ALONE, 1, 80, id="alone-1", marks=pytest.mark.soak),
-        pytest.param(ALONE, 50, 1400, id="alone-50", marks=pytest.mark.soak),
-        pytest.param(DILOCO, 50, 1400, id="diloco-50", marks=pytest.mark.soak),
+        pytest.param(ALONE, 1, 80, id="alone-1"),
+        pytest.param(ALONE, 50, 1400, id="alone-50"),
+        pytest.param(DILOCO, 50, 1400, id="diloco-50"),
     ],
 )
 def test_node_that_is_killed_at_any_moment_ends_with_the_bits_of_one_that_was_not(
@@ -276,7 +275,7 @@ STORIES = {"once": (2, {"node1": STRUCK}, kill_once), "often": (3, {}, kill_ofte
 """Nodes of a run, faults of their own, and what happens to it."""
 
 
-@pytest.fixture(scope="module", params=["once", pytest.param("often", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["once", "often"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Read:
     folder = tmp_path_factory.mktemp("streamed")
     write_corpora(folder / "sets")
