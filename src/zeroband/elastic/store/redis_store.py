@@ -632,11 +632,10 @@ class RedisStore(Store):
         known.ask_for_round(round)
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
         names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
-        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS[:-1])]
+        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS)]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
         args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
-        args.append(known.tag(RECORDS[-1]))
         if said is not None:
             names.append(said.key)
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]

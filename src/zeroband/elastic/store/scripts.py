@@ -161,25 +161,25 @@ VIEW = _script(
     """
 -- KEYS: opening committed leases clock peers run ready orders restart_point changes generation [said]
 -- ARGV: prefix silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
---   tag_restart_point alive ready peers votes_of votes; whole enough_ready enough_votes member lacks_ready lacks_vote
---   tag_generation [word ttl generation]
--- What a member says is written first, if the store is in that generation; its first word counts. Told is
--- what is another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and
--- where there are enough of them; else how many, and what this member itself said: its word where the
--- caller lacks it, 1 where it is there, 0 where it is not.
+--   tag_restart_point tag_generation alive ready peers votes_of votes; whole enough_ready enough_votes member
+--   lacks_ready lacks_vote [word ttl generation]
+-- What a member says is written first, if the store is in that generation; its first word counts. Told is what is
+-- another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and where
+-- there are enough of them; else how many, and what this member itself said: its word where the caller lacks it, 1
+-- where it is there, 0 where it is not.
 local goes_on = follows(KEYS[10], ARGV[3])
 local function known(i) return goes_on and ARGV[i] or '0' end
 if KEYS[12] and is_current(KEYS[11], ARGV[24]) then
-  if redis.call('HSETNX', KEYS[12], ARGV[18], ARGV[22]) == 1 then note(KEYS[10], KEYS[12], ARGV[18], ARGV[23]) end
+  if redis.call('HSETNX', KEYS[12], ARGV[19], ARGV[22]) == 1 then note(KEYS[10], KEYS[12], ARGV[19], ARGV[23]) end
   redis.call('EXPIRE', KEYS[12], ARGV[23])
 end
 local function own(words, lacks)
-  if lacks == '1' then return redis.call('HGET', words, ARGV[18]) or 0 end
-  return redis.call('HEXISTS', words, ARGV[18])
+  if lacks == '1' then return redis.call('HGET', words, ARGV[19]) or 0 end
+  return redis.call('HEXISTS', words, ARGV[19])
 end
 local function told(words, i, enough) -- where they are asked for
   local many = redis.call('HLEN', words)
-  if ARGV[15] == '1' or many >= tonumber(enough) then return since(words, known(i)) end
+  if ARGV[16] == '1' or many >= tonumber(enough) then return since(words, known(i)) end
   return {tostring(many), 0, 0}
 end
 local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
@@ -188,15 +188,15 @@ if id then
   local names = {ARGV[1] .. ':votes:' .. id, ARGV[1] .. ':failed:' .. id}
   mend(names[1], 'hash')
   mend(names[2], 'string')
-  if id ~= ARGV[13] then ARGV[14] = '0' end
-  own_vote = own(names[1], id ~= ARGV[13] and '1' or ARGV[20])
-  votes, failed = told(names[1], 14, ARGV[17]), unless(names[2], id == ARGV[13] and ARGV[6] or '')
+  if id ~= ARGV[14] then ARGV[15] = '0' end
+  own_vote = own(names[1], id ~= ARGV[14] and '1' or ARGV[21])
+  votes, failed = told(names[1], 15, ARGV[18]), unless(names[2], id == ARGV[14] and ARGV[6] or '')
 end
-local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[10])
+local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[11])
 return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), unless(KEYS[1], ARGV[4]), unless(KEYS[2], ARGV[5]),
         failed, unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]),
-        unless(KEYS[11], ARGV[21]), alive, told(KEYS[7], 11, ARGV[16]), since(KEYS[5], known(12)), votes,
-        is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[19]), own_vote}
+        unless(KEYS[11], ARGV[10]), alive, told(KEYS[7], 12, ARGV[17]), since(KEYS[5], known(13)), votes,
+        is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[20]), own_vote}
 """,
 )
 
