@@ -384,7 +384,7 @@ def test_fetch_goes_on_with_the_next_round_and_says_which_values_are_of_which(
     rounds = {newest for *_, newest in fetched.later}
     if connections == 1:
         assert (first, rounds) == (7, {8, 9})
-    else:  # some may be ahead of what is told, and some may begin after it
+    else:  # values count with all sections of them: of the first three chunks, or of the next five, none may be whole
         assert first in (7, 8) and rounds <= {8, 9} - {first}
     expected = after(first)
     for start, stop, newest in fetched.later:
