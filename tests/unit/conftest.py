@@ -555,6 +555,11 @@ class FakeRun:
                 return FetchedRound(entry.record, entry.state_digest, update)
         raise RecoveryFailed(f"nobody keeps round {round}")
 
+    def settle_journals(self) -> None:
+        """Have all nodes keep, and forget, what the rounds so far leave in their journals."""
+        for node in self.nodes.values():
+            node.journal.settle()
+
     def catch_up(self, name: str) -> str:
         """Have a node replay what was committed without it; the digest that it has then."""
         node = self[name]

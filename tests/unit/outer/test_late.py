@@ -166,6 +166,7 @@ def test_late_node_whose_missed_rounds_nobody_keeps_is_fenced_and_keeps_its_stat
     start_run: StartRun, noise: Noise
 ) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2, journal_rounds=1)
+    run.settle_journals()
     state = run["c"].outer.state_digest
     outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
     assert isinstance(outcome, Fenced)

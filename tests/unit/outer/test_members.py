@@ -282,6 +282,7 @@ def test_joiner_whose_missed_rounds_nobody_keeps_has_to_fetch_the_state_again(
     run.add("b").receive(run["a"])
     run.round(a=noise(1))
     run.round(a=noise(2))
+    run.settle_journals()
     with pytest.raises(RecoveryFailed, match="round 1"):
         run["b"].join()
     run["b"].receive(run["a"])
