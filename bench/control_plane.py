@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
+import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ class Lease:
         self._store.close()
 
 
+@lru_cache(maxsize=1024)
+def links_of(member: str, members: tuple[str, ...]) -> dict[str, int]:
+    """Mbit/s to whom a guardian probes."""
+    return {other: random.randrange(80, 100) for other in neighbours(member, members)}
+
+
 class Node:
     """One member, and what a node has beside it."""
 
@@ -162,8 +169,9 @@ class Node:
         """One round from start to end. False: it was committed without this member."""
         member = self.member
         steps = STEPS if weight else 0
-        links = {} if self.verdict is None else {m: 80 + hash((m, self.number)) % 20 for m in self.verdict.members}
-        ready = Ready(round, weight, "state", steps=steps, steps_requested=STEPS, rate=900, loss=2.5)
+        links = {} if self.verdict is None else links_of(member.member_id, self.verdict.members)
+        ready = Ready(round, weight, "state", steps=steps, steps_requested=STEPS, rate=900)
+        ready = replace(ready, loss=float(f"{random.uniform(2, 3):.6g}"), took_ms=random.randrange(1000, 2000))
         member.announce_ready(ready, links)
         while True:
             turn = member.await_turn(round, rules, is_member=is_member, start_deadline_s=time.monotonic() + START_S)

@@ -282,7 +282,8 @@ class Member:
 
         Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
         """
-        self._memory.would_record(opening, record)
+        if (digest := self._memory.would_record(opening, record)) is not None:
+            self.store.expect_verdict(Verdict(opening, digest, dict(record)))
         return self._poll(opening.round, self.verdict_rule(opening, record))
 
     def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
@@ -359,8 +360,11 @@ class Member:
         proposers = sorted(rule.proposers(view))
         return proposers.index(self.member_id) if self.member_id in proposers else len(proposers)
 
-    def _await_change(self, round: int, view: View | None, *, within_s: float, whole: bool) -> View:
-        return self._checked(self.store.await_change(round, view, within_s=within_s, whole=whole), round)
+    def _await_change(
+        self, round: int, view: View | None, *, within_s: float, whole: bool, ends_with: Opening | None = None
+    ) -> View:
+        found = self.store.await_change(round, view, within_s=within_s, whole=whole, ends_with=ends_with)
+        return self._checked(found, round)
 
     def _take_first_look(self, round: int) -> View | None:
         seen, self._first_look = self._first_look, None
@@ -415,7 +419,7 @@ class Member:
 
     def await_news(self, opening: Opening, seen: View | None) -> View:
         """Wait a moment for news of an opening. The view shows all that its end takes. The watcher's thread."""
-        view = self._await_change(opening.round, seen, within_s=_LOOK_S, whole=False)
+        view = self._await_change(opening.round, seen, within_s=_LOOK_S, whole=False, ends_with=opening)
         return self.look(opening.round) if view.unseen_votes and view.lost(opening) else view
 
     def report_failure(self, opening: Opening, reason: str) -> None:

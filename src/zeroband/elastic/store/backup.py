@@ -62,11 +62,13 @@ class LiveBackup:
             self._record = None
             return self._promised
 
-    def would_record(self, opening: Opening, record: Mapping[str, Any]) -> None:
-        """What this member would write into the verdict after its vote."""
+    def would_record(self, opening: Opening, record: Mapping[str, Any]) -> str | None:
+        """What this member would write into the verdict after its vote, whose digest is returned; None: it has none."""
         with self._lock:
-            if self._known.vote is not None and self._known.vote[0] == opening:
-                self._record = record
+            if self._known.vote is None or self._known.vote[0] != opening:
+                return None
+            self._record = record
+            return self._known.vote[1]
 
     # -- in a run of several stores -----------------------------------------------------------------------------
 

@@ -116,10 +116,13 @@ class Store(Protocol):
         """All that the rules need for `round`, read at one instant."""
         ...
 
-    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
+    def await_change(
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+    ) -> View:
         """Wait until `round` may show something that decides, and look; or until the time is over, at the latest.
 
         `seen`: what the same thread saw last; None: nothing. `whole`: the view has all who are ready, and all votes.
+        `ends_with`: this opening ends the wait with its verdict, which the view need not show unless it is expected.
         """
         ...
 
@@ -163,6 +166,10 @@ class Store(Protocol):
 
         The view need have the others' votes only if all members of the opening have voted.
         """
+        ...
+
+    def expect_verdict(self, verdict: Verdict) -> None:
+        """Have the verdict that this node could write itself be recognized, rather than told, when it comes."""
         ...
 
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:

@@ -114,6 +114,11 @@ class Judge:
         label = Label(opening.round, opening.version, opening.id, opening.sessions)
         return self._seals.seal(to_json(opening), "opening", label=label)
 
+    def require_sealed(self, raw: bytes, kind: str) -> None:
+        """Raise ValueError where this is no record of this kind that a node of this run sealed."""
+        if self._seals.open(raw, kind) is None:
+            raise ValueError(f"not sealed as {kind}")
+
     def seal_verdict(self, verdict: Verdict | None) -> str:
         """The text that the store keeps; empty where there is none."""
         if verdict is None:

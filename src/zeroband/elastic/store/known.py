@@ -22,15 +22,13 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
+from zeroband.elastic.store.patches import tag_of
 from zeroband.elastic.store.seals import id_of
 
 RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "generation")
 """Those of which a look shows one each, in the order in which it tells them."""
 
 _T = TypeVar("_T")
-
-_TAG_BYTES = 32
-"""So many bytes at the begin of a sealed record are its MAC."""
 
 
 class Words(Generic[_T]):
@@ -182,8 +180,7 @@ class Known:
 
     def tag(self, name: str) -> bytes:
         """What tells the known record of this name from another one; as the script computes it."""
-        raw = self.records.get(name)
-        return raw[:_TAG_BYTES] + str(len(raw)).encode() if raw else b""
+        return tag_of(self.records.get(name) or b"")
 
 
 def number(said: bytes | None) -> int:

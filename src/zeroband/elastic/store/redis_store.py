@@ -47,6 +47,7 @@ from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.known import RECORDS, Known, pairs, text_of
+from zeroband.elastic.store.patches import patch_of, patched, tag_of
 from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import Seals, id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
@@ -81,6 +82,9 @@ _ASK_AGAIN = 8
 _PAGE, _LOOKED = 64, 16
 """Entries of facts that are read at once, and that are looked at to find one that counts."""
 
+_EXPECTED, _ANY = 2, "-"
+"""Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
+
 _TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
 _LIST: type = list
 _NEWS, _WORDS = bytes | int | None, (bytes, _FLAG, _LIST | int)
@@ -89,8 +93,8 @@ _RENEWAL = (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS)
 """The answer to a renewal."""
 _VIEW = (
     _TIMES,
-    _NEWS,
-    _NEWS,
+    _NEWS | _LIST,
+    _NEWS | _LIST,
     _NEWS,
     _NEWS,
     _NEWS,
@@ -114,8 +118,9 @@ _FRESH_MS = 3000
 _NEVER = 1 << 31
 """More members than there are."""
 
-_WHOLE_LEASES = 6
-"""After so many leases a look takes nothing for known: what somebody damages without a trace is seen by then."""
+_WHOLE_LEASES, _WHOLE_MEMBERS = 6, 64
+"""A look takes nothing for known after so many leases, and after more of them in proportion where there are more
+members than so many: what somebody damages without a trace is seen by then."""
 
 _log = get_logger(__name__)
 
@@ -157,6 +162,8 @@ class Keys:
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
+        self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
         self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
         self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
@@ -222,6 +229,8 @@ class RedisStore(Store):
         self._judge = Judge(Seals(key, run_id, self.keys.prefix))
         self._seen = Known()
         self._seeing = threading.Lock()
+        self._expected = b""
+        """The verdict that this node could write itself, which need not be told."""
         self._own = ""
         """The member that speaks through this store; empty: none did yet."""
         self._era = 0
@@ -581,8 +590,11 @@ class RedisStore(Store):
     def view(self, round: int) -> View:
         return self._look(round)
 
-    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
-        return self._look(round, whole=whole, seen=seen, wait_ms=int(1000 * min(within_s, self._answer_s / 2)))
+    def await_change(
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+    ) -> View:
+        wait_ms = int(1000 * min(within_s, self._answer_s / 2))
+        return self._look(round, whole=whole, seen=seen, wait_ms=wait_ms, ends_with=ends_with)
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
         self._own = member_id
@@ -599,7 +611,8 @@ class RedisStore(Store):
         """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
         with self._seeing:
             seen, now_s = self._seen, time.monotonic()
-            if seen.era != self._era or now_s - seen.began_at_s > _WHOLE_LEASES * self._lease_ms / 1000:
+            leases = _WHOLE_LEASES * max(1.0, len(seen.alive) / _WHOLE_MEMBERS)
+            if seen.era != self._era or now_s - seen.began_at_s > leases * self._lease_ms / 1000:
                 seen = self._seen = Known(era=self._era, began_at_s=now_s)
             return seen.fork()
 
@@ -622,28 +635,53 @@ class RedisStore(Store):
         seen: View | None = None,
         wait_ms: int = 0,
         stamp: str | None = None,
+        ends_with: Opening | None = None,
     ) -> View:
         """Look once.
 
         `said`: what is written first, in the same round trip, if the store is in the generation of this `stamp`, or in
-        that of the store in use. `wait_ms`: for news, where `seen` is the newest.
+        that of the store in use. `wait_ms`: for news, where `seen` is the newest. `ends_with`: as in `await_change`.
         """
-        keys, known = self.keys, self._known()
+        keys, known, expected = self.keys, self._known(), self._expected
         known.ask_for_round(round)
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
         names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
+        names += [keys.opening_patch, keys.committed_patch]
         args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS)]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
+        puts_off = ends_with is not None and known.opening == ends_with and id_of(expected) != ends_with.id
         args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
+        args.append(_ANY if puts_off else tag_of(expected))
         if said is not None:
             names.append(said.key)
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
         waits = wait_ms > 0 and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
-        view = self._learn(known, round, self._run(self._view, names, args, wait=wait))
+        told = self._run(self._view, names, args, wait=wait)
+        if puts_off and told[2] == _EXPECTED and (newest := self._known().view) is not None:
+            return newest  # another thread may have seen more meanwhile
+        try:
+            told[1:3] = self._whole(known, told[1], told[2], expected)
+        except ValueError:  # it was damaged; who knows nothing is told all of it
+            known.records, known.view = {}, None
+            self._keep(known)
+            return self._look(
+                round, said, whole=whole, enough_ready=enough_ready, enough_votes=enough_votes, stamp=stamp
+            )
+        view = self._learn(known, round, told)
         self._keep(known)
         return self._look(round, whole=whole) if known.peers.unseen else view  # some were forgotten
+
+    def _whole(self, known: Known, opening: Any, committed: Any, expected: bytes) -> tuple[Any, Any]:
+        """The opening and the verdict, where they were told by what this node has. Raises ValueError."""
+        if isinstance(opening, list):
+            opening = patched(known.records.get("opening") or b"", opening[0])
+            self._judge.require_sealed(opening, "opening")
+        if isinstance(committed, list):
+            committed = patched(known.records.get("committed") or b"", committed[0])
+            self._judge.require_sealed(committed, "verdict")
+        return opening, expected if committed == _EXPECTED else committed
 
     def _learn(self, known: Known, round: int, told: Sequence[Any]) -> View:
         """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
@@ -729,11 +767,12 @@ class RedisStore(Store):
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
         judge, keys = self._judge, self.keys
-        args = [judge.seal_opening(current), opening.round, judge.seal_opening(opening), RUN_TTL_S, opening.orders]
+        before, after = judge.seal_opening(current), judge.seal_opening(opening)
+        args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        args.append(_stamp_of(generation))
+        args += [_stamp_of(generation), patch_of(before, after)]
         names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
-        names.append(keys.generation)
+        names += [keys.generation, keys.opening_patch]
         return bool(self._run(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -741,19 +780,18 @@ class RedisStore(Store):
         args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
         return bool(self._run(self._fail, [*keys, self.keys.changes, self.keys.news], args))
 
+    def expect_verdict(self, verdict: Verdict) -> None:
+        self._expected = self._judge.seal_verdict(verdict).encode()
+
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self._judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
-        names.append(keys.generation)
-        args = [judge.seal_opening(opening), verdict.round, judge.seal_verdict(verdict), RUN_TTL_S, HISTORY_LENGTH]
-        args += [
-            self._silence_ms,
-            SPENT_TTL_S,
-            judge.junk(keys.committed),
-            judge.junk(keys.failed(opening)),
-            _stamp_of(generation),
-        ]
+        names += [keys.generation, keys.committed_patch]
+        before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
+        args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
+        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening)), _stamp_of(generation)]
+        args.append(patch_of(before, after))
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])

@@ -140,6 +140,18 @@ local function unless(key, known) -- the record of this key; 1 where it is the o
   if tag(key) == known then return 1 end
   return redis.call('GET', key)
 end
+local function changed(key, known, patch, expected)
+  -- as above; 2 where it is the one that the caller expects, '-': any; what is another in it, where that knows the one
+  -- before
+  local is = tag(key)
+  if is == known then return 1 end
+  if is ~= '' and (is == expected or expected == '-') then return 2 end
+  local made, at = known ~= '' and redis.call('GET', patch) or '', #known + 2
+  if string.sub(made, 1, at - 1) == known .. ' ' and string.sub(made, at, at + 31) == string.sub(is, 1, 32) then
+    return {string.sub(made, at)}
+  end
+  return redis.call('GET', key)
+end
 """.replace("RUN_TTL", str(RUN_TTL_S))
 
 
@@ -157,21 +169,22 @@ def _script(kinds: str, body: str) -> str:
 
 
 VIEW = _script(
-    "string string zset hash hash string hash string string hash string hash",
+    "string string zset hash hash string hash string string hash string string string hash",
     """
--- KEYS: opening committed leases clock peers run ready orders restart_point changes generation [said]
+-- KEYS: opening committed leases clock peers run ready orders restart_point changes generation patch_opening
+--   patch_committed [said]
 -- ARGV: prefix silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
 --   tag_restart_point tag_generation alive ready peers votes_of votes; whole enough_ready enough_votes member
---   lacks_ready lacks_vote [word ttl generation]
+--   lacks_ready lacks_vote tag_expected [word ttl generation]
 -- What a member says is written first, if the store is in that generation; its first word counts. Told is what is
 -- another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and where
 -- there are enough of them; else how many, and what this member itself said: its word where the caller lacks it, 1
 -- where it is there, 0 where it is not.
 local goes_on = follows(KEYS[10], ARGV[3])
 local function known(i) return goes_on and ARGV[i] or '0' end
-if KEYS[12] and is_current(KEYS[11], ARGV[24]) then
-  if redis.call('HSETNX', KEYS[12], ARGV[19], ARGV[22]) == 1 then note(KEYS[10], KEYS[12], ARGV[19], ARGV[23]) end
-  redis.call('EXPIRE', KEYS[12], ARGV[23])
+if KEYS[14] and is_current(KEYS[11], ARGV[25]) then
+  if redis.call('HSETNX', KEYS[14], ARGV[19], ARGV[23]) == 1 then note(KEYS[10], KEYS[14], ARGV[19], ARGV[24]) end
+  redis.call('EXPIRE', KEYS[14], ARGV[24])
 end
 local function own(words, lacks)
   if lacks == '1' then return redis.call('HGET', words, ARGV[19]) or 0 end
@@ -193,18 +206,19 @@ if id then
   votes, failed = told(names[1], 15, ARGV[18]), unless(names[2], id == ARGV[14] and ARGV[6] or '')
 end
 local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[11])
-return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), unless(KEYS[1], ARGV[4]), unless(KEYS[2], ARGV[5]),
-        failed, unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]),
+return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), changed(KEYS[1], ARGV[4], KEYS[12], ''),
+        changed(KEYS[2], ARGV[5], KEYS[13], ARGV[22]), failed,
+        unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]),
         unless(KEYS[11], ARGV[10]), alive, told(KEYS[7], 12, ARGV[17]), since(KEYS[5], known(13)), votes,
         is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[20]), own_vote}
 """,
 )
 
 OPEN = _script(
-    "string string hash string zset hash stream string",
+    "string string hash string zset hash stream string string",
     """
--- KEYS: opening committed clock orders leases changes news generation
--- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation
+-- KEYS: opening committed clock orders leases changes news generation patch
+-- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch
 if not is_current(KEYS[8], ARGV[10]) then return 0 end
 local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
 if (judged(redis.call('GET', KEYS[1]), ARGV[7]) or '') ~= ARGV[1] then return 0 end
@@ -214,6 +228,7 @@ if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 local _, version = label(orders)
 if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
+redis.call('SET', KEYS[9], ARGV[11], 'EX', ARGV[4])
 tell(KEYS[6], KEYS[7])
 return 1
 """,
@@ -235,11 +250,11 @@ return 1
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string hash stream hash string",
+    "string string list string zset hash hash hash hash string hash stream hash string string",
     """
--- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation
--- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation orders next_orders
---   listed ...
+-- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation patch
+-- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch orders
+--   next_orders listed ...
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 if not is_current(KEYS[14], ARGV[10]) then return 0 end
 local silence = tonumber(ARGV[6])
@@ -248,11 +263,12 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[5], KEYS[7], silenc
 local round = label(committed)
 if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 if judged(redis.call('GET', KEYS[4]), ARGV[9]) then return 0 end
-if ARGV[12] ~= '' then
-  if redis.call('GET', KEYS[10]) ~= ARGV[11] then return 2 end
-  redis.call('SET', KEYS[10], ARGV[12], 'EX', ARGV[4])
+if ARGV[13] ~= '' then
+  if redis.call('GET', KEYS[10]) ~= ARGV[12] then return 2 end
+  redis.call('SET', KEYS[10], ARGV[13], 'EX', ARGV[4])
 end
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
+redis.call('SET', KEYS[15], ARGV[11], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
 redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
 redis.call('EXPIRE', KEYS[3], ARGV[4])
@@ -261,7 +277,7 @@ for _, words in ipairs({KEYS[8], KEYS[9]}) do
   redis.call('EXPIRE', times_of(words), ARGV[7])
 end
 local listed = {}
-for i = 13, #ARGV do listed[ARGV[i]] = true end
+for i = 14, #ARGV do listed[ARGV[i]] = true end
 local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then

@@ -331,7 +331,9 @@ class MemoryStore(Store):
                 generation=record.generation,
             )
 
-    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
+    def await_change(
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+    ) -> View:
         with self.record.changed:
             self.record.changed.wait_for(lambda: self.view(round) != seen, timeout=within_s)
             return self.view(round)
@@ -405,6 +407,9 @@ class MemoryStore(Store):
                 self.record.votes[opening].setdefault(member_id, self._say(digest))
             self.record.changed.notify_all()
             return self.view(opening.round)
+
+    def expect_verdict(self, verdict: Verdict) -> None:
+        """A look at memory costs nothing."""
 
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         record, opening = self.record, verdict.opening

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from tests.servers import SERVERS
 from tests.stores import RUN_ID, SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next, renew
 
 from zeroband.elastic.membership.orders import pause
-from zeroband.elastic.membership.records import LinkRates, Ready, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
-from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.redis_store import (
@@ -131,7 +133,7 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
     store.group_set(store.keys.group(failed, 0), b"x")
     store.group_add(store.keys.group(failed, 1), 1)
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
-    assert len(lives) == 22
+    assert len(lives) == 24
     assert {key: life for key, life in lives.items() if life <= 0} == {}
     assert all(key.startswith("zeroband:{run}:") for key in lives)
 
@@ -400,6 +402,132 @@ def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_clien
     assert sent_bytes(lambda: store.announce_ready("late#1", Ready(0, 1, "s"))) - info < 1000
     assert store.view(0).ready.keys() == {*members, "late#1"}
     assert sent_bytes(lambda: renew(store, members[0])) - info < 300
+
+
+@pytest.fixture
+def reader(redis_url: str) -> Iterator[RedisStore]:
+    """Another node of the run."""
+    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0)) as reader:
+        yield reader
+
+
+def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tuple[Any, Any]]:
+    """What looks bring of the opening and of the verdict, as they come."""
+    seen, call = list[tuple[Any, Any]](), StoreScript.__call__
+
+    def watch(self: StoreScript, **arguments: Any) -> Any:
+        answer = call(self, **arguments)
+        seen.append(tuple(answer[1][1:3]))
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreScript, "__call__", watch)
+        look()
+    return seen
+
+
+MEMBERS = tuple(f"n{i}#1" for i in range(50))
+
+
+def in_round(round: int, losses: float = 2.5) -> Opening:
+    """A round of 50, in which little is other than in the one before."""
+    return replace(an_opening(*MEMBERS, version=round + 1, round=round), losses=(losses,) + (2.5,) * 49)
+
+
+def rounds(store: RedisStore, *numbers: int) -> Verdict:
+    """These rounds, opened and committed."""
+    for round in numbers:
+        assert open_next(store, in_round(round, 2 + 1 / (round + 1)))
+        opening = store.view(round).opening
+        assert opening is not None and store.propose_verdict(a_verdict(opening))
+    verdict = store.view(0).committed
+    assert verdict is not None
+    return verdict
+
+
+def test_reader_of_many_members_is_told_what_is_another_than_before(
+    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, *MEMBERS)
+    rounds(store, 0)
+    assert reader.view(0).committed is not None
+    for round in (1, 2):
+        verdict = rounds(store, round)
+        (seen,) = told(monkeypatch, lambda: reader.view(0))
+        assert [len(part[0]) < 1200 for part in seen] == [True, True]
+        assert reader.view(0).committed == verdict and reader.view(0).opening == verdict.opening
+
+
+def test_reader_that_missed_a_round_is_told_all(
+    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, *MEMBERS)
+    rounds(store, 0)
+    assert reader.view(0).committed is not None
+    verdict = rounds(store, 1, 2)
+    (seen,) = told(monkeypatch, lambda: reader.view(0))
+    assert [isinstance(part, bytes) for part in seen] == [True, True] and reader.view(0).committed == verdict
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "shorter": lambda patch: patch[:-2],
+    "other values": lambda patch: patch.replace(b"2.5", b"9.5"),
+    "no object": lambda patch: patch.replace(b"{", b"["),
+    "not text": lambda patch: patch[:-1] + b"\xff",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("key", ["opening", "committed"])
+def test_change_that_somebody_damaged_is_asked_for_as_a_whole(
+    store: RedisStore,
+    reader: RedisStore,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    damage: str,
+) -> None:
+    hold(store, *MEMBERS)
+    rounds(store, 0)
+    assert reader.view(0).committed is not None
+    verdict = rounds(store, 1)
+    name = getattr(store.keys, f"{key}_patch")
+    kept = redis_client.get(name)
+    assert isinstance(kept, bytes) and DAMAGES[damage](kept) != kept
+    redis_client.set(name, DAMAGES[damage](kept))
+    seen = told(monkeypatch, lambda: reader.view(0))
+    assert [type(parts[key == "committed"]) for parts in seen] == [list, bytes]
+    assert (reader.view(0).committed, reader.view(0).opening) == (verdict, verdict.opening)
+
+
+def test_verdict_that_a_member_could_write_itself_is_not_told(
+    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, *MEMBERS)
+    assert open_next(store, in_round(0)) and reader.view(0).opening is not None
+    verdict = a_verdict(in_round(0))
+    reader.expect_verdict(verdict)
+    assert store.propose_verdict(verdict)
+    assert told(monkeypatch, lambda: reader.view(0)) == [(1, 2)]
+    assert reader.view(0).committed == verdict
+    other = rounds(store, 1)
+    assert reader.view(0).committed == other  # not the one that was expected
+
+
+def test_wait_that_ends_with_a_verdict_leaves_it_to_who_expects_it(
+    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, *MEMBERS)
+    opening = in_round(0)
+    assert open_next(store, opening)
+    before = reader.view(0)
+    assert store.propose_verdict(a_verdict(opening))
+    wait = partial(reader.await_change, 0, before, within_s=1e6, whole=False, ends_with=opening)
+    views = list[View]()
+    assert told(monkeypatch, lambda: views.append(wait())) == [(1, 2)]
+    assert views == [before]
+    reader.expect_verdict(a_verdict(opening))
+    assert wait().committed == a_verdict(opening)
 
 
 def test_member_is_told_who_else_is_there_once_there_are_enough(store: RedisStore, redis_url: str) -> None:
