@@ -119,6 +119,15 @@ class NatNetwork:
         """What a node takes for its own address: all homes have the same one."""
         return "10.9.0.2" if node in self._homes else f"{PUBLIC}.{self._public.index(node) + 1}"
 
+    def router_address(self, home: str) -> str:
+        """Where others see a home."""
+        return f"{PUBLIC}.{101 + self._homes.index(home)}"
+
+    def talks_to(self, node: str) -> set[str]:
+        """Hosts at the other ends of a node's connections."""
+        rows = _run([*self.prefix(node), "ss", "--no-header", "--tcp", "--numeric", "state", "established"])
+        return {row.split()[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:") for row in rows.splitlines()}
+
     def redis_server(self) -> RedisServer:
         return RedisServer(host=self.address("store"), prefix=self.prefix("store"))
 

@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(obstacle()), reason=obst
 class Run:
     """A run over a network with NATs, and what the store shows of it."""
 
-    def __init__(self, cluster: LocalCluster, store: RedisStore) -> None:
+    def __init__(self, net: NatNetwork, cluster: LocalCluster, store: RedisStore) -> None:
+        self.net = net
         self.cluster = cluster
         self._store = store
 
@@ -80,7 +81,7 @@ def running(folder: Path, *, public: Sequence[str], homes: Sequence[str], symmet
                 cluster.start(node)
             assert cluster.redis is not None
             with closing(RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)) as store:
-                yield Run(cluster, store)
+                yield Run(net, cluster, store)
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["cone", "symmetric"])
@@ -88,6 +89,7 @@ def test_two_of_three_behind_nats_train_one_is_lost_and_comes_back(tmp_path: Pat
     with running(tmp_path, public=["pub"], homes=["home0", "home1"], symmetric=symmetric) as run:
         run.until_train("pub", "home0", "home1")
         assert run.lines() == {"pub": (), "home0": ("pub",), "home1": ("pub",)}
+        assert (run.net.router_address("home1") in run.net.talks_to("home0")) is not symmetric
         run.cluster.nodes["home0"].kill()
         run.until_train("pub", "home1")
         run.cluster.restart("home0")

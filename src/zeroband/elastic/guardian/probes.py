@@ -25,9 +25,10 @@ from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
 from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.reach import HEARD, Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import call, reach, read_exactly, readable
+from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
+from zeroband.elastic.transport.meeting import meet
 from zeroband.errors import ConfigError, HandshakeFailed
 
 _PROBE_BYTES = 8
@@ -361,8 +362,14 @@ class LinkMonitor:
             own = self._identity
             answer = Introduction(own.member_id, relay, number.hex(), own.is_sealed, Purpose.ANSWER)
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):
-                connection, _ = await call(own.key, answer, way.address)
-                self._listener.take(connection, relay)
+                relayed, _ = await call(own.key, answer, way.address)
+                with contextlib.ExitStack() as otherwise:
+                    otherwise.callback(relayed.close)
+                    sight, at = await read_sight(relayed), relayed.getsockname()
+                    otherwise.pop_all()
+                self._listener.take(relayed, relay)  # the caller may stay with it
+                if (met := await meet(at, sight, keep_alive)) is not None:
+                    self._listener.take(met, relay)
 
         if not way.relay and len(self._picking_up) < _MOST_PICKED_UP:
             task = self._loop.create_task(pick_up())

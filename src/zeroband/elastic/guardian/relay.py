@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.handshake import new_session
+from zeroband.elastic.transport.meeting import sight_of
 
 MOST_PASSED_ON = 256
 """Connections that pass here at one time."""
@@ -93,9 +94,14 @@ class Relay:
         await answer.is_over.wait()
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
-        """Copy bytes both ways until both ends have said that this was all, or one of them is gone."""
-        for end in (one, other):
+        """Tell each end where the other one is; then copy bytes both ways until both have said that this was all.
+
+        Also over when one of them is gone.
+        """
+        loop = asyncio.get_running_loop()
+        for end, far in ((one, other), (other, one)):
             keep_alive(end)
+            await loop.sock_sendall(end, sight_of(far))
         pouring = {asyncio.create_task(self._pour(one, other)), asyncio.create_task(self._pour(other, one))}
         try:
             done, left = await asyncio.wait(pouring, return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,7 @@ WORTH = 1.25
 """A plan changes when a rate, or the slowest link of the ring, does so by this factor: measurements are noisy."""
 
 RELAYED = 3
-"""A link over a relay counts as so many times slower than it was measured, alone."""
+"""A link over a relay counts as so many times slower than it is alone."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,17 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
 
 
 def _relayed(table: Rates, behind: Sequence[int]) -> Rates:
-    """Rates with those between two members that a relay joins as a part of them.
+    """Rates with those guessed that are not known between two members that a relay may have to join.
 
     What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
-    such pairs where it can, and all-to-all counts them as slow.
+    such pairs where it can, and all-to-all counts them as slow. Measured rates allow for that already, and pairs of
+    whom both dial at once need no relay.
     """
     if len(behind) < 2 or not table.any():
         return table
     pairs = np.ix_(behind, behind)
     found = table.copy()
-    found[pairs] = np.maximum(np.where(table > UNKNOWN, table, _filled(table))[pairs] / RELAYED, 1.0)
+    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAYED, 1.0))[pairs]
     found[behind, behind] = UNKNOWN
     return found
 

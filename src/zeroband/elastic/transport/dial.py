@@ -1,7 +1,7 @@
 """Calling another node: a connection to its port, and the handshake that makes both ends sure of each other.
 
 A node that cannot be dialled is called through another member, the relay, which passes the call on. The handshake runs
-inside, from end to end: what the relay copies is sealed.
+inside, from end to end: what the relay copies is sealed. Where NATs let them, the two ends meet without it (`meeting`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
+from zeroband.elastic.transport.meeting import SIGHT_BYTES, may_meet, meet, note_met, share_port
+from zeroband.errors import HandshakeFailed
+
+_T = TypeVar("_T")
 
 Address = tuple[str, int]
 
 _ANSWER_S = 5.0
+_MET_S = 2.0
 _NEXT_WAY_S = 0.5
 """So long after one way the next one is tried beside it."""
 _REACH_S, _STAYS_S = 2.0, 1.0
@@ -40,6 +46,18 @@ class Called:
     keys: StreamKeys
     way: Way
     """How it came about."""
+    is_met: bool = False
+    """The two ends have dialled one another at once, as a relay had told them: nothing passes there."""
+
+
+def run_here(calling: Coroutine[Any, Any, _T]) -> _T:
+    """Call, and wait for the result; also in a thread that has an event loop at work, as a notebook's has."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(calling)
+    with ThreadPoolExecutor(1, "zeroband-dial") as beside:
+        return beside.submit(asyncio.run, calling).result()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -89,8 +107,27 @@ async def _try(key: RunKey, introduction: Introduction, way: Way, prepare: Prepa
     if not way.relay:
         return Called(*await call(key, introduction, way.address, prepare), way)
     asked = Introduction(introduction.caller, way.relay, introduction.callee, introduction.is_sealed, Purpose.RELAY)
-    connection, _ = await call(key, asked, way.address, prepare)
-    return Called(connection, await _introduce(key, introduction, connection), way)
+    relayed, _ = await call(key, asked, way.address, prepare)
+    with contextlib.ExitStack() as otherwise:
+        otherwise.callback(relayed.close)
+        sight = await read_sight(relayed)
+        if introduction.purpose != Purpose.PROBE and may_meet(introduction.callee):
+            met = await meet(relayed.getsockname(), sight, prepare)
+            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # the other end may not have it
+                if met is not None:
+                    keys = await _introduce(key, introduction, met, _MET_S)
+                    note_met(introduction.callee, is_met=True)
+                    return Called(met, keys, way, is_met=True)
+            note_met(introduction.callee, is_met=False)
+        keys = await _introduce(key, introduction, relayed)
+        otherwise.pop_all()
+    return Called(relayed, keys, way)
+
+
+async def read_sight(relayed: socket.socket) -> bytes:
+    """What a relay says first. Raises OSError, EOFError, TimeoutError."""
+    async with asyncio.timeout(_ANSWER_S):
+        return await read_exactly(relayed, SIGHT_BYTES)
 
 
 async def call(
@@ -102,11 +139,13 @@ async def call(
         return connection, await _introduce(key, introduction, connection)
 
 
-async def _introduce(key: RunKey, introduction: Introduction, connection: socket.socket) -> StreamKeys:
+async def _introduce(
+    key: RunKey, introduction: Introduction, connection: socket.socket, within_s: float = _ANSWER_S
+) -> StreamKeys:
     """The caller's part of the handshake. Closes the connection where it fails."""
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(within_s):
             caller = Caller(key, introduction)
             await loop.sock_sendall(connection, caller.hello)
             proof, keys = caller.take(await read_exactly(connection, ANSWER_BYTES))
@@ -174,6 +213,7 @@ async def _connect_to(family: int, at: Any, prepare: Prepare) -> socket.socket:
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
+        share_port(connection)
         prepare(connection)
         await asyncio.get_running_loop().sock_connect(connection, at)
     except BaseException:

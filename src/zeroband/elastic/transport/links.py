@@ -13,16 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
-from zeroband.elastic.transport.dial import keep_alive, reach
+from zeroband.elastic.transport.dial import keep_alive, reach, run_here
 from zeroband.elastic.transport.engine import Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
-from zeroband.elastic.transport.handshake import Introduction, new_session
+from zeroband.elastic.transport.handshake import Introduction, StreamKeys, new_session
 from zeroband.errors import HandshakeFailed
 
 _DIAL_AGAIN_S = 0.1
@@ -37,6 +36,8 @@ class _Link:
     number: int
     """Number in the engine; never used again for another link."""
     session: str
+    hosts: set[str] = field(default_factory=set[str])
+    """At the other ends of its streams: the member's, or those of relays."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Links:
             if self._is_closed:
                 connection.close()
                 return
-            self.engine.add_stream(self._of_session(what.caller, what.session), connection, what.keys)
+            self._add(what.caller, what.session, connection, what.keys)
 
     def number(self, member: str) -> int:
         """The link's number in the engine; one that is always down where there is none."""
@@ -82,6 +83,12 @@ class Links:
         with self._lock:
             link = self._links.get(member)
             return "" if link is None else link.session
+
+    def hosts(self, member: str) -> frozenset[str]:
+        """Addresses at the other ends of the streams to a member; none where there is no link."""
+        with self._lock:
+            link = self._links.get(member)
+            return frozenset() if link is None else frozenset(link.hosts)
 
     def state(self, member: str) -> LinkState:
         return self.engine.state(self.number(member))
@@ -119,13 +126,7 @@ class Links:
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
         self._forget_all_but({*others, *keep})
-        connecting = self._connect(own, others, is_aborted, ways_now)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(connecting)
-        with ThreadPoolExecutor(1, "zeroband-links") as beside:  # this thread has a loop at work, as a notebook's has
-            return beside.submit(asyncio.run, connecting).result()
+        return run_here(self._connect(own, others, is_aborted, ways_now))
 
     def drop(self, member: str) -> None:
         """Hang up on a member; whoever of the two dials begins anew when both want a link again."""
@@ -202,7 +203,7 @@ class Links:
             self._complaints.say(f"{member} cannot be called", error)
             raise
         with self._lock:
-            self.engine.add_stream(self._of_session(member, session), called.connection, called.keys)
+            self._add(member, session, called.connection, called.keys)
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""
@@ -216,12 +217,14 @@ class Links:
         with self._lock:
             self._replace(member, new_session())
 
-    def _of_session(self, member: str, session: str) -> int:
-        """Return the number of a member's link; another session replaces the link. Under the lock."""
+    def _add(self, member: str, session: str, connection: socket.socket, keys: StreamKeys) -> None:
+        """Add a stream to a member's link; another session replaces the link. Under the lock."""
         link = self._links.get(member)
         if link is None or link.session != session:
             link = self._replace(member, session)
-        return link.number
+        with contextlib.suppress(OSError):  # the other end is gone already
+            link.hosts.add(str(connection.getpeername()[0]))
+        self.engine.add_stream(link.number, connection, keys)
 
     def _replace(self, member: str, session: str) -> _Link:
         old = self._links.pop(member, None)

@@ -7,11 +7,11 @@ left out or moved on the way does not open. An empty record is the end, so that 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import socket
 import threading
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
-from zeroband.elastic.membership.reach import Way, Ways
+from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
+from zeroband.elastic.transport.dial import Called, reach, run_here
+from zeroband.elastic.transport.handshake import Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
 
 RECORD_BYTES = 1 << 16
@@ -202,54 +202,20 @@ class Dialler:
     is_sealed: bool
 
     def dial(self, callee: str, ways: Ways, within_s: float) -> Connection:
-        """A connection to this member after the handshake; ways are tried one after the other, each for so long.
+        """A connection to this member after the handshake. `within_s`: in seconds, for each way.
 
         Raises the last way's OSError, and HandshakeFailed where the other end hangs up or is not of its run.
         """
-        problem: OSError | HandshakeFailed = OSError(f"there is no way to {callee}")
-        for way in ways:
-            try:
-                return self._dial(callee, way, time.monotonic() + within_s)
-            except (OSError, HandshakeFailed) as error:
-                problem = error
-        raise problem
+        asked = Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE)
 
-    def _dial(self, callee: str, way: Way, deadline_s: float) -> Connection:
-        connection = socket.create_connection(way.address, timeout=_left_s(deadline_s))
+        async def call() -> Called:
+            async with asyncio.timeout(within_s * max(1, len(ways))):
+                return await reach(self.key, asked, ways)
+
         try:
-            keep_alive(connection)
-            if way.relay:
-                self._introduce(connection, way.relay, callee, Purpose.RELAY, deadline_s)
-            return sealed_by(connection, self._introduce(connection, callee, "", Purpose.STATE, deadline_s))
-        except BaseException:
-            connection.close()
-            raise
-
-    def _introduce(
-        self, connection: socket.socket, callee: str, session: str, purpose: Purpose, deadline_s: float
-    ) -> StreamKeys:
-        caller = Caller(self.key, Introduction(self.caller, callee, session, self.is_sealed, purpose))
-        connection.sendall(caller.hello)
-        proof, keys = caller.take(_answer(connection, deadline_s))
-        connection.sendall(proof)
-        return keys
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(deadline_s - time.monotonic(), 1e-3)
-
-
-def _answer(connection: socket.socket, deadline_s: float) -> bytes:
-    data = b""
-    while len(data) < ANSWER_BYTES:
-        connection.settimeout(_left_s(deadline_s))
-        try:
-            part = connection.recv(ANSWER_BYTES - len(data))
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise HandshakeFailed(
-                "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
-            )
-        data += part
-    return data
+            called = run_here(call())
+        except (EOFError, ConnectionResetError) as error:
+            reason = "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
+            raise HandshakeFailed(reason) from error
+        called.connection.setblocking(True)
+        return sealed_by(called.connection, called.keys)

@@ -34,10 +34,14 @@ _LONG_ENOUGH_S = 1.0
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 """Values that two nodes exchange, each time more, until it takes long enough."""
 
-_STEPS = 2 * len(_SIZES)
+_STEPS = 2 * len(_SIZES) + 1
+"""Reductions of a turn: one in which the two wait for one another, then for each size a timed one, and its times."""
 _STREAMS = 8
 _CONNECT_S, _PAIR_S, _ANSWER_S = 10.0, 60.0, 2.0
 _RUN = 1
+
+MET = "met"
+"""The two ends dial one another at once, and no bytes pass the relay that told them."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,15 @@ class PairFinding:
     mbit: float | None = None
     """Mbit/s of payload, in each direction at the same time."""
     way: str = "direct"
-    """How the two are connected, as `LinkSeen` has it."""
+    """How the two are connected, as `LinkSeen` has it, or MET."""
 
     @property
     def way_taken(self) -> str:
         """Which way the pair goes, for a person to read."""
         if not (self.we_reach_it and self.it_reaches_us):
             return "cut off"
-        return {"direct": "direct", "reversed": "reversed: it dials this node"}.get(self.way, f"through {self.way}")
+        said = {"direct": "direct", "reversed": "reversed: it dials this node", MET: "direct: both dial at once"}
+        return said.get(self.way, f"through {self.way}")
 
     @property
     def advice(self) -> str:
@@ -167,6 +172,8 @@ class Meeting:
             mbit = self._exchange(turn, other) if self._links.state(other).is_up else None
             rtt_ms = None if mbit is None else 1e3 * self._links.state(other).rtt_s
             way = seen[other].way if other in seen else "direct"
+            if way in peers and mbit is not None and not self._links.hosts(other) & _addresses_of(peers[way].host):
+                way = MET
             findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit, way))
             self.look()
         return findings
@@ -174,11 +181,14 @@ class Meeting:
     def _exchange(self, turn: int, other: str) -> float | None:
         """Mbit/s in each direction; None where there was no transfer."""
         mbit: float | None = None
-        for step, numel in enumerate(_SIZES):
-            exchanged = self._average(_STEPS * turn + 2 * step, other, torch.zeros(numel))
+        first = _STEPS * turn
+        if self._average(first, other, torch.zeros(1)) is None:  # the other one may come from a longer turn
+            return None
+        for number, numel in zip(range(first + 1, first + _STEPS, 2), _SIZES, strict=True):
+            exchanged = self._average(number, other, torch.zeros(numel))
             if exchanged is None:
                 break
-            agreed = self._average(_STEPS * turn + 2 * step + 1, other, torch.tensor([exchanged[1]]))
+            agreed = self._average(number + 1, other, torch.tensor([exchanged[1]]))
             if agreed is None:
                 break
             mean_s = float(agreed[0][0])
@@ -215,6 +225,13 @@ def partners(members: Sequence[str], own: str) -> list[tuple[int, str]]:
             if a == own and b is not None:
                 order.append((turn, b))
     return order
+
+
+def _addresses_of(host: str) -> set[str]:
+    try:
+        return {str(at[0]) for *_, at in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
 
 
 def _takes_connections(address: tuple[str, int]) -> bool:

@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, until
 
+from zeroband.elastic.guardian import probes as probes_module
 from zeroband.elastic.guardian import relay as relay_module
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.reach import HEARD, Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport import dial as dial_module
+from zeroband.elastic.transport import meeting as meeting_module
 from zeroband.elastic.transport.dial import reach
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, Purpose
@@ -68,6 +70,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(meeting_module, "_in_vain", {})
     made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
 
     async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
@@ -161,6 +164,47 @@ def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monke
         called = asyncio.run(reach(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), ways))
         with called.connection:
             assert called.way == scene.way
+
+
+def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over loopback one of them has to listen: no SYN is on its way for long enough to be crossed."""
+
+    async def listen(own: tuple[str, int], _sight: bytes, _prepare: object) -> socket.socket:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(own)
+            listener.listen()
+            listener.setblocking(False)
+            return (await asyncio.get_running_loop().sock_accept(listener))[0]
+
+    monkeypatch.setattr(probes_module, "meet", listen)
+    end = scene.dial()
+    until(lambda: not scene.relay.relay.passed_on)
+    with contextlib.closing(end), end.makefile("rb") as file:
+        end.sendall(b"hello")
+        assert file.read(5) == b"hello"
+    assert scene.seen == b""
+
+
+@pytest.mark.parametrize("ends", ["hangs up", "is silent"])
+def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The connection stands at the caller's end alone, or is somebody else's."""
+    monkeypatch.setattr(dial_module, "_MET_S", 0.1)
+    with socket.create_server((HOST, 0)) as other:
+
+        async def meet_another(*_: object) -> socket.socket:
+            connection = socket.create_connection(other.getsockname())
+            connection.setblocking(False)
+            if ends == "hangs up":
+                other.accept()[0].close()
+            return connection
+
+        monkeypatch.setattr(dial_module, "meet", meet_another)
+        end = scene.dial()
+    assert scene.relay.relay.passed_on == 1
+    with contextlib.closing(end), end.makefile("rb") as file:
+        end.sendall(b"hello")
+        assert file.read(5) == b"hello"
 
 
 def test_member_that_can_only_dial_is_found_out_and_then_heard(monkeypatch: pytest.MonkeyPatch) -> None:

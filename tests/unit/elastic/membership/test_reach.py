@@ -86,13 +86,20 @@ def test_askers_are_those_that_have_one_as_their_neighbour(count: int) -> None:
 
 def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
     members = (A, B, C, D)
-    seen = [LinkObservation(100, {m: 100 for m in members if m != own}) for own in members]
+    seen = [LinkObservation(100, {m: 100 for m in members if m != own and {m, own} != {C, D}}) for own in members]
     assert plan(members, seen, LinkTable()).order == ()
     network = plan(members, seen, LinkTable(), behind=(C, D))
     order = [members[place] for place in network.order]
     assert network.behind == (2, 3)
     assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset((C, D))} == set()
     assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAYED, 100)
+
+
+def test_pair_that_needs_no_relay_is_as_fast_as_it_was_measured() -> None:
+    members = (A, B, C, D)
+    seen = [LinkObservation(100, {m: 100 for m in members if m != own}) for own in members]
+    network = plan(members, seen, LinkTable(), behind=(C, D))
+    assert (network.order, network.slowest_link) == ((), 100)
 
 
 def test_relayed_pair_of_which_nothing_is_known_slows_nothing_down() -> None:

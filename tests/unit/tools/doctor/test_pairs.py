@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.tools.doctor.pairs import PairFinding, partners
+from zeroband.tools.doctor.pairs import MET, PairFinding, partners
 
 
 @given(st.integers(1, 17))
@@ -41,6 +41,7 @@ def test_what_is_wrong_with_a_pair_comes_with_what_to_do(
         ((True, True), "direct", "direct"),
         ((True, True), "reversed", "reversed: it dials this node"),
         ((True, True), "c", "through c"),
+        ((True, True), MET, "direct: both dial at once"),
         ((True, False), "direct", "cut off"),
     ],
 )
