@@ -152,7 +152,7 @@ METRICS: Mapping[str, Metric] = {
         labels={"dir": "received", "kind": "round"},
     ),
     "outer/payload_bytes": Metric(
-        "bytes", "This node's payload in the round, counted on its way to one other; absent where averages travel."
+        "bytes", "This node's payload in the round, as it goes to each node or site; absent where averages travel."
     ),
     "outer/payload_ratio": Metric("ratio", "2 bytes of each parameter over outer/payload_bytes."),
     "outer/ddp_bytes": Metric(

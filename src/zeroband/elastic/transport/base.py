@@ -20,7 +20,7 @@ class Transfer:
     sent_bytes: int
     received_bytes: int
     payload_bytes: int | None = None
-    """Size of this node's payload, counted on its way to one other node; None: it sent none."""
+    """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
 
@@ -69,13 +69,6 @@ class Gathering:
     @property
     def total_bytes(self) -> int:
         return sum(self.lengths)
-
-    def partners(self, member: int, receiver: int | None) -> frozenset[int]:
-        """Members with whom one exchanges bytes, by their places. `receiver`: the place of the one that gets them."""
-        receivers = set(range(len(self.lengths))) if receiver is None else {receiver}
-        senders = {place for place, length in enumerate(self.lengths) if length > 0}
-        found = (receivers if member in senders else set[int]()) | (senders if member in receivers else set[int]())
-        return frozenset(found - {member})
 
     def part_of(self, member: int) -> slice:
         """Where the payload of the n-th member lies among all of them."""

@@ -20,7 +20,7 @@ from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Runn
 from zeroband.elastic.transport.links import Links, Wanted
 from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
-from zeroband.elastic.transport.shape import piece_bytes, shape_of
+from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
 from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
 from zeroband.errors import PeerLost, TransferStalled
@@ -118,7 +118,14 @@ class NativePlane:
         if len(opening.members) == 1:
             request.result.copy_(request.sent)
             return 0, 0
-        receiver = None if gathering.receiver is None else opening.members.index(gathering.receiver)
+        place, world = opening.members.index(request.member_id), len(opening.members)
+        route = route_of(
+            place,
+            opening.sites or range(world),
+            receiver=None if gathering.receiver is None else opening.members.index(gathering.receiver),
+            behind=opening.network.behind,
+            turn=opening.divergences,  # one that altered what it passed on is not asked again
+        )
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             return engine.gather(
@@ -126,15 +133,15 @@ class NativePlane:
                 gathering.lengths,
                 at.number,
                 at.links,
+                route,
                 request.sent,
                 request.result,
-                receiver=receiver,
                 chunk_bytes=piece_bytes(max(gathering.lengths)),
                 allowed=allowed,
             )
 
         kind = (gathering.total_bytes, gathering.number)
-        partners = gathering.partners(opening.members.index(request.member_id), receiver)
+        partners = route.partners(place, gathering.lengths)
         return self._operate(self._reach, start, request, kind, partners, lane=gathering.number)
 
     def _operate(

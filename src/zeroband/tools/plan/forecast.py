@@ -342,7 +342,7 @@ def _forecast(
     a_value_s = job.own_factor * job.params / (job.gpus if is_on_gpu else job.cores)
     each_s = job.own_factor * work.round_s / (1.0 if is_on_gpu else min(1.0, job.cores))
     own_s = work.packing_s * a_value_s + times * each_s
-    unpacking_s = (work.unpacking_s + work.payload_s * job.senders) * a_value_s
+    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
     beside_s = link.agreement_s + unpacking_s if others else 0.0
     sent, received, peak = moved
     return Forecast(

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
+from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, relay_of, speakers
 
 UNNAMED: Mapping[str, str | None] = dict.fromkeys("abcdef")
 
@@ -106,3 +106,13 @@ def test_one_that_cannot_be_dialled_speaks_where_there_is_no_other() -> None:
 
 def test_nobody_speaks_for_others_where_there_are_no_sites() -> None:
     assert speakers((("a",), ("b",)), EQUAL, {}, {}) == ()
+
+
+def test_payloads_of_a_site_come_to_different_members_of_another_one() -> None:
+    assert [relay_of(sender, (0, 2, 4), (1, 3), ()) for sender in (0, 2, 4)] == [1, 3, 1]
+    assert [relay_of(sender, (0, 2, 4), (1, 3), (), turn=1) for sender in (0, 2, 4)] == [3, 1, 3]
+
+
+def test_one_that_cannot_be_dialled_sends_to_one_that_can_where_there_is_one() -> None:
+    assert [relay_of(sender, (0, 2), (1, 3), behind=(2, 3)) for sender in (0, 2)] == [1, 1]
+    assert [relay_of(sender, (0, 2), (1, 3), behind=(1, 2, 3)) for sender in (0, 2)] == [1, 3]
