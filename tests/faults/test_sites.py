@@ -1,4 +1,4 @@
-"""A site loses who speaks for it in the middle of a transfer: another one speaks, and no sample is lost."""
+"""A site loses in the middle of a transfer who speaks for it, or passes on what others send: no sample is lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ SITE_OF = {"node0": "x", "node1": "y", "node2": "x", "node3": "y"}
 TASK = (
     *("--model.d-model", "384", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
     *("--data.seq-length", "32", "--train.batch-size", "2", "--train.micro-bs", "2", "--train.dtype", "float32"),
-    *("--train.threads", "1", "--outer.type", "diloco", "--outer.inner-steps", "4", "--log-level", "WARNING"),
+    *("--train.threads", "1", "--outer.inner-steps", "4", "--log-level", "WARNING"),
     *(f"--train.total-steps={ROUNDS * 4 * len(SITE_OF)}", "--fault.inject", "inner@+0=TAKES0.1"),
 )
+
+
+EACH_OUTER = pytest.mark.parametrize(
+    ("outer", "mbit"),
+    [(("--outer.type", "diloco"), 10.0), (("--outer.type", "sparseloco", "--outer.k", "512"), 5.0)],
+    ids=["diloco", "sparseloco"],
+)
+"""Each node sends payloads through a member of the other site, so who speaks for its site also passes some on."""
 
 
 def speaker_of(opening: Opening, site: str) -> str:
@@ -32,14 +40,17 @@ def speaker_of(opening: Opening, site: str) -> str:
     return speaker
 
 
+@EACH_OUTER
 @pytest.mark.skipif(bool(Network.obstacle()), reason="needs namespaces of its own")
-def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:
+def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: tuple[str, ...], mbit: float) -> None:
     with (
         Network() as network,
-        LocalCluster(tmp_path, TASK, nodes=len(SITE_OF), env={"OMP_NUM_THREADS": "1"}, network=network) as cluster,
+        LocalCluster(
+            tmp_path, (*TASK, *outer), nodes=len(SITE_OF), env={"OMP_NUM_THREADS": "1"}, network=network
+        ) as cluster,
     ):
         for node, site in SITE_OF.items():
-            network.settle(node, site, mbit=10.0)
+            network.settle(node, site, mbit)
             cluster.start(node, arguments=[f"--node.site={site}"])
         assert cluster.redis is not None
         with closing(RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)) as store:
