@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,13 @@ def speaker_of(opening: Opening, site: str) -> str:
     found = {node_id_of_member(m): node_id_of_member(s) for m, s in opening.speakers().items()}
     (speaker,) = {found[node] for node, own in SITE_OF.items() if node in found and own == site}
     return speaker
+
+
+def undisturbed(run_dir: Path, nodes: Iterable[str]) -> list[dict[str, Any]]:
+    """Lines of metrics of rounds with payloads of all nodes, that nothing disturbed."""
+    text = "".join((run_dir / node / "metrics.jsonl").read_text(encoding="utf-8") for node in nodes)
+    lines = [line for line in map(json.loads, text.splitlines()) if line.get("outer/payload_bytes")]
+    return [line for line in lines if line["outer/nodes"] == len(SITE_OF) and not line["outer/retries"]]
 
 
 @EACH_OUTER
@@ -76,3 +86,8 @@ def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: t
         codes = cluster.wait(timeout_s=DEADLINE_S)
         assert {codes[node] for node in left} == {0}, cluster.describe()
         assert audit(read_rounds(cluster.run_dir)).is_exact
+        payloads = undisturbed(cluster.run_dir, left)
+        assert bool(payloads) == ("sparseloco" in outer)
+        for line in payloads:  # its own to the other site and to who is near, and there what came from away
+            wide, sent, payload = (line[f"outer/{name}_bytes"] for name in ("wide", "sent", "payload"))
+            assert (wide, sent) == (payload, 3 * payload), line["outer/round"]

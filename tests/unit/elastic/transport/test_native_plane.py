@@ -23,7 +23,7 @@ from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
-from zeroband.elastic.transport.base import Gathering, RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
@@ -56,7 +56,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
         plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
-        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == (0, 0)
+        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == Moved(0, 0)
         flags.close()
         return result
 
@@ -124,15 +124,14 @@ class Node:
 
         return self._main.submit(reduce)
 
-    def gather(self, opening: Opening, gathering: Gathering) -> Future[tuple[torch.Tensor, int]]:
-        """All payloads, and the bytes that were sent; one's own is its place among the members, again and again."""
+    def gather(self, opening: Opening, gathering: Gathering) -> Future[tuple[torch.Tensor, Moved]]:
+        """All payloads, and the bytes that were moved; one's own is its place among the members, again and again."""
         place = opening.members.index(self.member_id)
 
-        def gather() -> tuple[torch.Tensor, int]:
+        def gather() -> tuple[torch.Tensor, Moved]:
             payload = torch.full((gathering.lengths[place],), place, dtype=torch.uint8)
             result = torch.full((gathering.total_bytes,), 0xEE, dtype=torch.uint8)
-            sent, _ = self.plane.gather(RoundRequest(opening, self.member_id, payload, result), gathering)
-            return result, sent
+            return result, self.plane.gather(RoundRequest(opening, self.member_id, payload, result), gathering)
 
         return self._main.submit(gather)
 
@@ -217,7 +216,7 @@ def test_payloads_take_links_inside_the_site_and_to_one_member_of_each_other(fou
     gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(FOUR, Gathering((900,) * 4)) for n in four]]
     expected = torch.arange(4, dtype=torch.uint8).repeat_interleave(900)
     assert all(torch.equal(result, expected) for result, _ in gathered)
-    assert [sent for _, sent in gathered] == [3 * 900] * 4  # to who is near and away, and what came from there
+    assert [moved for _, moved in gathered] == [Moved(3 * 900, 3 * 900, 900)] * 4
     assert [set(node.partners) for node in four] == [{"b#1", "c#1"}, {"a#1", "d#1"}, {"d#1", "a#1"}, {"c#1", "b#1"}]
 
 
@@ -240,14 +239,23 @@ def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> Non
     assert all(torch.equal(gathering.result(DEADLINE_S)[0], expected) for gathering in again)
 
 
-def test_relay_of_a_round_that_ended_in_different_results_is_another_one(four: list[Node]) -> None:
-    a, b, c, d = four
-    join(a, d)
-    join(b, c)
-    again = replace(FOUR, version=2, divergences=1)
-    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(again, Gathering((900,) * 4)) for n in four]]
+@pytest.mark.parametrize(
+    ("more", "joined", "partners"),
+    [
+        ({"divergences": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
+        ({"network": LinkTable(behind=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
+    ],
+    ids=["another one where results differed", "who is dialled for those who cannot be"],
+)
+def test_relay_follows_from_the_opening(
+    four: list[Node], more: dict[str, Any], joined: Sequence[str], partners: Sequence[str]
+) -> None:
+    for one, other in joined:
+        join(four["abcd".index(one)], four["abcd".index(other)])
+    opening = replace(FOUR, version=2, **more)
+    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(opening, Gathering((900,) * 4)) for n in four]]
     assert all(torch.equal(result, gathered[0][0]) for result, _ in gathered)
-    assert [set(node.partners) for node in four] == [{"b#1", "d#1"}, {"a#1", "c#1"}, {"d#1", "b#1"}, {"c#1", "a#1"}]
+    assert ["".join(sorted(member[0] for member in node.partners)) for node in four] == partners
 
 
 def test_one_receiver_gets_payloads_directly_at_sites_too(four: list[Node]) -> None:
@@ -256,7 +264,7 @@ def test_one_receiver_gets_payloads_directly_at_sites_too(four: list[Node]) -> N
     gatherings = [node.gather(FOUR, Gathering((900,) * 4, receiver="c#1")) for node in four]
     gathered = [gathering.result(DEADLINE_S) for gathering in gatherings]
     assert torch.equal(gathered[2][0], torch.arange(4, dtype=torch.uint8).repeat_interleave(900))
-    assert [sent for _, sent in gathered] == [900, 900, 0, 900]
+    assert [tuple(moved) for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
     assert set(a.partners) == set(d.partners) == {"c#1"}
 
 
