@@ -128,6 +128,17 @@ void routes_that_are_none_are_refused() {
     REQUIRE(!has_routes(spec));
 }
 
+// Of a member's payload: from its sender or the relay at the own site, whoever knows the key.
+void payloads_are_taken_from_their_sources_alone() {
+    Gathering gathering({4, 30011, FP32, false, false, 2, 2, 2});
+    const GatherSpec spec = gathering.spec(1, 1);
+    const Gather gather(spec, std::make_shared<PacketPool>());
+    const std::vector<uint32_t> sources = {0, NOBODY, 0, 3};
+    for (uint32_t sender = 0; sender < 4; ++sender)
+        for (uint32_t peer = 0; peer < 4; ++peer)
+            REQUIRE(gather.expects(peer, {spec.operation, PAYLOAD, NO_CODEC, sender, 0, 1024}) == (peer == sources[sender]));
+}
+
 void aborted_gathering_leaves_the_links_as_they_were(uint32_t per_site, int rounds) {
     Gathering gathering({4, 100003, FP32, false, true, 2, 2, per_site});
     uint64_t opening = 1;
@@ -179,6 +190,7 @@ int main() {
     payloads_cross_once_into_each_site();
     lost_relay_ends_the_gathering_of_those_near_it();
     routes_that_are_none_are_refused();
+    payloads_are_taken_from_their_sources_alone();
     aborted_gathering_leaves_the_links_as_they_were(1, 20);
     aborted_gathering_leaves_the_links_as_they_were(2, 10);
     lost_link_ends_the_gathering_of_both();

@@ -240,14 +240,16 @@ def test_node_sends_over_the_wide_network_what_plan_foresees(
 
 
 def test_pieces_are_passed_on_as_they_come(make_net: MakeNet) -> None:
-    net, payloads = make_net(3), payloads_of([40 * PIECE, 0, 0])
-    running, results = gather_all(net, net.next_operation(), payloads, sites=(0, 1, 1), allowed=0.5)
+    net, payloads = make_net(3, beat_s=100.0), payloads_of([40 * PIECE, 0, 0])  # no beat has anything sent
+    operation = net.next_operation()
+    running, results = gather_all(net, operation, payloads, sites=(0, 1, 1), but=[0], allowed=0.5)
+    sending, _ = gather_all(net, operation, payloads, sites=(0, 1, 1), but=[1, 2], allowed=0.5)
     until(lambda: running[2].traffic(1).received_bytes == 20 * PIECE)
-    assert [one.wait(0) for one in running.values()] == [State.RUNNING] * 3
-    for one in running.values():
+    assert [one.wait(0) for one in (*running.values(), *sending.values())] == [State.RUNNING] * 3
+    for one in (*running.values(), *sending.values()):
         one.allow(1.0)
-    assert ends_of(list(running.values())) == [State.DONE] * 3
-    assert all(torch.equal(result, payloads[0]) for result in results)
+    assert ends_of([*running.values(), *sending.values()]) == [State.DONE] * 3
+    assert all(torch.equal(result, payloads[0]) for result in results[1:])
 
 
 def test_what_is_passed_on_to_a_late_member_takes_no_memory_besides(make_net: MakeNet) -> None:
