@@ -3,7 +3,7 @@
 Real nodes in namespaces of their own, two at each of four sites, which have one link of a rate to the others; their
 inner steps sleep, so that two cores can carry them. The same with sites off, and with one node at each. Linux as root.
 
-    python bench/sites.py [--rounds 10] [--mbit 30] [--only off named auto alone]
+    python bench/sites.py [--outer sparseloco] [--rounds 10] [--mbit 30] [--only off named auto alone]
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ LIMIT_S = 900.0
 TASK = (
     *("--model.d-model", "384", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
     *("--data.seq-length", str(LENGTH), "--train.batch-size", str(BATCH), "--train.micro-bs", str(BATCH)),
-    *("--train.dtype", "float32", "--train.threads", "1", "--outer.type", "diloco"),
+    *("--train.dtype", "float32", "--train.threads", "1"),
     *("--outer.inner-steps", str(INNER_STEPS), "--log-level", "WARNING", "--fault.inject", f"inner@+0=TAKES{STEP_S}"),
     *("--elastic.start-timeout-s", "300"),
 )
+
+OUTER = {
+    "diloco": ("--outer.type", "diloco"),
+    "sparseloco": ("--outer.type", "sparseloco", "--outer.k", "512"),  # else its payloads are over in no time
+}
 
 RUNS = {
     "off": (NODES_AT_EACH, ("--comm.sites=off",), False),
@@ -59,14 +64,14 @@ class Found:
         return [row for row in self.committed if row[0].round >= FIRST - 1]
 
 
-def run(name: str, rounds: int, mbit: float) -> Found:
+def run(name: str, outer: str, rounds: int, mbit: float) -> Found:
     """One run to its end."""
     nodes_at_each, arguments, names_them = RUNS[name]
     found, nodes = Found(), nodes_at_each * len(SITES)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         network = stack.enter_context(Network())
-        total = (*TASK, f"--train.total-steps={rounds * INNER_STEPS * nodes}", *arguments)
+        total = (*TASK, *OUTER[outer], f"--train.total-steps={rounds * INNER_STEPS * nodes}", *arguments)
         cluster = LocalCluster(folder, total, nodes=nodes, env={"OMP_NUM_THREADS": "1"}, network=network)
         stack.enter_context(cluster)
         for number in range(nodes):
@@ -104,6 +109,7 @@ def tell(runs: dict[str, Found]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--outer", choices=OUTER, default="diloco")
     parser.add_argument("--rounds", type=count, default=10)
     parser.add_argument("--mbit", type=float, default=30.0)
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
@@ -111,7 +117,7 @@ def main() -> None:
     names: Sequence[str] = asked.only
     runs = dict[str, Found]()
     for name in names:
-        runs[name] = run(name, asked.rounds, asked.mbit)
+        runs[name] = run(name, asked.outer, asked.rounds, asked.mbit)
         tell({name: runs[name]})
     tell(runs)
 

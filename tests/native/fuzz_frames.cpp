@@ -12,18 +12,20 @@ namespace {
 constexpr uint32_t PEER = 1;
 constexpr uint64_t NUMEL = 5003;
 
+const Case SITES = {4, NUMEL, FP32, false, false, 1, 1, 2};
+
 enum Kind : unsigned { ALL_TO_ALL = 0, RING = 1, GATHER = 2, KINDS = 3 };
 
-// Member 0 or 1 of an operation of this kind.
+// A member of an operation of this kind: of two members, and of two sites of two where payloads are gathered.
 std::unique_ptr<Transfer> operation_of(Kind kind, uint32_t self, float* in, float* out) {
     const auto pool = std::make_shared<PacketPool>();
     if (kind == GATHER)
-        return std::make_unique<Gather>(gather_of({2, NUMEL, FP32, false, false}, self, 1, bytes_of(in), bytes_of(out)), pool);
+        return std::make_unique<Gather>(gather_of(SITES, self, 1, bytes_of(in), bytes_of(out)), pool);
     return std::make_unique<Reduce>(spec_of({2, NUMEL, INT8, kind == RING, false}, self, 1, in, out), pool);
 }
 
 struct Target {
-    explicit Target(Kind kind) : in(NUMEL, 1.0f), out(2 * NUMEL), transfer(operation_of(kind, 0, in.data(), out.data())) {
+    explicit Target(Kind kind) : in(NUMEL, 1.0f), out(4 * NUMEL), transfer(operation_of(kind, 0, in.data(), out.data())) {
         transfer->begin();
     }
 
@@ -74,9 +76,15 @@ namespace {
 
 // What the other member would send if it spoke alone.
 std::vector<uint8_t> honest(Kind kind) {
-    std::vector<float> in(NUMEL, 0.5f), out(2 * NUMEL);
+    std::vector<float> in(NUMEL, 0.5f), out(4 * NUMEL), away(4 * NUMEL);
     const auto transfer = operation_of(kind, PEER, in.data(), out.data());
     transfer->begin();
+    if (kind == GATHER) {  // what it passes on, besides its own
+        constexpr uint32_t AWAY = 3;
+        const auto other = operation_of(kind, AWAY, in.data(), away.data());
+        std::vector<uint32_t> awakened;
+        while (PacketPtr packet = other->next(PEER)) transfer->receive(AWAY, std::move(packet), awakened);
+    }
     std::vector<uint8_t> sent;
     while (PacketPtr packet = transfer->next(0))
         sent.insert(sent.end(), packet->header(), packet->payload() + packet->frame.payload_bytes);
@@ -107,6 +115,7 @@ int main(int argc, char** argv) {
         seeds.push_back(honest(kind));
         REQUIRE(Target(kind).feed(seeds[kind].data(), seeds[kind].size()));
     }
+    REQUIRE(seeds[GATHER].size() > 8 * NUMEL - 6000);  // both payloads
     for (long round = 0; round < rounds; ++round) {
         const size_t kind = random() % KINDS;
         std::vector<uint8_t> bytes{static_cast<uint8_t>(kind)};

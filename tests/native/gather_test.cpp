@@ -16,12 +16,11 @@ struct Gathering {
     explicit Gathering(const Case& shape) : members(shape), out(shape.world) {}
 
     GatherSpec spec(uint32_t member, uint64_t opening, uint32_t receiver = EVERYBODY) {
-        GatherSpec made = gather_of(members.shape, member, opening, bytes_of(members.in[member].data()), nullptr);
+        GatherSpec made = gather_of(members.shape, member, opening, bytes_of(members.in[member].data()), nullptr, receiver);
         uint64_t total = 0;
         for (const uint64_t length : made.lengths) total += length;
         if (out[member].empty()) out[member].assign(total, 0xEE);
         made.out = out[member].data();
-        made.receiver = receiver;
         return made;
     }
 
@@ -72,10 +71,78 @@ void members_have_all_payloads() {
         }
 }
 
-void aborted_gathering_leaves_the_links_as_they_were() {
-    Gathering gathering({4, 100003, FP32, false, true});
+// Each payload comes to a site once, whatever is near it; several streams and threads, sites of other sizes.
+void payloads_cross_once_into_each_site() {
+    for (const uint32_t world : {4u, 7u})
+        for (const uint32_t per_site : {2u, 3u}) {
+            Gathering gathering({world, 30011, FP32, false, world == 7, 2, 2, per_site});
+            for (uint64_t opening = 1; opening < 3; ++opening) {
+                const auto running = gathering.start_all(opening);
+                for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S));
+                for (uint32_t member = 0; member < world; ++member) {
+                    uint64_t wide = 0, sites = (world + per_site - 1) / per_site;
+                    for (uint32_t other = 0; other < world; ++other)
+                        if (other / per_site != member / per_site) wide += running[member]->transfer->traffic(other).sent_bytes;
+                    REQUIRE(wide == (sites - 1) * gathering.spec(member, 0).lengths[member]);
+                }
+                gathering.require_done(running);
+                gathering.require_payloads();
+            }
+        }
+}
+
+// Whoever loses a link that it needs ends, and names the member; the others are told by the store and ended.
+void lost_relay_ends_the_gathering_of_those_near_it() {
+    for (int round = 0; round < 10; ++round) {
+        Gathering gathering({4, 100003, FP32, false, true, 2, 2, 2});
+        const auto running = gathering.start_all(1, EVERYBODY, 0.1);
+        running[1]->transfer->wait(0.0005 * round);
+        gathering.members.engines[2].reset();  // passes on what comes from 0, and is near 3
+        for (const uint32_t member : {0u, 3u}) {
+            REQUIRE(running[member]->transfer->wait(DEADLINE_S));
+            REQUIRE(running[member]->transfer->state() == PEER_LOST && running[member]->transfer->detail() == 2);
+        }
+        REQUIRE(running[1]->transfer->state() == RUNNING);
+        for (const uint32_t member : {0u, 1u, 3u}) gathering.members.engines[member]->finish(running[member]);
+    }
+}
+
+void routes_that_are_none_are_refused() {
+    Gathering gathering({4, 30011, FP32, false, false, 2, 2, 2});
+    const GatherSpec good = gathering.spec(1, 1);
+    REQUIRE(has_routes(good));
+    GatherSpec spec = good;
+    spec.sources[2] = 4;
+    REQUIRE(!has_routes(spec));
+    spec = good;
+    spec.sources[2] = 1;
+    REQUIRE(!has_routes(spec));
+    spec = good;
+    spec.sources[1] = 0;
+    REQUIRE(!has_routes(spec));
+    spec = good;
+    spec.near[1] = true;
+    REQUIRE(!has_routes(spec));
+    spec = good;
+    spec.receivers[1] = true;
+    REQUIRE(!has_routes(spec));
+}
+
+// Of a member's payload: from its sender or the relay at the own site, whoever knows the key.
+void payloads_are_taken_from_their_sources_alone() {
+    Gathering gathering({4, 30011, FP32, false, false, 2, 2, 2});
+    const GatherSpec spec = gathering.spec(1, 1);
+    const Gather gather(spec, std::make_shared<PacketPool>());
+    const std::vector<uint32_t> sources = {0, NOBODY, 0, 3};
+    for (uint32_t sender = 0; sender < 4; ++sender)
+        for (uint32_t peer = 0; peer < 4; ++peer)
+            REQUIRE(gather.expects(peer, {spec.operation, PAYLOAD, NO_CODEC, sender, 0, 1024}) == (peer == sources[sender]));
+}
+
+void aborted_gathering_leaves_the_links_as_they_were(uint32_t per_site, int rounds) {
+    Gathering gathering({4, 100003, FP32, false, true, 2, 2, per_site});
     uint64_t opening = 1;
-    for (int round = 0; round < 20; ++round, opening += 2) {
+    for (int round = 0; round < rounds; ++round, opening += 2) {
         const auto aborted = gathering.start_all(opening);
         std::vector<std::thread> threads;
         for (uint32_t member = 0; member < 4; ++member)
@@ -120,7 +187,12 @@ void operations_of_one_opening_do_not_mix() {
 
 int main() {
     members_have_all_payloads();
-    aborted_gathering_leaves_the_links_as_they_were();
+    payloads_cross_once_into_each_site();
+    lost_relay_ends_the_gathering_of_those_near_it();
+    routes_that_are_none_are_refused();
+    payloads_are_taken_from_their_sources_alone();
+    aborted_gathering_leaves_the_links_as_they_were(1, 20);
+    aborted_gathering_leaves_the_links_as_they_were(2, 10);
     lost_link_ends_the_gathering_of_both();
     operations_of_one_opening_do_not_mix();
     std::puts("ok");

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -31,7 +32,7 @@ struct Case {
     bool is_sealed;
     uint32_t streams = 2;
     int threads = 2;
-    uint32_t per_site = 1;  // members of a site, whose first one speaks for it
+    uint32_t per_site = 1;  // members of a site, whose first one speaks for it; the last site may have fewer
 
     uint32_t speakers_before(uint32_t member) const { return (member + per_site - 1) / per_site; }
     uint32_t next_of(uint32_t member) const { return member % per_site == 0 ? member : member - 1; }
@@ -61,12 +62,33 @@ inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const 
 
 inline uint8_t* bytes_of(float* values) { return reinterpret_cast<uint8_t*>(values); }
 
-// Payloads of other lengths for each member, none longer than 4 * numel bytes.
-inline GatherSpec gather_of(const Case& c, uint32_t self, uint64_t opening, const uint8_t* in, uint8_t* out) {
+constexpr uint32_t EVERYBODY = NOBODY;
+
+// Payloads of other lengths for each member, none longer than 4 * numel bytes. To one receiver directly; to everybody
+// through the member of each other site that has the sender's place in its own, as far as there is one.
+inline GatherSpec gather_of(const Case& c, uint32_t self, uint64_t opening, const uint8_t* in, uint8_t* out,
+                            uint32_t receiver = EVERYBODY) {
     GatherSpec spec;
     spec.operation = {7, opening << 16, 1, 1, 0};
     spec.self = self;
-    for (uint32_t member = 0; member < c.world; ++member) spec.lengths.push_back(4 * c.numel - 1500 * member);
+    const auto site = [&](uint32_t member) { return member / c.per_site; };
+    const auto relay = [&](uint32_t sender, uint32_t member) {
+        return std::min(site(member) * c.per_site + sender % c.per_site, c.world - 1);
+    };
+    for (uint32_t member = 0; member < c.world; ++member) {
+        const bool is_near = site(member) == site(self), is_other = member != self;
+        spec.lengths.push_back(4 * c.numel - 1500 * member);
+        if (receiver != EVERYBODY) {
+            spec.sources.push_back(self == receiver ? member : NOBODY);
+            spec.receivers.push_back(is_other && member == receiver);
+            spec.near.push_back(false);
+            continue;
+        }
+        const uint32_t source = is_near ? member : relay(member, self);
+        spec.sources.push_back(source == self ? member : source);
+        spec.receivers.push_back(is_other && (is_near || member == relay(self, member)));
+        spec.near.push_back(is_other && is_near);
+    }
     spec.chunk_bytes = 1024;
     spec.in = in;
     spec.out = out;

@@ -38,7 +38,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -141,7 +141,7 @@ class MemoryLanes:
     def reduce_mean(
         self,
         request: RoundRequest,
-    ) -> tuple[int, int]:
+    ) -> Moved:
         opening, member_id, contribution, result = request.opening, request.member_id, request.sent, request.result
         errors, encoded = request.residual, request.encoded
         assert member_id == self.member_id
@@ -151,7 +151,7 @@ class MemoryLanes:
             contribution = self.codec.decode(encoded.contribution, result.numel())
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, opening, errors if share > 0 else None)
-            return 0, 0
+            return Moved(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening)
@@ -159,7 +159,7 @@ class MemoryLanes:
             encoded.result.copy_(self.codec.encode(result))
             result.copy_(self.codec.decode(encoded.result, result.numel()))
         moved = ring_bytes(result.numel(), len(opening.members))
-        return moved, moved
+        return Moved(moved, moved)
 
     def _average_encoded(self, contribution: Tensor, result: Tensor, opening: Opening, errors: Tensor | None) -> None:
         """As the native path: all-to-all, the first member owns everything."""
@@ -212,7 +212,7 @@ class MemoryLanes:
         self,
         request: RoundRequest,
         gathering: Gathering,
-    ) -> tuple[int, int]:
+    ) -> Moved:
         opening, member_id, payload, result = request.opening, request.member_id, request.sent, request.result
         store, key, sent = self._store, (opening.id, -1 - gathering.number), payload.clone()
         self.forge.pop(gathering.number, lambda payload: None)(sent)
@@ -236,7 +236,7 @@ class MemoryLanes:
         self._faults.transfer(opening.round).reach(1.0)
         receivers = len(opening.members) if gathering.receiver is None else 1
         received = gathering.total_bytes - len(payload) if receives else 0
-        return len(payload) * (receivers - receives), received
+        return Moved(len(payload) * (receivers - receives), received)
 
     def leave_behind(self) -> None:
         """Nothing to part from."""

@@ -61,7 +61,8 @@ class NodeSection(Section):
     """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
     site: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
     """Name of the place of this node, the same on all nodes that have a fast network between them: these sum up what
-    they learned there, and one of them speaks for all to the other sites. None: as comm.sites says."""
+    they learned there, and one of them speaks for all to the other sites; a sparse payload goes once to each of those.
+    None: as comm.sites says."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
@@ -87,9 +88,9 @@ class CommConfig(Section):
     """Send to several nodes over a slow access link at one even pace, which is found by trying, where transfers take a
     second and more; needs comm.streams = None. False: as fast as TCP finds each link to be."""
     sites: Literal["auto", "named", "off"] = "auto"
-    """Which nodes send as one over the links between sites, on the native path. named: those with one node.site. auto:
-    the same, or, where no node names one, those whose links to one another were measured to be much faster than all
-    others, if those are slow. off: each node sends for itself."""
+    """Which nodes are of one site and share what they send to others, on the native path. named: those with one
+    node.site. auto: the same, or, where no node names one, those whose links to one another were measured to be much
+    faster than all others, if those are slow. off: each node sends for itself."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Threads of the native path on this node. None: one for each eight cores, at least one, at most four."""
     lanes: PositiveInt = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 12
+ABI = 13
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -50,8 +50,7 @@ class ReduceSpec(ctypes.Structure):
 class GatherSpec(ctypes.Structure):
     """One gathering, as `zb_gather_start` takes it.
 
-    The pointers are read during the call, but for `input` and `output`, which are used until it ended. `receiver`: a
-    member, or -1 for everybody.
+    The pointers are read during the call, but for `input` and `output`, which are used until it ended.
     """
 
     _fields_ = (
@@ -62,10 +61,12 @@ class GatherSpec(ctypes.Structure):
         ("lane", c_uint32),
         ("world", c_uint32),
         ("self", c_uint32),
-        ("receiver", c_int32),
         ("chunk_bytes", c_uint64),
         ("lengths", c_void_p),
         ("links", c_void_p),
+        ("sources", c_void_p),
+        ("receivers", c_void_p),
+        ("near", c_void_p),
         ("input", c_void_p),
         ("output", c_void_p),
         ("allowed", c_double),

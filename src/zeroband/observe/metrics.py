@@ -151,8 +151,13 @@ METRICS: Mapping[str, Metric] = {
         series="zeroband_comm_bytes_total",
         labels={"dir": "received", "kind": "round"},
     ),
+    "outer/wide_bytes": Metric(
+        "bytes since the last line",
+        "Part of outer/sent_bytes that went to other sites; absent where there are no sites.",
+        adds_up=True,
+    ),
     "outer/payload_bytes": Metric(
-        "bytes", "This node's payload in the round, counted on its way to one other; absent where averages travel."
+        "bytes", "This node's payload in the round, as it goes to each node or site; absent where averages travel."
     ),
     "outer/payload_ratio": Metric("ratio", "2 bytes of each parameter over outer/payload_bytes."),
     "outer/ddp_bytes": Metric(

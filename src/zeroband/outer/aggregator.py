@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.journal import Room
-from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
 from zeroband.observe.log import get_logger
@@ -66,6 +66,7 @@ class AggregatedExchange(PayloadExchange):
             took_s=sum(part.took_s for part in parts),
             sent_bytes=sum(part.sent_bytes for part in parts),
             received_bytes=sum(part.received_bytes for part in parts),
+            wide_bytes=sum_known(part.wide_bytes for part in parts),
         )
 
     def _send(

@@ -23,6 +23,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.transport.base import sum_known
 from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.node.page import SharedPage
 from zeroband.observe.events import EventLog, Events, NoEvents
@@ -164,6 +165,7 @@ class NodeReport:
             "outer/clip": round.clip,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
+            "outer/wide_bytes": sum_known(r.wide_bytes for r in rounds),
             "outer/payload_bytes": round.payload_bytes,
             "outer/payload_ratio": None if not round.payload_bytes else 2 * self._parameters / round.payload_bytes,
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),

@@ -95,12 +95,13 @@ class Net:
     world: int
     is_sealed: bool = False
     streams: int = 1
+    beat_s: float = 1.0
     engines: list[Engine] = field(default_factory=list[Engine])
     started: list[Running] = field(default_factory=list[Running])
     opening: int = 0
 
     def __post_init__(self) -> None:
-        self.engines = [Engine(1) for _ in range(self.world)]
+        self.engines = [Engine(1, beat_s=self.beat_s) for _ in range(self.world)]
         for a, b in combinations(range(self.world), 2):
             for _ in range(self.streams):
                 self.join(a, b)

@@ -1,4 +1,4 @@
-"""Sites: which members have a network of their own between them, and who speaks for them over the wide one. Pure.
+"""Sites: which members have a network of their own between them, and what of them uses the wide one. Pure.
 
 Members that name a site are of it. Where nobody names one, they are told by what the links carry: those of a site reach
 one another much faster than anybody else. Who proposes an opening decides, and the opening says it to all.
@@ -150,3 +150,15 @@ def speakers(
     spoken = {member: min(site, key=rank) for site in groups for member in site}
     places = {member: place for place, member in enumerate(sorted(spoken))}
     return tuple(places[spoken[member]] for member in places)
+
+
+def relay_of(sender: int, home: Sequence[int], site: Sequence[int], behind: Collection[int], turn: int = 0) -> int:
+    """Who takes a sender's payload for another site and passes it on there. Members are told by their places.
+
+    The senders of a site come to different members of the other one, and two sites of one size exchange all between
+    pairs. Of two that cannot be dialled neither takes from the other while there is one that can: they would need a
+    relay between them. `home`: the sender's site. `turn`: another member's for each number.
+    """
+    fit = [member for member in site if member not in behind] if sender in behind else site
+    fit = fit or site
+    return fit[(home.index(sender) + turn) % len(fit)]

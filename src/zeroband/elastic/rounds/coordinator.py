@@ -29,7 +29,7 @@ from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.transport.base import Transfer
+from zeroband.elastic.transport.base import Transfer, sum_known
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
@@ -75,6 +75,8 @@ class RoundCosts:
     transfer_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    wide_bytes: int | None = None
+    """Part of those sent that went to other sites; None: there were no sites."""
     failures: list[str] = field(default_factory=list[str])
     """Why the round was opened again, once for each time."""
     newest: Transfer | None = None
@@ -85,6 +87,7 @@ class RoundCosts:
         self.transfer_s += transfer.took_s
         self.sent_bytes += transfer.sent_bytes
         self.received_bytes += transfer.received_bytes
+        self.wide_bytes = sum_known((self.wide_bytes, transfer.wide_bytes))
 
 
 @dataclass(frozen=True)
@@ -577,6 +580,7 @@ class RoundCoordinator(ABC):
             apply_s=apply_s,
             sent_bytes=costs.sent_bytes,
             received_bytes=costs.received_bytes,
+            wide_bytes=costs.wide_bytes,
             failures=tuple(costs.failures),
             is_left_out=self._is_left_out,
             uncommitted_tokens=self._tokens,

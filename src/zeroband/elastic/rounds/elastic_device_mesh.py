@@ -14,7 +14,7 @@ from typing import Any
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.records import Opening, Ready, Verdict, from_record, to_record
 from zeroband.elastic.rounds.member import Member
-from zeroband.elastic.transport.base import DataPlane, Gathering, RoundRequest, Transfer
+from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (
     ConfigError,
     Fenced,
@@ -141,14 +141,14 @@ class ElasticDeviceMesh:
         """
         return self._transfer(request.opening, lambda: self._plane.gather(request, gathering))
 
-    def _transfer(self, opening: Opening, move: Callable[[], tuple[int, int]]) -> Transfer:
+    def _transfer(self, opening: Opening, move: Callable[[], Moved]) -> Transfer:
         """Move bytes between nodes, with the opening watched. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
-        reason, sent, received = "", 0, 0
+        reason, moved = "", Moved(0, 0)
         if self.local.rank == 0:
             self.member.watch(opening)
         try:
-            sent, received = move()
+            moved = move()
         except PeerLost as error:
             reason = str(error)
             self.flags.abort(opening.version)
@@ -156,7 +156,7 @@ class ElasticDeviceMesh:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
-        return Transfer(time.monotonic() - started_at_s, sent, received)
+        return Transfer(time.monotonic() - started_at_s, *moved)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._plane.leave_behind()

@@ -38,8 +38,10 @@ class RoundReport:
     """That this node learned from since what it contributed to the round."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
+    wide_bytes: int | None = None
+    """Part of the bytes sent that went to other sites; None: there were no sites."""
     payload_bytes: int | None = None
-    """Size of this node's payload, counted on its way to one other node; None: it sent none."""
+    """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     clip: float | None = None
     """What this node's update was scaled by; None: updates are not clipped."""
 

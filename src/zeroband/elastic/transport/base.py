@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,10 +19,27 @@ class Transfer:
     took_s: float
     sent_bytes: int
     received_bytes: int
+    wide_bytes: int | None = None
+    """As `Moved` has it."""
     payload_bytes: int | None = None
-    """Size of this node's payload, counted on its way to one other node; None: it sent none."""
+    """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
+
+
+class Moved(NamedTuple):
+    """Bytes that one operation moved between this node and others."""
+
+    sent_bytes: int
+    received_bytes: int
+    wide_bytes: int | None = None
+    """Part of those sent that went to other sites; None: there are no sites."""
+
+
+def sum_known(counts: Iterable[int | None]) -> int | None:
+    """Add up what is counted; None where nothing is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -70,13 +87,6 @@ class Gathering:
     def total_bytes(self) -> int:
         return sum(self.lengths)
 
-    def partners(self, member: int, receiver: int | None) -> frozenset[int]:
-        """Members with whom one exchanges bytes, by their places. `receiver`: the place of the one that gets them."""
-        receivers = set(range(len(self.lengths))) if receiver is None else {receiver}
-        senders = {place for place, length in enumerate(self.lengths) if length > 0}
-        found = (receivers if member in senders else set[int]()) | (senders if member in receivers else set[int]())
-        return frozenset(found - {member})
-
     def part_of(self, member: int) -> slice:
         """Where the payload of the n-th member lies among all of them."""
         start = sum(self.lengths[:member])
@@ -94,14 +104,14 @@ class DataPlane(Protocol):
         """Whether the result buffer is the caller's again after PeerLost; else something may still write to it."""
         ...
 
-    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
-        """Write this rank's part of the weighted mean into the result; the bytes that the node sent and received.
+    def reduce_mean(self, request: RoundRequest) -> Moved:
+        """Write this rank's part of the weighted mean into the result; the bytes that the node moved.
 
         The result is bit-identical on all members. The bytes are right on local rank 0. Raises PeerLost.
         """
         ...
 
-    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         """Write the members' payloads into the result, one behind the other; bytes and errors as for `reduce_mean`.
 
         The result of a member that does not receive may have any length, and stays as it is.

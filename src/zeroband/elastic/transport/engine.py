@@ -6,8 +6,9 @@ import ctypes
 import enum
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,26 @@ class Shape:
             return (near | frozenset(self.order)) - {member}
         at = self.order.index(member)
         return (near | {self.order[at - 1], self.order[(at + 1) % len(self.order)]}) - {member}
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the payloads of a gathering pass one member. Members are told by their places."""
+
+    sources: tuple[int | None, ...]
+    """Who brings each member's payload here; this member its own, nobody what does not come."""
+    receivers: frozenset[int]
+    """Who gets the own payload from here."""
+    near: frozenset[int]
+    """The others of its site: who get from here what members of other sites send here."""
+
+    def partners(self, member: int, lengths: Sequence[int]) -> frozenset[int]:
+        """Members with whom this one exchanges bytes, for payloads of these lengths."""
+        sent = [s for s, length in enumerate(lengths) if length and s != member]
+        coming = {s: source for s in sent if (source := self.sources[s]) is not None}
+        relays = any(source == sender and sender not in self.near for sender, source in coming.items())
+        receivers = self.receivers if lengths[member] else frozenset[int]()
+        return receivers | frozenset(coming.values()) | (self.near if relays else frozenset[int]())
 
 
 @dataclass(frozen=True)
@@ -244,25 +265,30 @@ class Engine:
         lengths: Sequence[int],
         self_at: int,
         links: Sequence[int],
+        route: Route,
         payload: Tensor,
         result: Tensor,
         *,
-        receiver: int | None = None,
         chunk_bytes: int,
         allowed: float = 1.0,
     ) -> Running:
-        """Begin to send `payload` to all members, or to the `receiver` alone, and to take theirs.
+        """Begin to send `payload` on its route and to take, and pass on, what comes.
 
         Shapes: payload (lengths[self_at],), result (sum(lengths),) uint8 on CPU, contiguous: the payloads in the order
         of the members, of any length and untouched on a member that does not receive; both stay as they are until it
         ended. `lengths`: of all members, the same on all of them; one of no bytes is not sent. `links`, `allowed`: as
         for `start`.
         """
-        total = sum(lengths) if receiver in (None, self_at) else result.numel()
+        total = sum(lengths) if any(source is not None for source in route.sources) else result.numel()
         for tensor, length in ((payload, lengths[self_at]), (result, total)):
             if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != length:
                 raise ValueError(f"a gathering needs {length} contiguous bytes, not {tensor.shape} {tensor.dtype}")
-        arrays = (np.array(lengths, np.uint64), np.array(links, np.uint32))
+        sources = [_NOBODY if source is None else source for source in route.sources]
+        arrays = (
+            np.array(lengths, np.uint64),
+            *(np.array(places, np.uint32) for places in (links, sources)),
+            *(_marks(places, len(lengths)) for places in (route.receivers, route.near)),
+        )
         spec = native.GatherSpec(
             operation.run,
             operation.opening,
@@ -271,7 +297,6 @@ class Engine:
             operation.lane,
             len(lengths),
             self_at,
-            -1 if receiver is None else receiver,
             chunk_bytes,
             *(array.ctypes.data for array in arrays),
             payload.data_ptr(),
@@ -280,7 +305,7 @@ class Engine:
         )
         handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes}, for member {receiver}")
+            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes} on this route: {route}")
         return Running(self, handle, (payload, result))
 
     @property
@@ -302,6 +327,16 @@ class Engine:
     def close(self) -> None:
         """End all threads, connections and operations. From then on every link is down."""
         self._library.zb_engine_close(self._handle)
+
+
+_NOBODY = 0xFFFFFFFF
+
+
+def _marks(places: Iterable[int], world: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """1 for each of these places."""
+    marks = np.zeros(world, np.uint8)
+    marks[list(places)] = 1
+    return marks
 
 
 def _require_encodings(encoded: Encoded, shape: Shape) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.node.faults import FaultPoints, TransferPoints
@@ -132,7 +132,7 @@ class LaneGroups:
         self._running = _Running()
         self._left_behind = _LeftBehind()
 
-    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
+    def reduce_mean(self, request: RoundRequest) -> Moved:
         assert request.residual is None and request.encoded is None, "nothing is encoded here"
         opening, result = request.opening, request.result
         self.connect(opening, opening.members.index(request.member_id))
@@ -149,9 +149,9 @@ class LaneGroups:
             parts.append((lane, part))
         self.all_reduce(parts, opening)
         moved = ring_bytes(result.numel(), len(opening.members))
-        return moved, moved
+        return Moved(moved, moved)
 
-    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
         assert gathering.receiver is None, "the configuration refuses it"
         opening, result = request.opening, request.result
@@ -169,7 +169,7 @@ class LaneGroups:
             works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
             self._await_all(works, result, opening)
         own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
-        return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
+        return Moved(own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes)
 
     def connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""

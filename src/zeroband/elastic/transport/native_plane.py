@@ -14,13 +14,13 @@ from typing import NoReturn
 
 from zeroband.elastic.membership.reach import Ways, dials
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
 from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
-from zeroband.elastic.transport.shape import piece_bytes, shape_of
+from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
 from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
 from zeroband.errors import PeerLost, TransferStalled
@@ -95,13 +95,13 @@ class NativePlane:
         if reach is not None:
             reach.tell_partners(())
 
-    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
+    def reduce_mean(self, request: RoundRequest) -> Moved:
         opening, numel = request.opening, request.result.numel()
         if self._reach is None:
-            return 0, 0
+            return Moved(0, 0)
         if len(opening.members) == 1:
             self._take_alone(request)
-            return 0, 0
+            return Moved(0, 0)
         shape = shape_of(numel, self._codec, opening.shares, opening.network, opening.sites)
         partners = shape.partners(opening.members.index(request.member_id))
 
@@ -111,14 +111,21 @@ class NativePlane:
 
         return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners)
 
-    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         opening = request.opening
         if self._reach is None:
-            return 0, 0
+            return Moved(0, 0)
         if len(opening.members) == 1:
             request.result.copy_(request.sent)
-            return 0, 0
-        receiver = None if gathering.receiver is None else opening.members.index(gathering.receiver)
+            return Moved(0, 0)
+        place, world = opening.members.index(request.member_id), len(opening.members)
+        route = route_of(
+            place,
+            opening.sites or range(world),
+            receiver=None if gathering.receiver is None else opening.members.index(gathering.receiver),
+            behind=opening.network.behind,
+            turn=opening.divergences,  # one that altered what it passed on is not asked again
+        )
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             return engine.gather(
@@ -126,15 +133,15 @@ class NativePlane:
                 gathering.lengths,
                 at.number,
                 at.links,
+                route,
                 request.sent,
                 request.result,
-                receiver=receiver,
                 chunk_bytes=piece_bytes(max(gathering.lengths)),
                 allowed=allowed,
             )
 
         kind = (gathering.total_bytes, gathering.number)
-        partners = gathering.partners(opening.members.index(request.member_id), receiver)
+        partners = route.partners(place, gathering.lengths)
         return self._operate(self._reach, start, request, kind, partners, lane=gathering.number)
 
     def _operate(
@@ -146,8 +153,8 @@ class NativePlane:
         partners: Iterable[int],
         *,
         lane: int = 0,
-    ) -> tuple[int, int]:
-        """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
+    ) -> Moved:
+        """Start an operation with the opening's members and wait for its end; the bytes moved."""
         opening, member_id = request.opening, request.member_id
         others = {opening.members[place]: place for place in sorted(partners)}
         self._connect(reach, opening, member_id, tuple(others))
@@ -174,7 +181,11 @@ class NativePlane:
             self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
             is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
             self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
-            return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
+            return Moved(
+                sum(t.sent_bytes for t in traffic.values()),
+                sum(t.received_bytes for t in traffic.values()),
+                sum(traffic[m].sent_bytes for m in wide) if opening.sites else None,
+            )
         finally:
             running.close()
 

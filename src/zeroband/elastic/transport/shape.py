@@ -1,4 +1,4 @@
-"""The shape of a reduction: who owns which part, in what pieces it travels, all-to-all or around a ring. Pure.
+"""The shape of a reduction: who owns which part, in what pieces, all-to-all or around a ring. Routes of payloads. Pure.
 
 All members must come to the same shape, so everything here follows from what all of them know.
 """
@@ -6,12 +6,13 @@ All members must come to the same shape, so everything here follows from what al
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from zeroband.elastic.membership.sites import relay_of
 from zeroband.elastic.membership.topology import LinkTable, shard_shares
-from zeroband.elastic.transport.engine import Shape
+from zeroband.elastic.transport.engine import Route, Shape
 from zeroband.elastic.transport.times import CHUNKS_PER_SHARD, MOST_CHUNK, all_to_all_s, ring_s
 from zeroband.kernels.codec import Codec
 
@@ -70,6 +71,40 @@ def chain_of(sites: Sequence[int]) -> tuple[int, ...]:
             chain[place] = last.get(speaker, speaker)
             last[speaker] = place
     return tuple(chain)
+
+
+def route_of(
+    member: int,
+    sites: Sequence[int],
+    *,
+    receiver: int | None = None,
+    behind: Collection[int] = (),
+    turn: int = 0,
+) -> Route:
+    """How payloads pass this member: at sites each goes to one member of every other site, which passes it on there.
+
+    To one `receiver` all send directly. `sites`: place of the member that speaks for each one's site, as in an opening
+    that has some; each its own where there are none. `behind`, `turn`: as for `relay_of`.
+    """
+    world = len(sites)
+    if receiver is not None:
+        sources = tuple(range(world)) if member == receiver else (None,) * world
+        return Route(sources, frozenset({receiver} - {member}), frozenset())
+    groups: dict[int, list[int]] = {}
+    for place, speaker in enumerate(sites):
+        groups.setdefault(speaker, []).append(place)
+    own = groups[sites[member]]
+
+    def relay(sender: int, speaker: int) -> int:
+        return relay_of(sender, groups[sites[sender]], groups[speaker], behind, turn)
+
+    def source_of(sender: int) -> int:
+        found = sender if sender in own else relay(sender, sites[member])
+        return sender if found == member else found
+
+    near = frozenset(own) - {member}
+    relays = frozenset(relay(member, speaker) for speaker in groups if speaker != sites[member])
+    return Route(tuple(map(source_of, range(world))), near | relays, near)
 
 
 def _owned(world: int, encoded_bytes: int, network: LinkTable) -> tuple[float, ...]:

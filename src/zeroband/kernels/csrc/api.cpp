@@ -46,10 +46,12 @@ struct zb_gather_spec {
     uint64_t run, opening;
     uint32_t epoch, round, lane;
     uint32_t world, self;
-    int32_t receiver;  // negative: everybody
     uint64_t chunk_bytes;
-    const uint64_t* lengths;  // world
-    const uint32_t* links;    // world
+    const uint64_t* lengths;   // world
+    const uint32_t* links;     // world
+    const uint32_t* sources;   // world: who brings each member's payload here; its largest value: nobody
+    const uint8_t* receivers;  // world: 1 for who gets the own payload from here
+    const uint8_t* near;       // world: 1 for who gets from here what others than these send
     const uint8_t* in;
     uint8_t* out;
     double allowed;
@@ -73,7 +75,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 12; }
+int zb_abi() { return 13; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -142,17 +144,20 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
 }
 
 RunningPtr* zb_gather_start(Engine* engine, const zb_gather_spec* spec) {
-    if (spec->world < 2 || spec->self >= spec->world || spec->receiver >= static_cast<int64_t>(spec->world)) return nullptr;
+    if (spec->world < 2 || spec->self >= spec->world) return nullptr;
     if (spec->chunk_bytes == 0 || spec->chunk_bytes > LARGEST_PAYLOAD) return nullptr;
     GatherSpec made;
     made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
     made.self = spec->self;
-    if (spec->receiver >= 0) made.receiver = static_cast<uint32_t>(spec->receiver);
     made.lengths.assign(spec->lengths, spec->lengths + spec->world);
+    made.sources.assign(spec->sources, spec->sources + spec->world);
+    made.receivers.assign(spec->receivers, spec->receivers + spec->world);
+    made.near.assign(spec->near, spec->near + spec->world);
     made.chunk_bytes = spec->chunk_bytes;
     made.in = spec->in;
     made.out = spec->out;
     made.allowed = spec->allowed;
+    if (!has_routes(made)) return nullptr;
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
 

@@ -1,25 +1,34 @@
 // The members' payloads side by side: bytes that nothing here looks into. Every member sends its own to each of the
 // others, or to one of them alone; a payload of no bytes is one that its member does not send.
+//
+// At sites a payload goes to one member of each other site, which passes it on to the others of its own: piece by piece
+// as they come, out of the buffer that they lie in anyhow.
 #pragma once
 
 #include "transfer.h"
 
 namespace zeroband {
 
-constexpr uint32_t EVERYBODY = UINT32_MAX;
+constexpr uint32_t NOBODY = UINT32_MAX;
 
 struct GatherSpec {
     Operation operation;
     uint32_t self;
-    uint32_t receiver = EVERYBODY;  // who gets the payloads
     std::vector<uint64_t> lengths;  // of each member's payload, in bytes
+    std::vector<uint32_t> sources;  // who brings each member's payload here: NOBODY where it does not come
+    std::vector<bool> receivers;    // who gets the own payload from here
+    std::vector<bool> near;         // who gets from here what members that are not of them send
     uint64_t chunk_bytes;
     const uint8_t* in;              // lengths[self]
     uint8_t* out;                   // all payloads in the order of the members; of a member that receives them
     double allowed = 1;             // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(lengths.size()); }
+    bool is_relayed(uint32_t sender) const { return sender != self && sources[sender] == sender && !near[sender]; }
 };
+
+// Whether it names members alone, and has this one neither send to itself nor take its own payload from another one.
+bool has_routes(const GatherSpec& spec);
 
 class Gather : public Transfer {
   public:
@@ -35,7 +44,10 @@ class Gather : public Transfer {
     void take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) override;
 
   private:
-    bool receives(uint32_t member) const { return spec_.receiver == EVERYBODY || spec_.receiver == member; }
+    struct Chunk {
+        uint32_t sender, number;
+    };
+
     uint64_t chunks_of(uint32_t member) const { return first_chunk_[member + 1] - first_chunk_[member]; }
     uint64_t chunk_size(uint32_t member, uint32_t chunk) const;
 
@@ -43,6 +55,8 @@ class Gather : public Transfer {
     std::vector<uint64_t> start_;        // of every payload in `out`
     std::vector<uint64_t> first_chunk_;  // of every payload, counted over all of them
     std::vector<uint32_t> next_chunk_;   // of the own payload, by peer
+    std::vector<Chunk> arrived_;         // to be passed on to all who are near, in the order in which they came
+    std::vector<size_t> next_arrived_;   // of these, by peer
 };
 
 }  // namespace zeroband

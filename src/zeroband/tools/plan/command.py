@@ -8,7 +8,7 @@ Two questions, which may be asked together, and a run to learn from:
     zeroband plan --from runs/first --nodes 16 --up 100mbit   what a run measured, with other nodes or links
 
 Predicts; measures nothing. --from takes a run's own step, rates, waits and work for what no other option says.
---sites, --quorum and --relay store describe a forecast: no setting of a run does what they stand for.
+--quorum and --relay store describe a forecast: no setting of a run does what they stand for.
 Exit codes: 0; 2 for arguments that make no sense; 3 where the memory does not suffice.
 """
 
@@ -156,7 +156,7 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
         "--store-trips", default=str(STORE_TRIPS), help="to the store in a synchronisation; default: %(default)s"
     )
     parser.add_argument(
-        "--sites", help="whose nodes count as one on the links between sites; what moves inside a site is not counted"
+        "--sites", help="of nodes with a network of their own (node.site); what moves inside a site is not counted"
     )
     parser.add_argument(
         "--relay", choices=("none", "store", "aggregator"), default="none",
@@ -318,8 +318,8 @@ def _legend(job: Job, target: float) -> list[str]:
     lines.append(f"the target: to train {100 * target:g} % of the time")
     if job.sites is not None:
         lines.append(
-            f"{job.nodes} nodes at {job.sites} sites: each site is one node on the links between them; what moves "
-            "inside a site is not counted"
+            f"{job.nodes} nodes at {job.sites} sites: bytes are of the links between them, where averages travel those "
+            "of the node that speaks for its site; what moves inside a site is not counted"
         )
     if job.device == "gpu":
         lines.append("own work on GPUs is counted from bytes and instructions, not measured")

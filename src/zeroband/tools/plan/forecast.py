@@ -7,7 +7,8 @@ With N parameters, M nodes, E bytes of N encoded values, inner steps of t second
 - utilisation: H t / (H t + own + stragglers + max(0, agreement + transfer + unpacking - overlap))
 
 where `own` is what a node does for a round while training stands still, the agreement is between the members, and
-stragglers is the wait for the slowest node. With S sites, S stands for M in what travels.
+stragglers is the wait for the slowest node. With S sites, S stands for M in what travels: an average as that of one
+node for each site, of payloads each node's once to each other site.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Job:
     own_factor: float = 1.0
     """How many times as long as the constants say the own part takes on these machines."""
     sites: int | None = None
-    """Sites whose nodes count as one on the links between sites; None: each node for itself."""
+    """Sites whose nodes have a network of their own, which costs nothing here; None: each node is its own."""
     slowest_step_s: float | None = None
     """Seconds of an inner step of the slowest node; None: all are equally fast."""
     grace_s: float | None = None
@@ -115,7 +116,7 @@ class Job:
 
     @property
     def senders(self) -> int:
-        """Nodes between which bytes travel over wide links: one for each site."""
+        """Nodes or sites between which bytes travel over wide links."""
         return self.nodes if self.sites is None else self.sites
 
     def straggling_s(self, steps: int, times: int) -> float:
@@ -342,7 +343,7 @@ def _forecast(
     a_value_s = job.own_factor * job.params / (job.gpus if is_on_gpu else job.cores)
     each_s = job.own_factor * work.round_s / (1.0 if is_on_gpu else min(1.0, job.cores))
     own_s = work.packing_s * a_value_s + times * each_s
-    unpacking_s = (work.unpacking_s + work.payload_s * job.senders) * a_value_s
+    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
     beside_s = link.agreement_s + unpacking_s if others else 0.0
     sent, received, peak = moved
     return Forecast(

@@ -108,7 +108,9 @@ def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tupl
     links = [link for event in events if event["kind"] == "links" for link in event["links"]]
     rtts_ms = [link["rtt_ms"] for link in links if link.get("rtt_ms")]
     mbits = [link["mbit_s"] for link in links if link.get("mbit_s")]
-    each_byte = HEADERS / max(_usual(rounds, "transfer_s"), _SHORTEST_S)
+    parts = [_of(one.line, "wide_bytes") / _of(one.line, "sent_bytes") for one in rounds if _of(one.line, "wide_bytes")]
+    wide = median(parts or [1.0])  # what moves inside a site says nothing of the links between them
+    each_byte = wide * HEADERS / max(_usual(rounds, "transfer_s"), _SHORTEST_S)
     reached = Link(
         up_bytes_per_s=max(1.0, _usual(rounds, "sent_bytes") * each_byte),
         down_bytes_per_s=max(1.0, _usual(rounds, "received_bytes") * each_byte),

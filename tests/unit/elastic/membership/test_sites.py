@@ -7,7 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
+from zeroband.elastic.membership.neighbours import neighbours
+from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, relay_of, speakers
+from zeroband.elastic.transport.shape import route_of, shape_of
+from zeroband.kernels.codec import CODECS
 
 UNNAMED: Mapping[str, str | None] = dict.fromkeys("abcdef")
 
@@ -74,6 +77,29 @@ def test_sites_stay_until_their_links_are_not_much_faster_any_more() -> None:
     assert grouped(links(110, 30, "ab", "cd", "ef"), before) == EACH_ALONE
 
 
+@pytest.mark.parametrize(("sites", "nodes"), [(2, 20), (4, 32), (8, 64)])
+@pytest.mark.parametrize("is_sparse", [True, False], ids=["payloads", "averages"])
+def test_sites_found_in_parts_are_whole_once_links_that_carry_bytes_are_measured(
+    sites: int, nodes: int, is_sparse: bool
+) -> None:
+    """Guardians of many members measure links to a few neighbours, and to those with whom bytes are exchanged."""
+    site_of = {f"n{number:02}#1": number % sites for number in range(nodes)}
+    members, counts = tuple(site_of), list[int]()
+    known, before = {one: neighbours(one, members) for one in members}, dict[str, str]()
+    for _ in range(4):
+        told = {one: {m: 900 if site_of[m] == site_of[one] else 30 for m in known[one]} for one in members}
+        groups = group(dict.fromkeys(members), Links.of(told), before, "auto")
+        assert all(len({site_of[member] for member in found}) == 1 for found in groups)
+        counts.append(len(groups))
+        spoken = speakers(groups, dict.fromkeys(members, 1), {}, before)
+        before = {member: members[place] for member, place in zip(members, spoken, strict=True)}
+        shape = shape_of(1_000_000, CODECS["int8"], [1 / nodes] * nodes, sites=spoken)
+        for place, member in enumerate(members):
+            partners = route_of(place, spoken).partners(place, [1] * nodes) if is_sparse else shape.partners(place)
+            known[member] = neighbours(member, members) | {members[partner] for partner in partners}
+    assert counts[0] >= counts[-1] == sites
+
+
 TWO: Groups = (("a", "c"), ("b", "d"))
 EQUAL = dict.fromkeys("abcd", 10)
 
@@ -106,3 +132,13 @@ def test_one_that_cannot_be_dialled_speaks_where_there_is_no_other() -> None:
 
 def test_nobody_speaks_for_others_where_there_are_no_sites() -> None:
     assert speakers((("a",), ("b",)), EQUAL, {}, {}) == ()
+
+
+def test_payloads_of_a_site_come_to_different_members_of_another_one() -> None:
+    assert [relay_of(sender, (0, 2, 4), (1, 3), ()) for sender in (0, 2, 4)] == [1, 3, 1]
+    assert [relay_of(sender, (0, 2, 4), (1, 3), (), turn=1) for sender in (0, 2, 4)] == [3, 1, 3]
+
+
+def test_one_that_cannot_be_dialled_sends_to_one_that_can_where_there_is_one() -> None:
+    assert [relay_of(sender, (0, 2), (1, 3), behind=(2, 3)) for sender in (0, 2)] == [1, 1]
+    assert [relay_of(sender, (0, 2), (1, 3), behind=(1, 2, 3)) for sender in (0, 2)] == [1, 3]

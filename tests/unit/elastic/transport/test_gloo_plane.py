@@ -18,7 +18,7 @@ from tests.unit.elastic.conftest import until
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering, RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
@@ -341,7 +341,7 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
         result = torch.zeros(sum(lengths), dtype=torch.uint8)
         gathering = Gathering(lengths)
         moved = groups.gather(RoundRequest(an_opening(*NAMES), NAMES[rank], payload_of(rank), result), gathering)
-        assert moved == (2 * lengths[rank], sum(lengths) - lengths[rank])
+        assert moved == Moved(2 * lengths[rank], sum(lengths) - lengths[rank])
         return result.tolist()
 
     expected = torch.cat([payload_of(rank) for rank in range(3)]).tolist()

@@ -23,7 +23,7 @@ from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
-from zeroband.elastic.transport.base import RoundRequest
+from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
@@ -56,7 +56,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
         plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
-        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == (0, 0)
+        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == Moved(0, 0)
         flags.close()
         return result
 
@@ -124,6 +124,21 @@ class Node:
 
         return self._main.submit(reduce)
 
+    def gather(self, opening: Opening, gathering: Gathering) -> Future[tuple[torch.Tensor, Moved]]:
+        """All payloads, and the bytes that were moved; one's own is its place among the members, again and again."""
+        place = opening.members.index(self.member_id)
+
+        def gather() -> tuple[torch.Tensor, Moved]:
+            payload = torch.full((gathering.lengths[place],), place, dtype=torch.uint8)
+            result = torch.full((gathering.total_bytes,), 0xEE, dtype=torch.uint8)
+            return result, self.plane.gather(RoundRequest(opening, self.member_id, payload, result), gathering)
+
+        return self._main.submit(gather)
+
+    def abort(self, opening: Opening) -> None:
+        """As the watcher does that sees that an opening cannot be finished."""
+        self._flags.abort(opening.version)
+
     @property
     def took_ms(self) -> int:
         """What the others are told of its last transfer."""
@@ -181,6 +196,76 @@ def test_ring_takes_links_between_neighbours_alone(
     finally:
         for node in five[3:]:
             node.close()
+
+
+FOUR = Opening(1, 1, 1, ("a#1", "b#1", "c#1", "d#1"), (1,) * 4, (4,) * 4, (4,) * 4, sites=(0, 0, 2, 2))
+
+
+@pytest.fixture
+def four(nodes: list[Node], tmp_path: Path) -> Iterator[list[Node]]:
+    """Of FOUR, each linked to whom it exchanges payloads with."""
+    d = Node("d#1", tmp_path, bounds=BOUNDS)
+    a, b, c = nodes
+    for one, other in ((a, b), (c, d), (a, c), (b, d)):
+        join(one, other)
+    yield [a, b, c, d]
+    d.close()
+
+
+def test_payloads_take_links_inside_the_site_and_to_one_member_of_each_other(four: list[Node]) -> None:
+    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(FOUR, Gathering((900,) * 4)) for n in four]]
+    expected = torch.arange(4, dtype=torch.uint8).repeat_interleave(900)
+    assert all(torch.equal(result, expected) for result, _ in gathered)
+    assert [moved for _, moved in gathered] == [Moved(3 * 900, 3 * 900, 900)] * 4
+    assert [set(node.partners) for node in four] == [{"b#1", "c#1"}, {"a#1", "d#1"}, {"d#1", "a#1"}, {"c#1", "b#1"}]
+
+
+def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> None:
+    a, b, relay, d = four
+    gatherings = {node: node.gather(FOUR, Gathering((900_000,) * 4)) for node in (a, b, d)}
+    until(lambda: a.links.state("b#1").received_bytes > 0 and d.links.state("b#1").received_bytes > 0)
+    relay.links.engine.close()
+    for node in (a, d):
+        with pytest.raises(PeerLost) as raised:
+            gatherings[node].result(DEADLINE_S)
+        assert raised.value.member_ids == ("c#1",)
+    b.abort(FOUR)  # it exchanged nothing with the relay itself, or is done
+    with suppress(PeerLost):
+        gatherings[b].result(DEADLINE_S)
+    join(a, d)
+    left = Opening(2, 2, 1, ("a#1", "b#1", "d#1"), (1,) * 3, (4,) * 3, (4,) * 3, sites=(0, 0, 2))
+    again = [node.gather(left, Gathering((900,) * 3)) for node in (a, b, d)]
+    expected = torch.arange(3, dtype=torch.uint8).repeat_interleave(900)
+    assert all(torch.equal(gathering.result(DEADLINE_S)[0], expected) for gathering in again)
+
+
+@pytest.mark.parametrize(
+    ("more", "joined", "partners"),
+    [
+        ({"divergences": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
+        ({"network": LinkTable(behind=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
+    ],
+    ids=["another one where results differed", "who is dialled for those who cannot be"],
+)
+def test_relay_follows_from_the_opening(
+    four: list[Node], more: dict[str, Any], joined: Sequence[str], partners: Sequence[str]
+) -> None:
+    for one, other in joined:
+        join(four["abcd".index(one)], four["abcd".index(other)])
+    opening = replace(FOUR, version=2, **more)
+    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(opening, Gathering((900,) * 4)) for n in four]]
+    assert all(torch.equal(result, gathered[0][0]) for result, _ in gathered)
+    assert ["".join(sorted(member[0] for member in node.partners)) for node in four] == partners
+
+
+def test_one_receiver_gets_payloads_directly_at_sites_too(four: list[Node]) -> None:
+    a, b, c, d = four
+    join(b, c)
+    gatherings = [node.gather(FOUR, Gathering((900,) * 4, receiver="c#1")) for node in four]
+    gathered = [gathering.result(DEADLINE_S) for gathering in gatherings]
+    assert torch.equal(gathered[2][0], torch.arange(4, dtype=torch.uint8).repeat_interleave(900))
+    assert [tuple(moved) for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
+    assert set(a.partners) == set(d.partners) == {"c#1"}
 
 
 def test_link_whose_packets_vanish_is_dropped_and_the_one_to_a_late_member_is_not(nodes: list[Node]) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.transport.shape import chain_of, chunk_numel, shape_of, shard_bounds
+from zeroband.elastic.transport.engine import Route
+from zeroband.elastic.transport.shape import chain_of, chunk_numel, route_of, shape_of, shard_bounds
 from zeroband.elastic.transport.times import CROWDED, MESSAGE_S, all_to_all_s, ring_s
 from zeroband.kernels.codec import CODECS
 
@@ -154,3 +155,43 @@ def test_members_of_a_site_stand_in_a_chain_that_ends_at_who_speaks() -> None:
     assert chain_of((1, 1, 1, 3, 4, 4)) == (2, 1, 1, 3, 4, 4)
     assert chain_of((3, 3, 3, 3)) == (1, 2, 3, 3)
     assert chain_of(range(4)) == (0, 1, 2, 3)
+
+
+members_at_sites = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), min_size=2, max_size=24)
+
+
+@given(members_at_sites, st.integers(0, 3))
+def test_every_payload_comes_to_every_member_once_and_once_into_each_other_site(
+    members: list[tuple[int, bool, bool]], turn: int
+) -> None:
+    """`members`: the site of each, whether others cannot dial it, and whether it sends anything."""
+    world, named = len(members), [site for site, _, _ in members]
+    sites, lengths = [named.index(site) for site in named], [int(sends) for _, _, sends in members]
+    behind = [place for place, (_, is_behind, _) in enumerate(members) if is_behind]
+    routes = [route_of(place, sites, behind=behind, turn=turn) for place in range(world)]
+    moved = list[tuple[int, int, int]]()
+    for member, route in enumerate(routes):
+        moved += [(sender, source, member) for sender, source in enumerate(route.sources) if sender != member]
+        assert route.sources[member] == member
+    assert sorted(moved) == sorted(sent_by(routes, sites))
+    for sender in range(world):
+        wide = [sites[to] for whose, at, to in moved if whose == sender and sites[at] != sites[to]]
+        assert sorted(wide) == sorted(set(sites) - {sites[sender]})
+    for member, route in enumerate(routes):
+        partners = {at if to == member else to for sender, at, to in moved if lengths[sender] and member in (at, to)}
+        assert route.partners(member, lengths) == partners
+
+
+def sent_by(routes: list[Route], sites: list[int]) -> list[tuple[int, int, int]]:
+    """Whose payload goes from whom to whom, as those see it who send."""
+    sent = [(member, member, to) for member, route in enumerate(routes) for to in route.receivers]
+    for member, route in enumerate(routes):
+        relayed = [s for s, source in enumerate(route.sources) if s == source and sites[s] != sites[member]]
+        sent += [(sender, member, to) for sender in relayed for to in route.near]
+    return sent
+
+
+def test_two_sites_of_one_size_exchange_payloads_in_pairs() -> None:
+    sites = (0, 0, 0, 3, 3, 3)
+    assert route_of(0, sites).receivers == {1, 2, 3} and route_of(4, sites).receivers == {3, 5, 1}
+    assert route_of(0, sites).sources == (0, 1, 2, 3, 1, 2)

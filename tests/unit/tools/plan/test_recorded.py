@@ -182,6 +182,16 @@ def test_wait_for_a_slow_node_is_not_taken_for_the_store(tmp_path: Path) -> None
     assert found.job.straggling_s(STEPS, 1) == pytest.approx((2.0 - 0.04) / 2)
 
 
+def test_rate_of_links_is_that_of_bytes_that_left_the_site(sparse: Path) -> None:
+    usual = read_run(sparse).link
+    for path in sparse.glob("*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        _write(path, [{**line, "outer/wide_bytes": line.get("outer/sent_bytes", 0) / 4} for line in lines])
+    at_sites = read_run(sparse).link
+    assert 4 * at_sites.up_bytes_per_s == pytest.approx(usual.up_bytes_per_s)
+    assert 4 * at_sites.down_bytes_per_s == pytest.approx(usual.down_bytes_per_s)
+
+
 @pytest.mark.parametrize(("name", "method"), [("sparse", "sparseloco"), ("dense", "diloco"), ("streamed", "streaming")])
 def test_command_without_other_options_has_the_forecast_of_the_run_in_its_table(
     name: str, method: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
