@@ -79,8 +79,8 @@ def _setting(setting: SoakSetting, counts: Counts) -> str:
         f"- run: `{setting.command}`",
         f"- config: {setting.config}",
         f"- seed {setting.seed}, {setting.nodes} nodes{_special(setting)}, mean time between faults "
-        f"{setting.mtbf_s:g} s, {setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes with "
-        "faults",
+        f"{setting.mtbf_s:g} s, {setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes "
+        "with faults",
         f"- CPU of all nodes and the store in the undisturbed phase: {counts.cpu_share:.0%} of all cores",
         f"- some member waited for a processor for {counts.calm_starved:.0%} of the undisturbed phase, and for "
         f"{counts.starved:.0%} of the phase with faults",
