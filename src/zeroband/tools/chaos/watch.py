@@ -184,7 +184,7 @@ class Watch:
     def store_is_back(self, struck: InjectedFault) -> None:
         """Look at the store again, unless what came back is an empty one: the members go to another one then."""
         if self._moving is None or struck.fault.kind is not Kind.STORE_LOST:
-            self.is_store_up, self._moving = True, None
+            self.is_store_up = True
 
     def _follow(self, at_s: float) -> None:
         """Go where a member went."""
