@@ -25,28 +25,28 @@ class Chaos:
     """What else happens to a run. Times are means in virtual seconds; None: it does not happen."""
 
     store_every_s: float | None = None
-    """Until the store is away."""
+    """Time until the store is away."""
     store_away_s: float = 60.0
     slow_link_every_s: float | None = None
-    """Of a node, until its link is slow."""
+    """Time until the link of a node is slow, for each node."""
     slow_link_s: float = 300.0
     slow_link_part: float = 0.05
-    """Of its rate that it then has."""
+    """Part of its rate that a slow link has."""
     cut_every_s: float | None = None
-    """Until some nodes do not reach the others; all reach the store."""
+    """Time until some nodes do not reach the others; all reach the store."""
     cut_s: float = 120.0
     cut_part: float = 0.3
-    """Of the nodes that are there; below a half."""
+    """Part of the nodes that is cut from the others; below a half."""
     leave_every_s: float | None = None
-    """Of a node, until it is asked to leave."""
+    """Time until a node is asked to leave, for each node."""
     grace_s: float = 25.0
     """As `fault.grace_s`."""
     crowd_loss_every_s: float | None = None
-    """Until many nodes are lost at once."""
+    """Time until many nodes are lost at once."""
     crowd_loss_part: float = 0.3
-    """Of the nodes that are there."""
+    """Part of the nodes that is then lost."""
     crowd_join_every_s: float | None = None
-    """Until many new nodes join at once."""
+    """Time until many new nodes join at once."""
     crowd_join_nodes: int = 50
 
 

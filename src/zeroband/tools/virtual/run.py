@@ -56,7 +56,7 @@ class _Node:
     began_s: float = 0.0
     """When it last began to join."""
     link_part: float = 1.0
-    """Of its link's rate that it has now."""
+    """Part of its rate that its link has now."""
     is_leaving: bool = False
     """It was asked to leave."""
 
