@@ -569,7 +569,6 @@ class VirtualRun:
         if node.is_training and not node.is_at_boundary:
             steps = int((self._now_s - node.since_s) / self._model.node(node.number).step_s)
             self._end_phase(node, min(steps, self._model.inner_steps))
-            self._arrive(node, node.round)
         self._after(self._model.chaos.grace_s if node.is_member else 0.0, self._in_this_life(node, self._leave))
 
     def _leave(self, node: _Node) -> None:
