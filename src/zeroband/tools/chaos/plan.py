@@ -199,7 +199,7 @@ class _Calendar:
         calm = [node for node in undone if self._calm_s(node) <= at_s]
         dialled = [node for node in calm if node not in rules.behind]
         spared = set(calm if len(calm) - rules.keep_undisturbed < targets else ())
-        if not leaves_enough(dialled[targets:], 0, rules.behind):
+        if not leaves_enough(dialled[targets:], 0, rules.behind):  # whichever of them are struck
             spared |= {*dialled}
         free = [node for node in undone if node not in spared]
         rested = [node for node in free if node in calm]
