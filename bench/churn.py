@@ -9,24 +9,18 @@ node leaves every few rounds (exponential gaps, in turns asked to and killed) an
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
-import torch
 from evidence import count, finite, require
+from held_out import curve_of, loss_at, task, trained_tokens
 
-from zeroband.checkpoint.layout import folder_of
-from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
-from zeroband.checkpoint.storage import open_storage
-from zeroband.export.held_out import evaluate_checkpoint
 from zeroband.tools.cluster import LocalCluster
 
 INNER_STEPS, BATCH, LENGTH = 20, 8, 64
@@ -35,14 +29,6 @@ SLOW_STEP_S = 1.5
 KEPT = 2
 """Nodes that never leave, so that the state is never lost."""
 LIMIT_S = 7200.0
-
-TASK = (
-    *("--model.d-model", "64", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
-    *("--data.seq-length", str(LENGTH), "--train.batch-size", str(BATCH), "--train.micro-bs", str(BATCH)),
-    *("--train.dtype", "float32", "--train.threads", "1", "--optim.adamw.lr", "2e-3", "--optim.warmup-steps", "40"),
-    *("--outer.type", "diloco", "--outer.inner-steps", str(INNER_STEPS), "--outer.straggler-deadline-s", "5"),
-    *("--ckpt.every-rounds", "4", "--ckpt.keep-last", "1000", "--fault.detect-s", "3", "--log-level", "WARNING"),
-)
 
 
 @dataclass
@@ -64,7 +50,8 @@ class Run:
 
 @contextmanager
 def cluster_of(folder: Path, nodes: int, steps: int) -> Iterator[LocalCluster]:
-    arguments = (*TASK, f"--train.total-steps={steps}", f"--ckpt.path={folder / 'ck'}")
+    learns = task(folder / "ck", d_model=64, length=LENGTH, batch=BATCH, inner_steps=INNER_STEPS, steps=steps)
+    arguments = (*learns, "--outer.straggler-deadline-s=5", "--fault.detect-s=3")
     with LocalCluster(folder / "runs", arguments, nodes=nodes, run_id="run", env={"OMP_NUM_THREADS": "1"}) as cluster:
         for number in range(nodes):
             slow = ["--fault.inject", f"inner@+0=TAKES{SLOW_STEP_S}"] if number == nodes - 1 else []
@@ -85,14 +72,8 @@ def train(nodes: int, steps: int, every_rounds: float | None, seed: int) -> Run:
             assert 0 in codes.values(), cluster.describe()
             found.wall_s = time.monotonic() - began_s
             assert not cluster.view().disagreements, "nodes held different states"
-            found.trained = sum(BATCH * LENGTH * len(node.metrics()) for node in cluster.nodes.values())
-        storage = open_storage(str(folder / "ck"), "run")
-        for step in sorted(steps_in_order(storage)):
-            stamp = open_checkpoint(storage, step).manifest.stamp
-            loss = evaluate_checkpoint(
-                str(folder / "ck" / "run" / folder_of(step)), torch.device("cpu"), samples=512
-            ).loss
-            found.curve.append((int(stamp.record["progress"]["tokens"]), loss))
+            found.trained = trained_tokens(cluster, length=LENGTH, batch=BATCH)
+        found.curve = curve_of(folder / "ck", "run")
     require(bool(found.curve), "the run left no checkpoint")
     return found
 
@@ -116,14 +97,6 @@ def churn(cluster: LocalCluster, every_rounds: float, chance: random.Random) -> 
                 count += 1
         time.sleep(0.1)
     return count
-
-
-def loss_at(curve: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Between two measured places by a straight line; nan outside."""
-    for (low, first), (high, second) in pairwise(curve):
-        if low <= tokens <= high:
-            return first + (second - first) * (tokens - low) / (high - low)
-    return math.nan
 
 
 def main() -> None:

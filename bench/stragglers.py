@@ -23,17 +23,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-from churn import loss_at
 from evidence import count, finite, require_known
+from held_out import curve_of, loss_at, task, trained_tokens
 
-from zeroband.checkpoint.layout import folder_of
-from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
-from zeroband.checkpoint.storage import open_storage
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.export.held_out import evaluate_checkpoint
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
 
@@ -45,14 +40,6 @@ FIRST = 5
 FROZEN_S, APART_S = 3.0, 12.0
 """Means of how long a node is stopped, and of how long it is not."""
 LIMIT_S = 1200.0
-
-TASK = (
-    *("--model.d-model", "128", "--model.n-layers", "2", "--model.n-heads", "4", "--model.tie-embeddings"),
-    *("--data.seq-length", str(LENGTH), "--train.batch-size", str(BATCH), "--train.micro-bs", str(BATCH)),
-    *("--train.dtype", "float32", "--train.threads", "1", "--optim.adamw.lr", "2e-3", "--optim.warmup-steps", "40"),
-    *("--outer.type", "diloco", "--outer.inner-steps", str(INNER_STEPS), "--ckpt.every-rounds", "4"),
-    *("--ckpt.keep-last", "1000", "--log-level", "WARNING", "--fault.inject", f"inner@+0=TAKES{STEP_S}"),
-)
 
 
 @dataclass
@@ -88,7 +75,9 @@ def run(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         network = stack.enter_context(Network())
-        arguments = (*TASK, f"--train.total-steps={rounds * INNER_STEPS}", f"--ckpt.path={folder / 'ck'}", *arguments)
+        steps = rounds * INNER_STEPS
+        learns = task(folder / "ck", d_model=128, length=LENGTH, batch=BATCH, inner_steps=INNER_STEPS, steps=steps)
+        arguments = (*learns, f"--fault.inject=inner@+0=TAKES{STEP_S}", *arguments)
         cluster = LocalCluster(folder / "runs", arguments, nodes=nodes, env={"OMP_NUM_THREADS": "1"}, network=network)
         stack.enter_context(cluster)
         for name in (*(f"node{n}" for n in range(NODES - 1)), SLOW)[:nodes]:
@@ -107,12 +96,8 @@ def run(
         ended.set()
         codes = cluster.wait(timeout_s=LIMIT_S)
         assert set(codes.values()) == {0}, cluster.describe()
-        found.trained = sum(BATCH * LENGTH * len(node.metrics()) for node in cluster.nodes.values())
-        storage = open_storage(str(folder / "ck"), cluster.run_id)
-        for step in sorted(steps_in_order(storage)):
-            tokens = int(open_checkpoint(storage, step).manifest.stamp.record["progress"]["tokens"])
-            where = str(folder / "ck" / cluster.run_id / folder_of(step))
-            found.curve.append((tokens, evaluate_checkpoint(where, torch.device("cpu"), samples=512).loss))
+        found.trained = trained_tokens(cluster, length=LENGTH, batch=BATCH)
+        found.curve = curve_of(folder / "ck", cluster.run_id)
     return found
 
 

@@ -38,6 +38,19 @@ def test_short_soak_of_three_nodes_holds_all_invariants_and_writes_a_report(
     assert "| all | 0 |" not in text, "no fault struck"
 
 
+def test_short_soak_with_two_stores_and_two_nodes_that_cannot_be_dialled_holds_all_invariants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.md"
+    options = ["--nodes", "4", "--stores", "2", "--behind", "2", "--kinds", "store lost,relay killed", "--seed", "1"]
+    times = ["--minutes", "1", "--baseline-minutes", "0.15", "--mtbf-s", "6", "--slack-s", "30", "--fault.detect-s=3"]
+    where = ["--run.dir", str(tmp_path / "runs"), "--data.cache-dir", str(tmp_path / "cache")]
+    code = main([*options, *times, "--report", str(report), *where, "--outer.inner-seconds", "3"])
+    assert code == 0, capsys.readouterr().out
+    struck = dict(re.findall(r"^\| (store lost|relay killed) \| (\d+) ", report.read_text("utf-8"), re.MULTILINE))
+    assert struck.keys() == {"store lost", "relay killed"}
+
+
 def spinning(stack: ExitStack) -> None:
     """A program that never rests, in a session of its own, until the stack is closed."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)

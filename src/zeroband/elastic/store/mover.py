@@ -18,6 +18,8 @@ _PAUSE_S = 0.2
 _AGAIN_S = 2.0
 """Between two looks at the other stores while too few members are at this one."""
 _REMIND_S = 30.0
+_ASKING_S = 3.0
+"""For so long other stores are asked before the silent one is called again, which may take a lease."""
 
 _log = get_logger(__name__)
 
@@ -44,9 +46,11 @@ class Mover:
         store.on_silence = self.recover
 
     def recover(self) -> None:
-        """Take a step towards a store, since the one in use is silent or lost its record. Raises Fenced."""
-        self._take_step(has_store=False)
-        time.sleep(_PAUSE_S)
+        """Take steps towards a store, since the one in use is silent or lost its record. Raises Fenced."""
+        until_s, is_there = time.monotonic() + _ASKING_S, False
+        while not is_there and time.monotonic() < until_s:
+            is_there = self._take_step(has_store=False)
+            time.sleep(_PAUSE_S)
 
     def look_elsewhere(self) -> None:
         """See now and then whether the others have gone to another store, since too few members are at this one."""
@@ -54,7 +58,8 @@ class Mover:
             self._looked_at_s = time.monotonic()
             self._take_step(has_store=True)
 
-    def _take_step(self, *, has_store: bool) -> None:
+    def _take_step(self, *, has_store: bool) -> bool:
+        """Do what the rules say. Whether that was to go to a store."""
         with self._lock:
             if self._flags.is_fenced:
                 raise Fenced(f"{self._member_id} may not vote any more: the run went on without it")
@@ -62,7 +67,8 @@ class Mover:
             account = self._memory.account()
             seen = self._store.survey(self._member_id, account)
             stores = {candidate.store: store for store, candidate in seen}
-            match next_step([candidate for _, candidate in seen], account, has_store=has_store):
+            step = next_step([candidate for _, candidate in seen], account, has_store=has_store)
+            match step:
                 case Enter(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
                     self._memory.enter(generation, self._store.view(0).opening)
@@ -79,6 +85,7 @@ class Mover:
                     self._flags.set_fenced(True)
                 case StayPut(reason):
                     self._say_waiting(reason)
+            return isinstance(step, Enter | ComeBack)
 
     def _say_moved(self, number: int) -> None:
         self._on_event("store_changed", store=parse_store_url(self._store.address).shown, generation=number)

@@ -17,7 +17,6 @@ from pathlib import Path
 from zeroband.config import RunConfig, load_config
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.checks import Pulse
@@ -25,9 +24,10 @@ from zeroband.tools.chaos.effects import left_behind
 from zeroband.tools.chaos.fault_costs import Fence, PhaseComparison, RoundCost, compare, round_costs
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
-from zeroband.tools.chaos.plan import OF_NETWORK, PLANNED, PlannedFault, PlanRules, plan
-from zeroband.tools.chaos.soak import Soak, SoakFailed, SoakRules
+from zeroband.tools.chaos.plan import OF_NETWORK, PlannedFault, PlanRules, plan
+from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed, SoakRules
 from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
+from zeroband.tools.chaos.stores import Stores
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.cluster.local import LocalCluster
@@ -86,12 +86,16 @@ def soak(
     violations = Violations(say)
     with ExitStack() as stack:
         network = None if obstacle else stack.enter_context(Network())
-        cluster = stack.enter_context(_open_cluster(options, network))
-        config = load_config(cluster.arguments, cluster.environment("node0", 1))
+        stores = stack.enter_context(Stores(options.stores, network))
+        cluster = stack.enter_context(_open_cluster(options, stores, network))
+        environment = cluster.environment("node0", 1)
+        if options.behind:
+            load_config((*cluster.arguments, *UNDIALLED), environment)
+        config = load_config(cluster.arguments, environment)
         require_own(config, cluster)
         require_endless(config, options)
         say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
-        outcome = _Conducted(options, cluster, config, violations, obstacle)
+        outcome = _Conducted(options, cluster, stores, config, violations, obstacle)
         outcome.conduct(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
@@ -102,16 +106,15 @@ def soak(
     return SoakOutcome(report, judgement, cluster.run_dir)
 
 
-def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
-    redis = RedisServer(persistent=True) if network is None else network.redis_server(persistent=True)
+def _open_cluster(options: ChaosOptions, stores: Stores, network: Network | None) -> LocalCluster:
     return LocalCluster(
         options.directory,
         options.arguments,
         nodes=options.nodes,
         run_id=options.run_id,
+        store_url=stores.url,
         env={"OMP_NUM_THREADS": "1"},
         network=network,
-        redis=redis,
     )
 
 
@@ -119,9 +122,15 @@ class _Conducted:
     """One soak, and what its report is made of."""
 
     def __init__(
-        self, options: ChaosOptions, cluster: LocalCluster, config: RunConfig, violations: Violations, obstacle: str
+        self,
+        options: ChaosOptions,
+        cluster: LocalCluster,
+        stores: Stores,
+        config: RunConfig,
+        violations: Violations,
+        obstacle: str,
     ) -> None:
-        self._options, self._cluster, self._config = options, cluster, config
+        self._options, self._cluster, self._stores, self._config = options, cluster, stores, config
         self._violations, self._obstacle = violations, obstacle
         began_s, began_at_s = time.monotonic(), time.time()
         self._now = lambda: time.monotonic() - began_s
@@ -135,23 +144,25 @@ class _Conducted:
             )
 
     def _planned(self, names: tuple[str, ...]) -> tuple[PlannedFault, ...]:
-        kinds = tuple(kind for kind in PLANNED if not (self._obstacle and kind in OF_NETWORK))
         options = self._options
+        kinds = tuple(kind for kind in options.wanted_kinds if not (self._obstacle and kind in OF_NETWORK))
         rules = PlanRules(
             nodes=names,
             duration_s=60 * options.minutes,
             mtbf_s=options.mtbf_s,
             kinds=kinds,
             detect_s=self._config.fault.detect_s,
-            keep_undisturbed=options.keep_undisturbed,
+            keep_undisturbed=options.in_peace,
+            behind=options.behind_nodes,
         )
         self._left_out = self._why_left_out(rules)
         return plan(rules, options.seed)
 
     def _why_left_out(self, rules: PlanRules) -> str:
         reasons: list[str] = []
-        if self._obstacle:
-            reasons.append(f"{', '.join(kind.value for kind in OF_NETWORK)} ({self._obstacle})")
+        broken = [kind.value for kind in OF_NETWORK if self._obstacle and kind in self._options.wanted_kinds]
+        if broken:
+            reasons.append(f"{', '.join(broken)} ({self._obstacle})")
         if crowding := [kind.value for kind in rules.kinds if kind not in rules.possible_kinds()]:
             reasons.append(
                 f"{', '.join(crowding)} (they would leave fewer than {rules.keep_undisturbed} nodes in peace)"
@@ -161,15 +172,14 @@ class _Conducted:
     def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Go through all phases, from the first start to the last exit."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
-        assert cluster.redis is not None
-        rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)
-        url, run_id = cluster.redis.local_url, cluster.run_id
+        rules = SoakRules(fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes)
+        url, run_id = self._stores.local_url, cluster.run_id
         token = self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         lease_s = fault.time_outs.lease_s
         with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
             self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
-            soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
+            soak = Soak(cluster, self._stores, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
             self._course = soak.course
             soak.found(self._ranks())
             say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
@@ -196,7 +206,7 @@ class _Conducted:
         """Report what is there and should not be; guardians may take a moment to clean up."""
         end_s = time.monotonic() + _LEAVING_S
         shm_dir = self._config.node.shm_dir
-        while left := left_behind(self._cluster.run_id, self._cluster, shm_dir, is_closed=is_closed):
+        while left := left_behind(self._cluster.run_id, self._stores, shm_dir, is_closed=is_closed):
             if time.monotonic() > end_s:
                 when = "after everything was closed" if is_closed else "after all nodes had ended"
                 self._violations.add(f"left behind {when}: {', '.join(left)}")
@@ -226,6 +236,7 @@ class _Conducted:
             struck=len(course.planned),
             later_rounds=course.later_rounds,
             complete_s=watch.complete_s,
+            unseen=tuple(kind.value for kind in self._options.kinds if not course.has_struck(kind)),
         )
         found = self._violations
         return Judgement(tuple(found.found), tuple(evidence.lacking()), tuple(found.starved), is_interrupted)
@@ -261,6 +272,8 @@ class _Conducted:
             minutes=options.minutes,
             baseline_minutes=options.calm_minutes,
             mtbf_s=options.mtbf_s,
+            stores=options.stores,
+            behind=options.behind,
             left_out=self._left_out,
         )
         return render(setting, self._course.struck, self._compare(), self._counts(), judgement)

@@ -13,27 +13,26 @@ from pathlib import Path
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
-from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Kind, PlannedFault
+from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, OF_STORE, Kind, PlannedFault
+from zeroband.tools.chaos.stores import Stores
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess
 
 _TICKS_PER_S = 100.0
 _BACKGROUND_PRIORITY = 10
+_STOPS_STORE = (Kind.STORE_PAUSED, Kind.STORE_STOPPED)
 
 
 class Striker:
-    """Strikes and undoes faults."""
+    """Strikes and undoes faults, of stores one at a time."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: LocalCluster, stores: Stores) -> None:
+        self._cluster, self._stores = cluster, stores
+        self._store: RedisServer | None = None
+        """The store that a fault has struck."""
         self._stopped: dict[int, tuple[int, ...]] = {}
         """Processes that a fault, by its number, has stopped."""
-
-    @property
-    def _redis(self) -> RedisServer:
-        assert self._cluster.redis is not None, "the cluster has no server of its own"
-        return self._cluster.redis
 
     @property
     def _network(self) -> Network:
@@ -45,20 +44,19 @@ class Striker:
         nodes = [self._cluster.nodes[node] for node in fault.nodes]
         return all(node.is_running and (fault.kind not in OF_RANKS or bool(node.rank_pids)) for node in nodes)
 
-    def strike(self, fault: PlannedFault) -> None:
-        """Have the fault happen."""
+    def strike(self, fault: PlannedFault, *, store: str) -> None:
+        """Have the fault happen. `store`: address of the store in use."""
         if fault.kind in OF_NETWORK:
             self._break_network(fault)
-        elif fault.kind is Kind.STORE_PAUSED:
-            self._redis.pause()
-        elif fault.kind in (Kind.STORE_RESTARTED, Kind.STORE_EMPTIED):
-            self._redis.stop()
+        elif fault.kind in OF_STORE:
+            self._store = self._stores.at(store)
+            self._store.pause() if fault.kind in _STOPS_STORE else self._store.stop()
         elif fault.kind is not Kind.ENDED:
             self._strike_processes(fault, self._cluster.nodes[fault.nodes[0]])
 
     def _strike_processes(self, fault: PlannedFault, node: NodeProcess) -> None:
         match fault.kind:
-            case Kind.MACHINE_KILLED:
+            case Kind.MACHINE_KILLED | Kind.RELAY_KILLED:
                 node.kill()
             case Kind.RANKS_KILLED:
                 signal_all(node.rank_pids, signal.SIGKILL)
@@ -92,10 +90,12 @@ class Striker:
         elif fault.kind in OF_NETWORK:
             for node in fault.nodes:
                 self._network.heal(node)
-        elif fault.kind is Kind.STORE_PAUSED:
-            self._redis.resume()
-        elif fault.kind in (Kind.STORE_RESTARTED, Kind.STORE_EMPTIED):
-            self._redis.start(empty=fault.kind is Kind.STORE_EMPTIED)
+        elif fault.kind in OF_STORE:
+            assert self._store is not None, "it was struck"
+            if fault.kind in _STOPS_STORE:
+                self._store.resume()
+            else:
+                self._store.start(empty=fault.kind is not Kind.STORE_RESTARTED)
         else:
             signal_all(self._stopped.pop(fault.number), signal.SIGCONT)
 
@@ -130,14 +130,12 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
             continue
 
 
-def left_behind(run_id: str, cluster: LocalCluster, shm_dir: Path, *, is_closed: bool) -> list[str]:
-    """Processes and shared memory of a run; with `is_closed`, also its server's folder and its network."""
+def left_behind(run_id: str, stores: Stores, shm_dir: Path, *, is_closed: bool) -> list[str]:
+    """Processes and shared memory of a run; with `is_closed`, also its servers' folders and its network."""
     folders = NodeFolder.path_of(shm_dir, run_id, "*")
     found = [str(path) for path in folders.parent.glob(folders.name)]
     found += [f"process {pid}" for pid in pids_with("ZERO_BAND_RUN__ID", run_id)]
     if is_closed:
-        assert cluster.redis is not None
-        server = Path(cluster.redis.local_url.removeprefix("unix://")).parent
-        found += [str(server)] if server.exists() else []
+        found += [str(folder) for folder in stores.folders if folder.exists()]
         found += [str(path) for path in Path("/var/run/netns").glob(f"zeroband-{os.getpid()}-*")]
     return found

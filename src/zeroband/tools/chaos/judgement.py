@@ -66,6 +66,8 @@ class Evidence:
     """Committed after the first fault."""
     complete_s: float | None = None
     """When the run was complete, which ends a soak; None: it was not."""
+    unseen: tuple[str, ...] = ()
+    """Kinds of faults that were asked for by name, of which none struck."""
 
     def lacking(self) -> list[str]:
         """What is missing for a conclusion, and how to get it; empty where nothing is."""
@@ -88,6 +90,8 @@ class Evidence:
             )
         if not self.struck:
             said.append(f"no fault struck, {self.planned} were planned: raise --minutes or lower --mtbf-s")
+        elif self.unseen:
+            said.append(f"no fault struck of {', '.join(self.unseen)}: raise --minutes or lower --mtbf-s")
         elif not self.later_rounds:
             said.append("no round was committed after the first fault")
         return said

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zeroband.config import RunConfig
 from zeroband.errors import ConfigError
+from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_SEVERAL_STORES, PLANNED, Kind, kinds_of
 from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.local import LocalCluster
 
@@ -36,6 +37,12 @@ class ChaosOptions:
     baseline_minutes: float | None = None
     """Undisturbed before that. None: a fifth of `minutes`."""
     seed: int = 1
+    stores: int = 1
+    """Number of stores, of which the run uses one at a time."""
+    behind: int = 0
+    """Nodes that others cannot dial, the last ones."""
+    kinds: tuple[Kind, ...] = ()
+    """Faults to draw from; none: all that can happen to such a run."""
     keep_undisturbed: int = 2
     slack_s: float = 10.0
     """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
@@ -49,6 +56,21 @@ class ChaosOptions:
         return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
 
     @property
+    def behind_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that others cannot dial."""
+        return tuple(f"node{number}" for number in range(self.nodes - self.behind, self.nodes))
+
+    @property
+    def wanted_kinds(self) -> tuple[Kind, ...]:
+        """Faults to draw from."""
+        return self.kinds or kinds_of(stores=self.stores, behind=self.behind)
+
+    @property
+    def in_peace(self) -> int:
+        """So many nodes are left in peace: with several stores more than half, which alone may go to another store."""
+        return max(self.keep_undisturbed, self.nodes // 2 + 1 if self.stores > 1 else 0)
+
+    @property
     def command(self) -> str:
         """What has the same faults strike the same nodes again."""
         flags = {
@@ -57,11 +79,14 @@ class ChaosOptions:
             "--baseline-minutes": self.calm_minutes,
             "--mtbf-s": self.mtbf_s,
             "--seed": self.seed,
+            "--stores": self.stores,
+            "--behind": self.behind,
             "--keep-undisturbed": self.keep_undisturbed,
             "--slack-s": self.slack_s,
         }
         given = [text for flag, value in flags.items() for text in (flag, f"{value:g}")]
-        return shlex.join(["zeroband", "chaos", *self.arguments, *given])
+        kinds = ["--kinds", ",".join(kind.value for kind in self.kinds)] if self.kinds else []
+        return shlex.join(["zeroband", "chaos", *self.arguments, *given, *kinds])
 
 
 def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
@@ -77,12 +102,25 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
         minutes=known.minutes,
         baseline_minutes=known.baseline_minutes,
         seed=known.seed,
+        stores=known.stores,
+        behind=known.behind,
+        kinds=_kinds(known.kinds),
         keep_undisturbed=known.keep_undisturbed,
         slack_s=known.slack_s,
         directory=directory,
         run_id=run_id,
     )
     return options, known.report
+
+
+def _kinds(text: str | None) -> tuple[Kind, ...]:
+    """The kinds that are named. Raises ConfigError."""
+    known = {kind.value: kind for kind in PLANNED}
+    names = [name.strip() for name in text.split(",")] if text is not None else []
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--kinds: no kind of fault is called {name!r}; there are: {', '.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,10 +138,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
     parser.add_argument(
+        "--stores", type=int, default=default.stores, help="of which one is in use, default: %(default)s"
+    )
+    parser.add_argument(
+        "--behind", type=int, default=default.behind, help="nodes that cannot be dialled, default: %(default)s"
+    )
+    parser.add_argument("--kinds", help="kinds of faults with commas between them, default: all that are possible")
+    parser.add_argument(
         "--keep-undisturbed",
         type=int,
         default=default.keep_undisturbed,
-        help="nodes left in peace, default: %(default)s",
+        help="nodes left in peace, default: %(default)s; with several stores more than half at least",
     )
     parser.add_argument(
         "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
@@ -128,6 +173,22 @@ def require_soak(options: ChaosOptions) -> None:
             f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
             "which must be 1 or more: somebody has to be there to notice a fault"
         )
+    if not (options.stores >= 1 and 0 <= options.behind < options.nodes):
+        raise ConfigError(
+            f"--stores={options.stores} must be 1 or more, and --behind={options.behind} fewer than "
+            f"--nodes={options.nodes}: somebody must be there who can be dialled"
+        )
+    possible = kinds_of(stores=options.stores, behind=options.behind)
+    if impossible := [kind.value for kind in options.kinds if kind not in possible]:
+        raise ConfigError(
+            f"--kinds: {', '.join(impossible)} cannot happen with --stores={options.stores} --behind={options.behind}: "
+            f"{_needs(OF_ONE_STORE)} need --stores=1, {_needs(OF_SEVERAL_STORES)} need 2 or more of them, and "
+            f"{_needs([Kind.RELAY_KILLED])} needs --behind=2 or more"
+        )
+
+
+def _needs(kinds: Sequence[Kind]) -> str:
+    return ", ".join(kind.value for kind in kinds)
 
 
 def require_own(config: RunConfig, cluster: LocalCluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,6 +37,12 @@ class Kind(Enum):
     """Redis is killed, and started later with its data."""
     STORE_EMPTIED = "store emptied"
     """Redis is killed, and started later without any data."""
+    STORE_LOST = "store lost"
+    """The one in use of several stores is killed for good; an empty one is started at its address later."""
+    STORE_STOPPED = "store stopped"
+    """SIGSTOP of the one in use of several stores, later SIGCONT."""
+    RELAY_KILLED = "relay killed"
+    """SIGKILL of every process of the node through which two talk that cannot be dialled."""
     LEAVES = "asked to leave"
     """SIGTERM to the ranks: the node hands over its work and ends."""
     ENDED = "ended by itself"
@@ -46,7 +52,10 @@ class Kind(Enum):
 PLANNED = tuple(kind for kind in Kind if kind is not Kind.ENDED)
 """Kinds that a plan may hold."""
 
-OF_PROCESSES = (Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.LEAVES, Kind.ENDED)
+OF_PROCESSES = (
+    *(Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RELAY_KILLED),
+    *(Kind.LEAVES, Kind.ENDED),
+)
 """Faults after which the node's processes end, and it is started again."""
 
 OF_RANKS = (Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RANKS_FROZEN, Kind.LEAVES)
@@ -55,8 +64,17 @@ OF_RANKS = (Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RANKS_FROZEN, Kind.LEAVE
 OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR_CUT, Kind.LINK_DOWN)
 """Faults that need a network that can be broken."""
 
-OF_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
+OF_ONE_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
+"""Faults of a store that is the only one: all wait for it."""
+
+OF_SEVERAL_STORES = (Kind.STORE_LOST, Kind.STORE_STOPPED)
+"""Faults of the store in use while the run has others, to which it goes."""
+
+OF_STORE = (*OF_ONE_STORE, *OF_SEVERAL_STORES)
 """Faults of the store, which strike no node, and all."""
+
+_LEAST_BEHIND = 2
+"""So many nodes that cannot be dialled need a third one to talk."""
 
 _SHORTEST, _LONGEST = 0.3, 6.0
 """How long a fault lasts in units of detect_s: from what nobody should notice to what everybody must."""
@@ -97,13 +115,28 @@ class PlanRules:
     detect_s: float
     keep_undisturbed: int = 2
     """Number of nodes that are left in peace at any time."""
+    behind: tuple[str, ...] = ()
+    """Nodes that cannot be dialled; from two on, one of the others is left in peace, through which they talk."""
     recovery_s: float = 25.0
     """Assumed time from the end of a fault until its node contributes again."""
 
     def possible_kinds(self) -> tuple[Kind, ...]:
         """Kinds that leave enough nodes in peace, in the order of `kinds`."""
-        spare = len(self.nodes) - self.keep_undisturbed
-        return tuple(kind for kind in self.kinds if targets_of(kind) <= spare)
+        calendar = _Calendar(self)
+        return tuple(kind for kind in self.kinds if calendar.is_possible(0.0, kind))
+
+
+def kinds_of(*, stores: int, behind: int) -> tuple[Kind, ...]:
+    """Kinds that can happen to a run of so many stores and nodes that cannot be dialled."""
+    apart = OF_ONE_STORE if stores > 1 else OF_SEVERAL_STORES
+    relay = () if behind >= _LEAST_BEHIND else (Kind.RELAY_KILLED,)
+    return tuple(kind for kind in PLANNED if kind not in (*apart, *relay))
+
+
+def leaves_enough(in_peace: Collection[str], keep_undisturbed: int, behind: Collection[str]) -> bool:
+    """Whether enough nodes are in peace, one of them one that can be dialled where others talk through such a one."""
+    is_way = len(behind) < _LEAST_BEHIND or any(node not in behind for node in in_peace)
+    return len(in_peace) >= keep_undisturbed and is_way
 
 
 def targets_of(kind: Kind) -> int:
@@ -161,20 +194,28 @@ class _Calendar:
 
         `is_at_peace`: rather those that have recovered from their last fault, where they are enough.
         """
-        undone = [node for node in self._rules.nodes if self._undone_s[node] <= at_s]
+        rules, targets = self._rules, targets_of(kind)
+        undone = [node for node in rules.nodes if self._undone_s[node] <= at_s]
         calm = [node for node in undone if self._calm_s(node) <= at_s]
-        if len(calm) - self._rules.keep_undisturbed >= targets_of(kind):
-            return calm if is_at_peace else undone
-        return [node for node in undone if node not in calm]
+        dialled = [node for node in calm if node not in rules.behind]
+        spared = set(calm if len(calm) - rules.keep_undisturbed < targets else ())
+        if not leaves_enough(dialled[targets:], 0, rules.behind):  # whichever of them are struck
+            spared |= {*dialled}
+        free = [node for node in undone if node not in spared]
+        rested = [node for node in free if node in calm]
+        if kind is Kind.RELAY_KILLED:
+            return [node for node in rested if node in dialled]
+        return rested if is_at_peace and len(rested) >= targets else free
 
     def first_chance_s(self, at_s: float, kind: Kind) -> float:
         """The first time from `at_s` on when a fault of this kind is possible."""
-        while not self._is_possible(at_s, kind):
+        while not self.is_possible(at_s, kind):
             times = [time for node in self._undone_s for time in (self._undone_s[node], self._calm_s(node))]
             at_s = min(time for time in times if time > at_s)
         return at_s
 
-    def _is_possible(self, at_s: float, kind: Kind) -> bool:
+    def is_possible(self, at_s: float, kind: Kind) -> bool:
+        """Whether a fault of this kind leaves enough in peace at this time."""
         if kind in OF_STORE:
             return self._calm_s(_STORE) <= at_s
         return len(self.candidates(at_s, kind, False)) >= targets_of(kind)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
 from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
 from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.plan import OF_PROCESSES, OF_STORE, Kind, PlannedFault
+from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_PROCESSES, OF_STORE, Kind, PlannedFault, leaves_enough
 from zeroband.tools.chaos.starvation import QueueTimes
+from zeroband.tools.chaos.stores import Stores
 from zeroband.tools.chaos.watch import Overdue, Watch
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.node_process import NodeProcess
@@ -36,6 +37,9 @@ _BACK_S = 120.0
 
 _STORE, _OURS = "the store", "this command"
 
+UNDIALLED = ("--node.dialable=false",)
+"""Arguments of a node that others cannot dial."""
+
 
 class SoakFailed(ZerobandError):
     """The soak could not begin."""
@@ -49,6 +53,8 @@ class SoakRules:
     slack_s: float
     """What a fault may cost the others, once, beyond detect_s."""
     keep_undisturbed: int
+    behind: tuple[str, ...] = ()
+    """Nodes that cannot be dialled."""
 
 
 @dataclass
@@ -71,6 +77,10 @@ class Course:
         """The faults that struck, without nodes that ended by themselves."""
         return [one for one in self.struck if one.fault.kind is not Kind.ENDED]
 
+    def has_struck(self, kind: Kind) -> bool:
+        """Whether a fault of this kind happened."""
+        return any(one.fault.kind is kind for one in self.struck)
+
 
 class Soak:
     """Conducts the phases. `is_stopped`: asked between two looks; ends the phase that is on."""
@@ -78,6 +88,7 @@ class Soak:
     def __init__(
         self,
         cluster: LocalCluster,
+        stores: Stores,
         watch: Watch,
         rules: SoakRules,
         *,
@@ -85,9 +96,9 @@ class Soak:
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._cluster, self._watch, self._rules = cluster, watch, rules
+        self._cluster, self._stores, self._watch, self._rules = cluster, stores, watch, rules
         self._now, self._is_stopped, self._say = now, is_stopped, say
-        self._striker = Striker(cluster)
+        self._striker = Striker(cluster, stores)
         self._queue: list[PlannedFault] = []
         self._late_s = 0.0
         self._surveyed_s = 0.0
@@ -105,8 +116,9 @@ class Soak:
 
     def found(self, ranks: Sequence[int]) -> None:
         """Start all nodes; back when each has contributed. Raises SoakFailed."""
-        for number in ranks:
-            self._cluster.start(ranks=number)
+        for place, number in enumerate(ranks):
+            is_open = f"node{place}" not in self._rules.behind
+            self._cluster.start(ranks=number, arguments=() if is_open else UNDIALLED)
         if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(ranks), _FOUNDING_S):
             lost = self._watch.starvation.share(0.0, self._now())
             busy = f" (the host kept them waiting for a processor {lost:.0%} of the time)" if lost > _BUSY else ""
@@ -208,8 +220,7 @@ class Soak:
             self._pids_due_s = now_s + _PIDS_EVERY_S
             running = self._cluster.running
             self._pids = {node.node_id: tuple(pid for pid in node.pids if pid != node.pid) for node in running}
-            if self._cluster.redis is not None and self._watch.is_store_up:
-                self._pids[_STORE] = (self._cluster.redis.pid,)
+            self._pids[_STORE] = tuple(self._stores.pids)
         waited_s = {**self._queue_times.read(self._pids), _OURS: self._overslept_s}
         self._overslept_s = 0.0
         self._watch.starvation.note(now_s, waited_s, background=self._starting)
@@ -249,7 +260,7 @@ class Soak:
     def _strike_if_due(self, storm_began_s: float) -> None:
         if not self._queue:
             return
-        fault, now_s = self._queue[0], self._now()
+        fault, now_s = self._aimed(self._queue[0]), self._now()
         due_s = storm_began_s + fault.at_s + self._late_s
         if now_s < due_s or not self._can_strike(fault):
             return
@@ -257,11 +268,21 @@ class Soak:
         self._queue.pop(0)
         self._strike(fault)
 
+    def _aimed(self, fault: PlannedFault) -> PlannedFault:
+        """The fault at a relay that is in use, where it is one of relays and the plan drew another node."""
+        if fault.kind is not Kind.RELAY_KILLED:
+            return fault
+        relays = self._watch.relays().intersection(self._steady())
+        return fault if not relays or relays & {*fault.nodes} else replace(fault, nodes=(min(relays),))
+
     def _can_strike(self, fault: PlannedFault) -> bool:
         """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
         lasting = {name for one in self._lasting() for name in one.names}
         in_peace = [node for node in self._steady() if node not in fault.nodes]
-        if lasting.intersection(fault.nodes) or len(in_peace) < self._rules.keep_undisturbed:
+        is_peace_kept = leaves_enough(in_peace, self._rules.keep_undisturbed, self._rules.behind)
+        if lasting.intersection(fault.nodes) or not is_peace_kept:
+            return False
+        if fault.kind is Kind.RELAY_KILLED and not self._watch.relays() & {*fault.nodes}:
             return False
         is_store_busy = any(one.fault.kind in OF_STORE for one in self._open())
         return not (is_store_busy and fault.kind in OF_STORE) and self._striker.can_strike(fault)
@@ -277,13 +298,12 @@ class Soak:
         self._was_member[id(one)] = all(self._watch.members_of(node) for node in fault.nodes)
         self._say(f"{one.at_s:7.1f} s  {fault}")
         if fault.kind in OF_STORE:
-            self._watch.is_store_up = False
-            self._watch.forget_detections()
+            self._watch.store_was_struck(one)
         elif fault.kind not in (Kind.LEAVES, Kind.ENDED):
             self._watch.expect_detection(one)
         if fault.kind in OF_PROCESSES:
             self._starting.pop(fault.nodes[0], None)
-        self._striker.strike(fault)
+        self._striker.strike(fault, store=self._watch.store_address)
         if self._watch.pulse is not None:
             self._watch.pulse.struck()
 
@@ -295,8 +315,8 @@ class Soak:
         one.undone_s = self._now()
         self._round_at_undo[id(one)] = self._watch.round
         if fault.kind in OF_STORE:
-            self._watch.is_store_up = True
-            for node in self._cluster.nodes:
+            self._watch.store_is_back(one)
+            for node in self._cluster.nodes if fault.kind in OF_ONE_STORE else ():
                 self._advanced(node)
         elif fault.kind in OF_PROCESSES:
             self._starting[fault.nodes[0]] = one
@@ -333,6 +353,8 @@ class Soak:
         bound_s = self._rules.detect_s + self._rules.slack_s
         for one in watch.overdue(now_s, bound_s):
             watch.violations.add(f"the store does not show {one.fault} after {bound_s:g} s", watch.context(faults))
+        if (lost := watch.stays_without_store(now_s, bound_s)) is not None:
+            watch.violations.add(f"no other store is in use {bound_s:g} s after {lost.fault}", watch.context(faults))
         for one in self._open():
             if one.undone_s is not None and watch.is_too_late(self._wait_for(one, one.undone_s), now_s):
                 self._report_not_back(one)
@@ -402,6 +424,5 @@ class Soak:
         )
 
     def _cpu_s(self) -> float:
-        assert self._cluster.redis is not None
         pids = [pid for node in self._cluster.running for pid in node.pids]
-        return cpu_s([*pids, self._cluster.redis.pid])
+        return cpu_s([*pids, *self._stores.pids])

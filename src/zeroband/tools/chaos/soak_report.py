@@ -26,6 +26,9 @@ class SoakSetting:
     mtbf_s: float
     left_out: str
     """Kinds that were impossible here, and why; empty where all were possible."""
+    stores: int = 1
+    behind: int = 0
+    """Number of nodes that cannot be dialled."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,19 @@ def _setting(setting: SoakSetting, counts: Counts) -> str:
         f"- machine: {setting.machine}",
         f"- run: `{setting.command}`",
         f"- config: {setting.config}",
-        f"- seed {setting.seed}, {setting.nodes} nodes, mean time between faults {setting.mtbf_s:g} s, "
-        f"{setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes with faults",
+        f"- seed {setting.seed}, {setting.nodes} nodes{_special(setting)}, mean time between faults "
+        f"{setting.mtbf_s:g} s, {setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes "
+        "with faults",
         f"- CPU of all nodes and the store in the undisturbed phase: {counts.cpu_share:.0%} of all cores",
         f"- some member waited for a processor for {counts.calm_starved:.0%} of the undisturbed phase, and for "
         f"{counts.starved:.0%} of the phase with faults",
     ]
     return "\n".join([*lines, *([f"- left out: {setting.left_out}"] if setting.left_out else [])])
+
+
+def _special(setting: SoakSetting) -> str:
+    behind = f", of which {setting.behind} cannot be dialled" if setting.behind else ""
+    return behind + (f", {setting.stores} stores" if setting.stores > 1 else "")
 
 
 def _invariants(counts: Counts, judgement: Judgement) -> str:
@@ -162,7 +171,8 @@ _NOTES = """\
 - Compute is emulated: where the config slows every inner step (`fault.inject`), nodes sleep instead of
   computing, so that all of them fit on this machine. Waits, transfers, detection and recovery are real.
 - Detection: from the strike until the store no longer counts the node alive, or shows it cut off; looked at every
-  20 ms. A fault that ended before that is not in the figure, nor are faults of the store and nodes that leave.
+  20 ms. A fault that ended before that is not in the figure, nor are faults of the only store and nodes that leave.
+  A store of several that was lost or stopped: until the first member said that it is at another one.
 - Back after: from the end of the fault (restart, SIGCONT, link healed) until the node contributed to a round again,
   or for the store until the next round was committed. It includes starting Python and waiting for the round's end.
 - Blocked by faults: waiting and transfer of each round that overlaps a fault, minus the undisturbed median, and the

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+from zeroband.elastic.membership.reach import dials, is_behind, lines_of
 from zeroband.elastic.membership.records import Verdict, View
-from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -20,7 +22,7 @@ from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.plan import Kind
+from zeroband.tools.chaos.plan import OF_SEVERAL_STORES, Kind
 from zeroband.tools.chaos.starvation import Starvation
 from zeroband.tools.data.audit import Audit, audit, read_rounds
 
@@ -112,12 +114,13 @@ def cuts_of(view: View) -> frozenset[tuple[str, str]]:
 
 
 class Watch:
-    """Looks at a run and checks it. `is_store_up` is set by who strikes the store."""
+    """Looks at a run and checks it. Who strikes the store says so."""
 
-    def __init__(self, store: Store, files: NodeFiles, run_dir: Path, violations: Violations) -> None:
+    def __init__(self, store: RedisStore, files: NodeFiles, run_dir: Path, violations: Violations) -> None:
         self._store, self._files, self._run_dir = store, files, run_dir
         self.violations = violations
         self.is_store_up = True
+        """Whether the store in use is expected to answer."""
         self.view: View | None = None
         self.contributed: dict[str, int] = {}
         """The newest round that each node contributed to."""
@@ -131,6 +134,8 @@ class Watch:
         """When the run was seen to be complete: its nodes end, and that is no fault."""
         self._starved: set[tuple[str, float]] = set()
         self._pending: list[_Pending] = []
+        self._moving: InjectedFault | None = None
+        """The fault of a store after which the members are not seen at another one yet."""
         self._audit_due_s = _AUDIT_EVERY_S
         self._missing: Collection[int] = ()
 
@@ -145,6 +150,18 @@ class Watch:
         return frozenset(member for member in alive if node_id_of_member(member) == node)
 
     @property
+    def store_address(self) -> str:
+        """Address of the store in use, for this machine."""
+        return self._store.address
+
+    def relays(self) -> frozenset[str]:
+        """Nodes through which two living members talk that cannot be dialled."""
+        peers = {} if self.view is None else {m: self.view.peers[m] for m in self.view.alive if m in self.view.peers}
+        behind = [member for member in peers if is_behind(member, peers)]
+        called = [other for one, other in permutations(behind, 2) if dials(one, other, behind)]
+        return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := lines_of(other, peers)))
+
+    @property
     def awaits_detection(self) -> bool:
         return bool(self._pending)
 
@@ -157,6 +174,24 @@ class Watch:
     def forget_detections(self, struck: InjectedFault | None = None) -> None:
         """Expect this fault no longer to be seen, or none, because the store itself is away."""
         self._pending = [p for p in self._pending if struck is not None and p.struck is not struck]
+
+    def store_was_struck(self, struck: InjectedFault) -> None:
+        """Look at the store no more, until it is back or the members are seen at another one."""
+        self.is_store_up = False
+        self.forget_detections()
+        self._moving = struck if struck.fault.kind in OF_SEVERAL_STORES else None
+
+    def store_is_back(self, struck: InjectedFault) -> None:
+        """Look at the store again, unless what came back is an empty one: the members go to another one then."""
+        if self._moving is None or struck.fault.kind is not Kind.STORE_LOST:
+            self.is_store_up = True
+
+    def _follow(self, at_s: float) -> None:
+        """Go where a member went."""
+        before = self._store.generation
+        self._store.follow()
+        if self._moving is not None and self._store.generation != before:
+            self._moving.detected_s, self._moving, self.is_store_up = at_s, None, True
 
     def is_too_late(self, wait: Overdue, now_s: float) -> bool:
         """Whether a bound is missed, and would be on a host with a processor to spare.
@@ -186,6 +221,18 @@ class Watch:
         ]
         self._pending = [p for p in self._pending if p.struck not in late]
         return late
+
+    def stays_without_store(self, now_s: float, bound_s: float) -> InjectedFault | None:
+        """The loss of a store after which the members should be at another one by now; it is given once."""
+        lost = self._moving
+        if lost is None or lost.fault.kind is not Kind.STORE_LOST:
+            return None
+        if not self.is_too_late(
+            Overdue(f"the members were at no other store after {lost.fault}", lost.at_s, bound_s), now_s
+        ):
+            return None
+        self.is_store_up, self._moving = True, None
+        return lost
 
     def look(self, now: Callable[[], float]) -> list[Verdict]:
         """Look at the store. Gives the rounds that were committed since the last look, in their order."""
@@ -217,6 +264,8 @@ class Watch:
         for node, record in self._files.read():
             if "kind" not in record:
                 continue
+            if record["kind"] == "store_changed":
+                self._follow(record["at_s"])
             if record["kind"] == "joined":
                 self.joined_s[node] = record["at_s"]
             if record["kind"] == "run_finished" and self.complete_s is None:
@@ -244,7 +293,7 @@ class Watch:
 
     def check_pulse(self, healthy: Sequence[str], now_s: float, faults: Sequence[str]) -> None:
         """Report healthy nodes that hang, once for each time."""
-        if self.pulse is None or not self.is_store_up:
+        if self.pulse is None or not (self.is_store_up or self._moving):
             return
         for node, since_s in self.pulse.hung(healthy, now_s).items():
             bound_s = self.pulse.bound_s(node)

@@ -131,9 +131,9 @@ class Network:
         self.add(node)
         return _address(self._numbers[node])
 
-    def redis_server(self, *, persistent: bool = False, password: str | None = None) -> RedisServer:
-        """A server in the namespace of the store, under its address; to be started and closed by the caller."""
-        host, prefix = self.address(STORE), self.prefix(STORE)
+    def redis_server(self, *, persistent: bool = False, password: str | None = None, name: str = STORE) -> RedisServer:
+        """A server in the namespace of the store, or another one; to be started and closed by the caller."""
+        host, prefix = self.address(name), self.prefix(name)
         return RedisServer(persistent=persistent, host=host, password=password, prefix=prefix)
 
     def cut_off(self, node: str) -> None:

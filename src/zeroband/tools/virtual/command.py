@@ -5,6 +5,7 @@ Exit codes: 0; 2 for arguments that make no sense.
 
     zeroband simulate --virtual --nodes 64 --params 1e9 --mbit 500 --step-s 1 --mtbf-s 14400
     zeroband simulate --virtual --nodes 8 --params 150M --mbit 500,500,500,25 --step-s 1,1.2   values in turn
+    zeroband simulate --virtual --nodes 64 --params 1e9 --mbit 500 --sites 8 --store-every-s 3600 --cut-every-s 7200
 """
 
 from __future__ import annotations
@@ -14,17 +15,36 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
 from zeroband.tools.plan.units import parse_count, parse_positive, parse_whole
-from zeroband.tools.virtual.models import NodeModel, RunModel
+from zeroband.tools.virtual.models import Chaos, NodeModel, RunModel
 from zeroband.tools.virtual.run import Found, VirtualRun
 
 _EXIT_CONFIG = 2
 _STATE_BYTES = 8
 """Bytes of each parameter in what a joiner fetches: it and its momentum."""
+
+_CHAOS_TIMES = {
+    "--store-every-s": "until the store is away",
+    "--slow-link-every-s": "until the link of a node is slow",
+    "--cut-every-s": "until some nodes and the others do not reach one another",
+    "--leave-every-s": "until a node is asked to leave",
+    "--crowd-loss-every-s": "until many nodes are lost at once",
+    "--crowd-join-every-s": "until many new nodes join at once",
+}
+_CHAOS_SIZES = {
+    "--store-away-s": ("store_away_s", "mean time for which the store is away"),
+    "--slow-link-s": ("slow_link_s", "mean time for which a link is slow"),
+    "--slow-link-part": ("slow_link_part", "of its rate that it then has"),
+    "--cut-s": ("cut_s", "mean time for which a cut lasts"),
+    "--cut-part": ("cut_part", "of the nodes that are there, on its smaller side"),
+    "--grace-s": ("grace_s", "as fault.grace_s: how long a node that leaves waits for the others"),
+    "--crowd-loss-part": ("crowd_loss_part", "of the nodes that are there, which are lost at once"),
+    "--crowd-join-nodes": ("crowd_join_nodes", "which join at once"),
+}
 
 _T = TypeVar("_T")
 
@@ -68,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--away-s", default="300", help="mean time until a lost node is started again; default: %(default)s")
     add("--freeze-every-s", help="mean time of training until a node stands still; default: none does")
     add("--freeze-s", default="20", help="mean time for which it then does; default: %(default)s")
+    for flag, mean in _CHAOS_TIMES.items():
+        add(flag, help=f"mean time {mean}; default: it does not happen")
+    for flag, (name, what) in _CHAOS_SIZES.items():
+        add(flag, default=f"{getattr(Chaos, name):g}", help=f"{what}; default: %(default)s")
+    add("--sites", help="of the nodes, in turn; those of a site reduce on their own network; default: none")
     add("--seed", type=int, default=0, help="of what is left to chance; default: %(default)s")
     return parser
 
@@ -92,7 +117,24 @@ def _model(options: argparse.Namespace) -> RunModel:
         freeze_s=_named("--freeze-s", parse_positive, options.freeze_s),
         straggler_s=_if_given("--straggler-s", options.straggler_s),
         straggler_grace=_if_given("--straggler-grace", options.straggler_grace),
+        sites=None if options.sites is None else _named("--sites", parse_whole, options.sites),
+        chaos=_chaos(options),
     )
+
+
+def _chaos(options: argparse.Namespace) -> Chaos:
+    given: dict[str, str | None] = vars(options)
+    values: dict[str, Any] = {_field(flag): _if_given(flag, given[_field(flag)]) for flag in _CHAOS_TIMES}
+    values |= {name: _if_given(flag, given[name]) for flag, (name, _) in _CHAOS_SIZES.items()}
+    for flag, bound in {"--cut-part": 0.5, "--crowd-loss-part": 1.0, "--slow-link-part": 1.0}.items():
+        if values[_field(flag)] >= bound:
+            raise ConfigError(f"{flag}: {given[_field(flag)]} is not below {bound:g}")
+    joining = _named("--crowd-join-nodes", parse_whole, options.crowd_join_nodes)
+    return Chaos(**{**values, "crowd_join_nodes": joining})
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _if_given(flag: str, text: str | None) -> float | None:
@@ -110,6 +152,10 @@ def _named(flag: str, parse: Callable[[str], _T], text: str) -> _T:
         raise ConfigError(f"{flag}: {error}") from None
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def render(model: RunModel, found: Found, took_s: float) -> str:
     """What came of a run, as text; `took_s`: the seconds that it took here."""
     nodes = len(model.nodes)
@@ -119,7 +165,23 @@ def render(model: RunModel, found: Found, took_s: float) -> str:
         f"a round           every {found.seconds / found.rounds:.1f} s, {found.members / found.rounds:.1f} members",
         f"goodput           {found.goodput:.1%} of the tokens of nodes that are never lost and wait for nothing",
         f"a node's time     {', '.join(f'{doing} {part:.1%}' for doing, part in spent.items() if part)}",
-        f"lost              {found.losses} nodes, {found.joins} came back; {found.reopened} rounds were opened again",
-        "every sample was trained once, by the ledger of the run",
+        f"lost              {found.losses} nodes, {found.leaves} left; {found.joins} came in; "
+        f"{found.reopened} rounds were opened again",
     ]
+    if found.joined_s:
+        lines.append(
+            f"a joiner          was in after {_mean(found.joined_s):.0f} s, at most {max(found.joined_s):.0f} s"
+        )
+    chaos = {
+        "the store was away": found.store_losses,
+        "nodes were cut apart": found.cuts,
+        "a link was slow": found.slow_links,
+        "a speaker was lost in a transfer": found.speakers_lost,
+    }
+    if told := [f"{what} {times} times" for what, times in chaos.items() if times]:
+        lines.append(f"chaos             {', '.join(told)}")
+    lines.append(
+        "every sample that counts was counted once, by the ledger of the run; "
+        f"{found.wasted / found.trained:.2%} of what was trained was dealt again"
+    )
     return "\n".join(lines)

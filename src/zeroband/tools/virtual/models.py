@@ -21,6 +21,36 @@ class NodeModel:
 
 
 @dataclass(frozen=True)
+class Chaos:
+    """What else happens to a run. Times are means in virtual seconds; None: it does not happen."""
+
+    store_every_s: float | None = None
+    """Time until the store is away."""
+    store_away_s: float = 60.0
+    slow_link_every_s: float | None = None
+    """Time until the link of a node is slow, for each node."""
+    slow_link_s: float = 300.0
+    slow_link_part: float = 0.05
+    """Part of its rate that a slow link has."""
+    cut_every_s: float | None = None
+    """Time until some nodes do not reach the others; all reach the store."""
+    cut_s: float = 120.0
+    cut_part: float = 0.3
+    """Part of the nodes that is cut from the others; below a half."""
+    leave_every_s: float | None = None
+    """Time until a node is asked to leave, for each node."""
+    grace_s: float = 25.0
+    """As `fault.grace_s`."""
+    crowd_loss_every_s: float | None = None
+    """Time until many nodes are lost at once."""
+    crowd_loss_part: float = 0.3
+    """Part of the nodes that is then lost."""
+    crowd_join_every_s: float | None = None
+    """Time until many new nodes join at once."""
+    crowd_join_nodes: int = 50
+
+
+@dataclass(frozen=True)
 class RunModel:
     """What a run is made of."""
 
@@ -53,19 +83,28 @@ class RunModel:
     straggler_grace: float | None = None
     """As `outer.straggler_grace`."""
     min_nodes: int = 1
+    sites: int | None = None
+    """Sites at which the nodes are, in turn; None: each is for itself."""
+    chaos: Chaos = Chaos()
+
+    def node(self, number: int) -> NodeModel:
+        """One of the nodes, or another one like them."""
+        return self.nodes[number % len(self.nodes)]
 
 
-def transfer_s(model: RunModel, nodes: Sequence[int]) -> float:
-    """Predicted seconds of a reduction between these nodes, in the shape that they would choose."""
-    if len(nodes) == 1:
+def transfer_s(model: RunModel, rates: Sequence[int]) -> float:
+    """Predicted seconds of a reduction between nodes with links of these Mbit/s, in the shape that they would choose.
+
+    With sites that is between those that speak for them; what moves inside a site is not counted.
+    """
+    if len(rates) <= 1:
         return 0.0
-    rates = tuple(model.nodes[node].mbit_s for node in nodes)
-    network, equal = LinkTable(rates, rtt_ms=model.rtt_ms), (1 / len(nodes),) * len(nodes)
-    direct_s = min(all_to_all_s(owned, model.encoded_bytes, network) for owned in (equal, shard_shares(rates)))
-    around_s = ring_s(len(nodes), model.encoded_bytes, network)
+    network, equal = LinkTable(tuple(rates), rtt_ms=model.rtt_ms), (1 / len(rates),) * len(rates)
+    direct_s = min(all_to_all_s(owned, model.encoded_bytes, network) for owned in (equal, shard_shares(tuple(rates))))
+    around_s = ring_s(len(rates), model.encoded_bytes, network)
     return around_s if WORTH_A_RING * around_s < direct_s else direct_s
 
 
-def fetch_s(model: RunModel, node: int) -> float:
-    """Predicted seconds until a node that joins has the state."""
-    return model.state_bytes * 8e-6 / model.nodes[node].mbit_s + model.rtt_ms / 1e3
+def fetch_s(model: RunModel, mbit_s: float) -> float:
+    """Predicted seconds until a node that joins at this rate has the state."""
+    return model.state_bytes * 8e-6 / mbit_s + model.rtt_ms / 1e3

@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from zeroband.data.ledger import SHARED
@@ -25,6 +26,8 @@ from zeroband.tools.virtual.models import RunModel, fetch_s, transfer_s
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so
 _ROUNDING_S = 1e-6
+_STUCK_S = 1e7
+"""Without a round for so long, a run does not go on."""
 
 
 @dataclass
@@ -49,6 +52,13 @@ class _Node:
     """It has said what it contributes to its round, which is not over."""
     opening: Opening | None = None
     """Whose transfer it is in."""
+    born_s: float = 0.0
+    began_s: float = 0.0
+    """When it last began to join."""
+    link_part: float = 1.0
+    """Part of its rate that its link has now."""
+    is_leaving: bool = False
+    """It was asked to leave."""
 
     @property
     def member_id(self) -> str:
@@ -70,6 +80,16 @@ class Found:
     """Tokens that all nodes would have trained in that time, had none been lost and had they waited for nothing."""
     losses: int = 0
     joins: int = 0
+    joined_s: list[float] = field(default_factory=list[float])
+    """How long each of them took to be a member."""
+    leaves: int = 0
+    slow_links: int = 0
+    store_losses: int = 0
+    cuts: int = 0
+    speakers_lost: int = 0
+    """Nodes that were lost while they spoke for a site in a transfer."""
+    wasted: int = 0
+    """Trained by members that ended before it counted; its samples are dealt again."""
     late: int = 0
     """Contributions that counted in a later round than they were meant for."""
     reopened: int = 0
@@ -99,12 +119,20 @@ class VirtualRun:
         self._order = count()
         self._now_s = 0.0
         self._nodes = [_Node(number) for number in range(len(model.nodes))]
+        self._store_back_s = 0.0
+        """Until then the store is away."""
+        self._apart: frozenset[int] = frozenset()
+        """Nodes that are cut from all others."""
+        self._is_cut_seen = False
+        self._counted = 0
+        """Steps that counted, as their nodes know it."""
         self._rules = Rules(
             min_nodes=model.min_nodes,
             start_nodes=len(model.nodes),
             straggler_deadline_s=model.straggler_s,
             straggler_grace=model.straggler_grace,
             transfer_bytes=model.encoded_bytes,
+            sites="off" if model.sites is None else "named",
             hidden=float(model.overlaps),
         )
         self._settled_at_s = 0.0
@@ -123,25 +151,41 @@ class VirtualRun:
             if not self._events:
                 raise RuntimeError(f"nothing happens any more after {self._found.rounds} rounds, at {self._now_s:g} s")
             self._now_s, _, act = heapq.heappop(self._events)
+            if self._now_s > self._settled_at_s + _STUCK_S:
+                raise RuntimeError(f"no round after {self._found.rounds}, which ended at {self._settled_at_s:g} s")
             self._record.now_ms = self._record.pulse_ms = self._begin_ms + int(1000 * self._now_s)
             act()
         for node in self._nodes:
             self._turn_to(node, node.doing)
         found = self._found
         found.seconds, found.tokens = self._now_s, self._progress.tokens
-        found.possible = sum(self._now_s / node.step_s for node in self._model.nodes)
+        found.possible = sum((self._now_s - n.born_s) / self._model.node(n.number).step_s for n in self._nodes)
         self._require_exact()
         return found
 
     def _require_exact(self) -> None:
-        """Hold the ledger against what counted. Raises RuntimeError."""
-        ledger = self._progress.ledgers[SHARED]
-        if samples_in(ledger.settled) != self._progress.tokens:
-            raise RuntimeError(f"{samples_in(ledger.settled)} samples settled, {self._progress.tokens} trained")
+        """Hold the ledger against what counted, and all that was trained against what became of it.
 
-    def lose_at(self, node: int, at_s: float) -> None:
-        """Have a node be lost at this time, whatever the model says of losses."""
-        self._after(at_s - self._now_s, lambda: self._lose(self._nodes[node]))
+        Raises RuntimeError.
+        """
+        found, settled = self._found, samples_in(self._progress.ledgers[SHARED].settled)
+        if not settled == self._progress.tokens == self._counted:
+            raise RuntimeError(f"{settled} samples settled, {self._progress.tokens} trained, {self._counted} counted")
+        held = sum(node.contributed + node.steps for node in self._nodes)
+        if found.trained != self._counted + found.wasted + held:
+            raise RuntimeError(f"{found.trained} trained: {self._counted} counted, {found.wasted} wasted, {held} held")
+
+    def lose_at(self, at_s: float, *nodes: int) -> None:
+        """Have nodes be lost at this time, at once, whatever the model says of losses."""
+        self._after(at_s - self._now_s, lambda: self._lose(*(self._nodes[node] for node in nodes)))
+
+    def store_away_at(self, at_s: float, seconds: float) -> None:
+        """Have the store be away for so long from this time on."""
+        self._after(at_s - self._now_s, lambda: self._lose_store(seconds))
+
+    def join_at(self, at_s: float, count: int) -> None:
+        """Have so many new nodes join at this time."""
+        self._after(at_s - self._now_s, lambda: self._join_many(count))
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +202,13 @@ class VirtualRun:
 
         return act_if_alive
 
+    def _is_put_off(self, act: Callable[[], None], later_s: float = 0.0) -> bool:
+        """Whether the store is away; then `act` comes so much later than it is back."""
+        is_away = self._now_s < self._store_back_s
+        if is_away:
+            self._after(self._store_back_s - self._now_s + later_s, act)
+        return is_away
+
     def _turn_to(self, node: _Node, doing: str) -> None:
         self._found.spent_s[node.doing] += self._now_s - node.since_s
         node.doing, node.since_s = doing, self._now_s
@@ -165,40 +216,79 @@ class VirtualRun:
     # -- one node -------------------------------------------------------------------------------------------------
 
     def _start(self, node: _Node) -> None:
-        """Take a lease as another member; found the run, or fetch its state."""
+        """Become another member: found the run, or fetch its state."""
+        self._found.wasted += node.contributed + node.steps
         node.lives += 1
-        node.is_member = node.is_training = node.is_at_boundary = False
-        node.steps, node.contributed, node.missed, node.opening = 0, 0, 0, None
-        self._store.renew_lease(node.member_id, Peer(node.member_id, "", 1, True), first=True)
-        if self._model.mtbf_s is not None:
-            self._after(self._chance.expovariate(1 / self._model.mtbf_s), self._in_this_life(node, self._lose))
-        committed = self._record.committed
-        if committed is None:
+        node.is_member = node.is_training = node.is_at_boundary = node.is_leaving = False
+        node.steps, node.contributed, node.missed, node.opening, node.began_s = 0, 0, 0, None, self._now_s
+        for every_s, strike in (
+            (self._model.mtbf_s, self._lose),
+            (self._model.chaos.leave_every_s, self._ask_to_leave),
+        ):
+            if every_s is not None:
+                self._after(self._chance.expovariate(1 / every_s), self._in_this_life(node, strike))
+        self._turn_to(node, "joining")
+        self._take_lease(node)
+
+    def _take_lease(self, node: _Node) -> None:
+        """Come in; who is cut from the others, as soon as it is not."""
+        if node.number in self._apart or self._is_put_off(self._in_this_life(node, self._take_lease)):
+            return
+        if node.member_id in self._record.leases:  # it was put off, and the cut healed
+            return
+        self._store.renew_lease(node.member_id, self._peer(node), first=True)
+        if self._record.committed is None:
             self._turn_to(node, "waiting")
             self._arrive(node, FOUNDING_ROUND)
             return
-        self._turn_to(node, "joining")
-        self._after(fetch_s(self._model, node.number), self._in_this_life(node, self._has_fetched))
+        joining = sum(other.doing == "joining" for other in self._nodes)
+        donors = sum(self._mbit(other) for other in self._nodes if other.is_member and other.doing != "away")
+        mbit = min(self._mbit(node), donors / joining) if donors else self._mbit(node)
+        self._after(fetch_s(self._model, mbit), self._in_this_life(node, self._has_fetched))
+
+    def _mbit(self, node: _Node) -> int:
+        return max(1, round(node.link_part * self._model.node(node.number).mbit_s))
+
+    def _peer(self, node: _Node) -> Peer:
+        """What a node tells of itself: also whom it does not reach, when that is seen."""
+        is_cut = self._is_cut_seen and node.number in self._apart
+        others = [n.member_id for n in self._nodes if n.number not in self._apart and n.doing != "away"]
+        return Peer(node.member_id, "", 1, True, tuple(others) if is_cut else ())
 
     def _has_fetched(self, node: _Node) -> None:
         committed = self._record.committed
         assert committed is not None, "it fetched what was committed"
         self._arrive(node, committed.round + 1)
 
-    def _lose(self, node: _Node) -> None:
-        """Its machine is gone: others know it when its lease has run out."""
-        self._found.losses += 1
-        lost = node.member_id
-        self._turn_to(node, "away")
-        self._after(self._model.detect_s, lambda: self._expire(lost))
-        self._after(self._chance.expovariate(1 / self._model.away_s), lambda: self._start(node))
+    def _lose(self, *nodes: _Node) -> None:
+        """Their machines are gone at once: others know it when their leases have run out."""
+        self._found.losses += len(nodes)
+        lost = [node.member_id for node in nodes]
+        for node in nodes:
+            spoken = () if node.opening is None else node.opening.speakers().values()
+            self._found.speakers_lost += node.member_id in spoken
+            self._go_away(node)
+        self._after(self._model.detect_s, lambda: self._expire(*lost))
 
-    def _expire(self, member_id: str) -> None:
-        self._store.release_lease(member_id)
+    def _go_away(self, node: _Node) -> None:
+        self._turn_to(node, "away")
+        life = node.lives
+        back_s = self._chance.expovariate(1 / self._model.away_s)
+        self._after(back_s, lambda: self._start(node) if node.lives == life else None)
+
+    def _expire(self, *member_ids: str) -> None:
+        """They are known to be gone; while the store is away its time stands still."""
+        if self._is_put_off(lambda: self._expire(*member_ids), self._model.detect_s):
+            return
+        for member_id in member_ids:
+            self._store.release_lease(member_id)
+        self._give_up_if_lost()
+        self._look()
+
+    def _give_up_if_lost(self) -> None:
         opening = self._record.opening
         if opening is not None and self._store.view(opening.round).lost(opening):
-            self._give_up(opening, f"{member_id} lost")
-        self._look()
+            self._give_up(opening, "members are lost")
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         if self._store.report_failure(opening, reason):
@@ -212,7 +302,7 @@ class VirtualRun:
     def _train(self, node: _Node) -> None:
         """The inner steps of the next round."""
         model = self._model
-        seconds = model.inner_steps * model.nodes[node.number].step_s
+        seconds = model.inner_steps * model.node(node.number).step_s
         seconds *= 1 + self._chance.uniform(-model.jitter, model.jitter)
         node.is_training = True
         self._turn_to(node, "training")
@@ -226,7 +316,11 @@ class VirtualRun:
             self._after(seconds + frozen_s, self._in_this_life(node, self._has_trained))
 
     def _has_trained(self, node: _Node) -> None:
-        node.steps, node.is_training = self._model.inner_steps, False
+        if node.is_training:  # it did not end its phase early, to leave
+            self._end_phase(node, self._model.inner_steps)
+
+    def _end_phase(self, node: _Node, steps: int) -> None:
+        node.steps, node.is_training = steps, False
         self._found.trained += node.steps
         if node.is_at_boundary:  # of the round before, which is on its way
             self._turn_to(node, "waiting" if node.opening is None else "transferring")
@@ -235,9 +329,11 @@ class VirtualRun:
 
     def _arrive(self, node: _Node, round: int) -> None:
         """Stand at the boundary of a round."""
-        node.round, node.is_at_boundary = round, True
         if node.doing != "joining":
             self._turn_to(node, "waiting")
+        if self._is_put_off(self._in_this_life(node, lambda one: self._arrive(one, round))):
+            return
+        node.round, node.is_at_boundary = round, True
         committed = self._record.committed
         state = "initial" if committed is None else committed.digest
         node.contributed, node.steps = node.contributed + node.steps, 0
@@ -246,9 +342,10 @@ class VirtualRun:
             node.contributed,
             state,
             steps=node.contributed,
-            steps_requested=self._model.inner_steps,
-            rate=self._model.nodes[node.number].mbit_s,
+            steps_requested=0 if node.is_leaving else self._model.inner_steps,
+            rate=self._mbit(node),
             missed=node.missed,
+            site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
         )
         view = self._store.announce_ready(node.member_id, ready)
         is_next = committed is not None and committed.round + 1 == round
@@ -271,6 +368,8 @@ class VirtualRun:
         return Patience(stragglers_are_late=is_over, phase_s=self._phase_s)
 
     def _stop_waiting(self, round: int) -> None:
+        if self._is_put_off(lambda: self._stop_waiting(round)):
+            return
         committed = self._record.committed
         if committed is not None and committed.round + 1 == round:
             self._look()
@@ -319,7 +418,8 @@ class VirtualRun:
                 self._turn_to(node, "transferring")
         seconds = self._model.agreement_s
         if opening.round != FOUNDING_ROUND:
-            seconds += transfer_s(self._model, [node.number for node in members])
+            speaking = {*opening.speakers().values()} or {*opening.members}
+            seconds += transfer_s(self._model, [self._mbit(n) for n in members if n.member_id in speaking])
         self._after(seconds, lambda: self._end(opening, members))
 
     def _trains_ahead(self, node: _Node) -> bool:
@@ -329,6 +429,11 @@ class VirtualRun:
     def _end(self, opening: Opening, members: list[_Node]) -> None:
         """The members that are still there vote; the last one commits the round, if all have."""
         if self._record.opening != opening or opening in self._record.failed:
+            return
+        if len({node.number in self._apart for node in members}) > 1:  # it stands still
+            self._after(self._model.detect_s, lambda: self._end(opening, members))
+            return
+        if self._is_put_off(lambda: self._end(opening, members)):
             return
         for node in members:
             if node.opening == opening and node.doing != "away":
@@ -342,6 +447,7 @@ class VirtualRun:
         self._settled_at_s, self._quorum_at_s = self._now_s, None
         if opening.round == FOUNDING_ROUND:
             self._progress = self._progress.begin(opening, self._shape, after_round=None)
+            self._begin_chaos()
         else:
             self._progress = self._progress.after(opening, self._shape)
             self._found.rounds += 1
@@ -350,15 +456,22 @@ class VirtualRun:
         for node in members:
             if node.opening != opening:
                 continue
-            self._found.joins += opening.round != FOUNDING_ROUND and not node.is_member
+            if opening.round != FOUNDING_ROUND and not node.is_member:
+                self._found.joins += 1
+                self._found.joined_s.append(self._now_s - node.began_s)
+            self._counted += node.contributed
             node.opening, node.is_member, node.is_at_boundary = None, True, False
             self._found.late += node.missed > 0
             node.round, node.contributed, node.missed = opening.round + 1, 0, 0
+            if node.is_leaving:
+                continue
             if node.steps:
                 self._arrive(node, node.round)
             elif not node.is_training:
                 self._train(node)
         self._look_again()
+        for node in [n for n in members if n.is_leaving and n.doing != "away"]:
+            self._leave(node)
 
     def _look_again(self) -> None:
         """Those who wait for a round that is over now: joiners, and members that were late."""
@@ -376,3 +489,98 @@ class VirtualRun:
         record.failed.clear()
         record.openings.clear()
         record.verdicts.clear()
+
+    # -- chaos ----------------------------------------------------------------------------------------------------
+
+    def _begin_chaos(self) -> None:
+        chaos = self._model.chaos
+        self._recur(chaos.store_every_s, lambda: self._lose_store(self._chance.expovariate(1 / chaos.store_away_s)))
+        self._recur(chaos.cut_every_s, self._cut)
+        self._recur(chaos.crowd_loss_every_s, lambda: self._lose(*self._some(chaos.crowd_loss_part)))
+        self._recur(chaos.crowd_join_every_s, lambda: self._join_many(chaos.crowd_join_nodes))
+        for node in self._nodes:
+            self._recur(chaos.slow_link_every_s, partial(self._slow_down, node))
+
+    def _recur(self, every_s: float | None, strike: Callable[[], None]) -> None:
+        """Have something happen again and again."""
+        if every_s is None:
+            return
+
+        def happen() -> None:
+            strike()
+            self._recur(every_s, strike)
+
+        self._after(self._chance.expovariate(1 / every_s), happen)
+
+    def _some(self, part: float) -> list[_Node]:
+        there = [node for node in self._nodes if node.doing != "away"]
+        return self._chance.sample(there, int(part * len(there)))
+
+    def _lose_store(self, away_s: float) -> None:
+        """Members wait at their boundaries and votes; what the store holds stays."""
+        self._found.store_losses += 1
+        self._store_back_s = max(self._store_back_s, self._now_s + away_s)
+
+    def _slow_down(self, node: _Node) -> None:
+        """Its link is slow for a time; a transfer that is on its way ends as it began."""
+        chaos = self._model.chaos
+        self._found.slow_links += 1
+        node.link_part = chaos.slow_link_part
+
+        def recover() -> None:
+            node.link_part = 1.0
+
+        self._after(self._chance.expovariate(1 / chaos.slow_link_s), recover)
+
+    def _cut(self) -> None:
+        """Some nodes and the others do not reach one another for a time."""
+        apart = frozenset(node.number for node in self._some(self._model.chaos.cut_part))
+        if self._apart or not apart:
+            return
+        self._found.cuts += 1
+        self._apart, lasts_s = apart, self._chance.expovariate(1 / self._model.chaos.cut_s)
+        if lasts_s > self._model.detect_s:
+            self._after(self._model.detect_s, self._tell_cut)
+        self._after(lasts_s, self._heal)
+
+    def _tell_cut(self) -> None:
+        """Those apart say whom they do not reach, or that they reach all again."""
+        self._is_cut_seen = bool(self._apart)
+        if self._is_put_off(self._tell_cut):
+            return
+        for node in self._nodes:
+            if node.doing != "away" and node.member_id in self._record.leases:
+                self._store.renew_lease(node.member_id, self._peer(node))
+        self._give_up_if_lost()
+        self._look()
+
+    def _heal(self) -> None:
+        kept_out = [n for n in self._nodes if n.number in self._apart and n.doing == "joining"]
+        self._apart = frozenset()
+        self._tell_cut()
+        for node in kept_out:
+            if node.member_id not in self._record.leases:
+                self._take_lease(node)
+
+    def _ask_to_leave(self, node: _Node) -> None:
+        """It ends its phase early, and hands over what it learned if the others are there in time."""
+        self._found.leaves += 1
+        node.is_leaving = True
+        if node.is_training and not node.is_at_boundary:
+            steps = int((self._now_s - node.since_s) / self._model.node(node.number).step_s)
+            self._end_phase(node, min(steps, self._model.inner_steps))
+        self._after(self._model.chaos.grace_s if node.is_member else 0.0, self._in_this_life(node, self._leave))
+
+    def _leave(self, node: _Node) -> None:
+        self._go_away(node)
+        self._expire(node.member_id)
+
+    def _join_many(self, count: int) -> None:
+        """New nodes, all at once."""
+        fresh = [_Node(len(self._nodes) + more, since_s=self._now_s, born_s=self._now_s) for more in range(count)]
+        self._nodes += fresh
+        for node in fresh:
+            node.doing = "joining"
+        for node in fresh:
+            self._start(node)
+            self._recur(self._model.chaos.slow_link_every_s, partial(self._slow_down, node))

@@ -13,6 +13,7 @@ from zeroband.tools.chaos import command as chaos
 from zeroband.tools.chaos.command import SoakOutcome, main
 from zeroband.tools.chaos.judgement import Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options
+from zeroband.tools.chaos.plan import Kind
 from zeroband.tools.chaos.soak import SoakFailed
 
 Given = list[ChaosOptions]
@@ -105,6 +106,13 @@ def test_soak_that_shows_nothing_fails_and_is_told_from_one_that_broke(
 WRONG = [
     (["--nodes", "1"], "--nodes=1"),
     (["--nodes", "2", "--keep-undisturbed", "3"], "--keep-undisturbed=3"),
+    (["--stores", "0"], "--stores=0 must be 1 or more"),
+    (["--nodes", "3", "--behind", "3"], "--behind=3 fewer than --nodes=3"),
+    (["--kinds", "store dead"], "--kinds: no kind of fault is called 'store dead'; there are: machine killed, "),
+    (["--kinds", "cut off,store lost"], "--kinds: store lost cannot happen with --stores=1 --behind=0"),
+    (["--stores", "2", "--kinds", "store paused"], "store paused, store restarted, store emptied need --stores=1"),
+    (["--behind", "1", "--kinds", "relay killed"], "relay killed needs --behind=2 or more"),
+    (["--behind", "1", "--comm.backend", "gloo"], 'node.dialable=False needs comm.backend = "native"'),
     (["--keep-undisturbed", "0"], "--keep-undisturbed=0, which must be 1 or more"),
     (["--mtbf-s", "0"], "--mtbf-s=0"),
     (["--minutes", "-1"], "--minutes=-1"),
@@ -158,3 +166,17 @@ def test_report_names_a_command_that_makes_the_same_soak() -> None:
     again, _ = read_options(shlex.split(asked.command)[2:])
     assert (again.arguments, again.nodes, again.seed) == (("@a b.toml", "--fault.detect-s", "3"), 7, 3)
     assert replace(again, run_id="", baseline_minutes=None) == replace(asked, run_id="", baseline_minutes=None)
+
+
+def test_report_names_stores_nodes_behind_and_kinds_too() -> None:
+    flags = ["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"]
+    asked, _ = read_options(flags)
+    assert asked.kinds == asked.wanted_kinds == (Kind.STORE_LOST, Kind.RELAY_KILLED)
+    assert asked.behind_nodes == ("node5", "node6")
+    again, _ = read_options(shlex.split(asked.command)[2:])
+    assert (again.stores, again.behind, again.kinds) == (2, 2, asked.kinds)
+
+
+@pytest.mark.parametrize(("nodes", "stores", "keep"), [(7, 1, 2), (7, 2, 4), (8, 2, 5), (2, 2, 2)])
+def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(nodes: int, stores: int, keep: int) -> None:
+    assert ChaosOptions((), nodes=nodes, stores=stores).in_peace == keep

@@ -25,6 +25,7 @@ def test_enough_evidence_lacks_nothing_and_all_held() -> None:
         ({"samples": 0}, "no sample was trained"),
         ({"calm_rounds": 0}, "no baseline: no whole round fell into the 60 s without faults; raise --baseline-minutes"),
         ({"struck": 0}, "no fault struck, 5 were planned"),
+        ({"unseen": ("store lost",)}, "no fault struck of store lost: raise --minutes"),
         ({"later_rounds": 0}, "no round was committed after the first fault"),
         ({"complete_s": 37.2}, "the run was complete at 37 s, before the soak was over: raise train.total_steps"),
     ],

@@ -1,13 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from zeroband.tools.chaos.plan import OF_NETWORK, OF_STORE, PLANNED, Kind, PlanRules, plan, targets_of
+from zeroband.tools.chaos.plan import (
+    OF_NETWORK,
+    OF_ONE_STORE,
+    OF_SEVERAL_STORES,
+    PLANNED,
+    Kind,
+    PlannedFault,
+    PlanRules,
+    kinds_of,
+    leaves_enough,
+    plan,
+    targets_of,
+)
 
 NODES = tuple(f"node{number}" for number in range(5))
-RULES = PlanRules(nodes=NODES, duration_s=3600.0, mtbf_s=20.0, kinds=PLANNED, detect_s=3.0)
+KINDS = kinds_of(stores=1, behind=2)
+RULES = PlanRules(nodes=NODES, duration_s=3600.0, mtbf_s=20.0, kinds=KINDS, detect_s=3.0)
+BEHIND = replace(RULES, kinds=kinds_of(stores=2, behind=2), behind=NODES[3:])
 
 
 def test_plan_is_the_same_for_the_same_seed_and_another_for_another() -> None:
@@ -48,7 +63,7 @@ def test_plan_strikes_no_node_and_no_store_whose_last_fault_lasts(seed: int) -> 
 
 
 def test_plan_holds_every_kind_as_often_as_any_other() -> None:
-    counts = dict.fromkeys(PLANNED, 0)
+    counts = dict.fromkeys(KINDS, 0)
     for fault in plan(RULES, seed=3):
         counts[fault.kind] += 1
         assert len(fault.nodes) == targets_of(fault.kind)
@@ -69,9 +84,45 @@ def test_plan_strikes_nodes_that_are_still_recovering() -> None:
 def test_faults_that_would_leave_too_few_nodes_are_not_possible() -> None:
     three = replace(RULES, nodes=NODES[:3])
     assert Kind.PAIR_CUT in RULES.possible_kinds()
-    assert set(PLANNED) - set(three.possible_kinds()) == {Kind.PAIR_CUT}
-    assert set(replace(RULES, nodes=NODES[:2]).possible_kinds()) == set(OF_STORE)
+    assert set(KINDS) - set(three.possible_kinds()) == {Kind.PAIR_CUT}
+    assert set(replace(RULES, nodes=NODES[:2]).possible_kinds()) == set(OF_ONE_STORE)
 
 
 def test_plan_without_possible_faults_is_empty() -> None:
     assert plan(replace(RULES, nodes=NODES[:2], kinds=OF_NETWORK), seed=1) == ()
+
+
+def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> None:
+    plain, several, behind = kinds_of(stores=1, behind=0), kinds_of(stores=2, behind=1), kinds_of(stores=1, behind=2)
+    assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED}
+    assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED}
+    assert {*behind} - {*plain} == {Kind.RELAY_KILLED}
+
+
+def in_peace_at(at_s: float, rules: PlanRules, faults: Sequence[PlannedFault]) -> set[str]:
+    """Nodes that no fault disturbs at a time."""
+    struck = [fault for fault in faults if fault.at_s <= at_s < fault.at_s + fault.lasts_s + rules.recovery_s]
+    return {*rules.nodes} - {node for fault in struck for node in fault.nodes}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("keep", [1, 3])
+def test_plan_leaves_a_node_in_peace_through_which_two_talk_that_cannot_be_dialled(seed: int, keep: int) -> None:
+    rules = replace(BEHIND, keep_undisturbed=keep, mtbf_s=5.0)
+    faults = plan(rules, seed)
+    assert len(faults) > 50 and {fault.kind for fault in faults} == set(rules.possible_kinds())
+    for fault in faults:
+        assert leaves_enough(in_peace_at(fault.at_s, rules, faults), keep, rules.behind), fault
+        assert fault.kind is not Kind.RELAY_KILLED or fault.nodes[0] not in rules.behind
+
+
+def test_relay_is_not_killed_where_no_other_one_could_take_over() -> None:
+    one_is_open = replace(BEHIND, behind=NODES[1:], keep_undisturbed=1)
+    assert Kind.RELAY_KILLED not in one_is_open.possible_kinds()
+    assert {fault.nodes for fault in plan(one_is_open, 1)}.isdisjoint({(NODES[0],)})
+
+
+def test_way_between_two_that_cannot_be_dialled_is_asked_for_only_where_there_are_two() -> None:
+    assert leaves_enough(["a", "b"], 2, behind=["a"])
+    assert not leaves_enough(["a", "b"], 2, behind=["a", "b"])
+    assert not leaves_enough(["a"], 2, behind=[])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -29,13 +29,17 @@ class Scene:
         self.watch.look.return_value, self.watch.overdue.return_value, self.watch.context.return_value = [], [], ""
         self.watch.complete_s, self.watch.starvation = None, Starvation()
         self.watch.is_too_late.side_effect = lambda wait, now_s: now_s - wait.from_s > wait.bound_s
-        node: Any = SimpleNamespace(is_running=True, exit_code=None, pids=(), console_tail=lambda lines: "")
-        self.cluster = cluster = MagicMock(
-            nodes={"node0": node, "node1": node}, running=[], redis=SimpleNamespace(pid=os.getpid())
+        node: Any = SimpleNamespace(
+            is_running=True, exit_code=None, pids=(), console_tail=lambda lines: "", kill=Mock()
         )
+        self.cluster = cluster = MagicMock(nodes={"node0": node, "node1": node}, running=[])
+        self.stores = MagicMock(pids=[os.getpid()])
+        self.watch.relays.return_value, self.watch.stays_without_store.return_value = frozenset[str](), None
         rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
         say, is_stopped = lambda line: None, lambda: self.is_stopped
-        self.soak = Soak(cluster, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say)
+        self.soak = Soak(
+            cluster, self.stores, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say
+        )
         self.struck = InjectedFault(PlannedFault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
         self.soak.course.struck.append(self.struck)
 
@@ -101,3 +105,41 @@ def test_phase_without_a_whole_round_gives_no_baseline(monkeypatch: pytest.Monke
     scene = Scene(monkeypatch, round_s=10.0)
     assert scene.soak.stay_calm(30.0) is None
     assert scene.soak.course.calm_rounds == 0
+
+
+def test_relay_that_is_in_use_is_killed_in_place_of_the_node_that_the_plan_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene.soak.storm([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
+    assert len(scene.soak.course.struck) == 1, "nobody talks through another one"
+    scene.watch.relays.return_value = frozenset({"node1"})
+    scene.soak.storm([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
+    assert scene.soak.course.struck[-1].fault.nodes == ("node1",)
+
+
+def test_store_of_several_is_struck_where_it_is_in_use_and_nobody_gets_more_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene.watch.store_address = "unix:///second"
+    store = scene.stores.at.return_value
+    scene.watch.pulse.advanced("node1", 0.0)
+    scene.soak.storm([PlannedFault(1, 0.0, Kind.STORE_LOST, (), 15.0)], 40.0)
+    scene.stores.at.assert_called_once_with("unix:///second")
+    store.stop.assert_called_once()
+    store.start.assert_called_once_with(empty=True)
+    assert scene.watch.pulse.hung(["node1"], 41.0) == {"node1": 41.0}, "its members go to another store meanwhile"
+
+
+def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    lost = InjectedFault(PlannedFault(2, 0.0, Kind.STORE_LOST, (), 15.0), at_s=0.0)
+    scene.watch.stays_without_store.side_effect = [lost, None, None, None]
+    scene.soak.storm([], 25.0)
+    assert scene.watch.violations.found == ["no other store is in use 13 s after #2 store lost for 15.0 s"]

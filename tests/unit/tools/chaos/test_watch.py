@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from zeroband.elastic.membership.records import Opening, Peer, Verdict, View
-from zeroband.elastic.store.interface import Store
+from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, View
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
@@ -27,6 +27,10 @@ class PreparedStore:
     def __init__(self) -> None:
         self.shown = CALM
         self.verdicts: list[Verdict] = []
+        self.generation, self.newest = Generation(1, "first"), Generation(1, "first")
+
+    def follow(self) -> None:
+        self.generation = self.newest
 
     def view(self, round: int) -> View:
         return replace(self.shown, committed=self.verdicts[-1] if self.verdicts else None)
@@ -42,7 +46,7 @@ class Scene:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
         self.files = NodeFiles(run_dir, ["node0", "node1", "node2"], began_at_s=1000.0)
-        self.watch = Watch(cast(Store, self.store), self.files, run_dir, Violations(self.said.append))
+        self.watch = Watch(cast(RedisStore, self.store), self.files, run_dir, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         (self.run_dir / node).mkdir(exist_ok=True)
@@ -228,3 +232,51 @@ def test_run_that_is_complete_is_noticed_by_its_verdict_or_by_what_a_node_wrote(
         scene.write("node1", "events", [{"kind": "run_finished", "at_s": 1009.0, "step": 50}])
         scene.watch.read(9.5)
     assert scene.watch.complete_s == 9.0
+
+
+def test_store_of_several_that_is_lost_is_left_when_a_member_says_that_it_is_at_another_one(scene: Scene) -> None:
+    lost = struck(Kind.STORE_LOST)
+    scene.watch.store_was_struck(lost)
+    scene.store.verdicts = [verdict(0)]
+    assert scene.look() == [] and scene.watch.stays_without_store(18.0, 13.0) is None
+    scene.watch.store_is_back(lost)
+    assert scene.look() == [], "what came back is empty"
+    scene.write("node1", "events", [{"kind": "store_changed", "at_s": 1007.5, "store": "x", "generation": 2}])
+    scene.store.newest = Generation(2, "second")
+    scene.watch.read(8.0)
+    assert lost.detected_s == 7.5 and len(scene.look()) == 1
+    assert scene.watch.stays_without_store(19.0, 13.0) is None
+
+
+def test_members_that_stay_without_a_store_are_told_once_and_hang_meanwhile(scene: Scene) -> None:
+    scene.watch.pulse = Pulse(round_s=5.0, detect_s=3.0, slack_s=5.0)
+    scene.watch.pulse.advanced("node0", 5.0)
+    lost = struck(Kind.STORE_LOST)
+    scene.watch.store_was_struck(lost)
+    scene.watch.check_pulse(["node0"], 19.0, [])
+    assert scene.watch.hangs == 1
+    assert scene.watch.stays_without_store(18.1, 13.0) is lost
+    assert scene.watch.stays_without_store(18.2, 13.0) is None
+
+
+def test_store_that_was_stopped_too_shortly_to_be_left_is_looked_at_again(scene: Scene) -> None:
+    stopped = struck(Kind.STORE_STOPPED)
+    scene.watch.store_was_struck(stopped)
+    scene.store.verdicts = [verdict(0)]
+    assert scene.look() == []
+    scene.watch.store_is_back(stopped)
+    assert len(scene.look()) == 1 and stopped.detected_s is None
+    assert scene.watch.stays_without_store(99.0, 13.0) is None
+
+
+def test_relays_are_the_first_lines_of_those_that_are_called_and_cannot_be_dialled(scene: Scene) -> None:
+    def peer(member: str, *lines: str) -> Peer:
+        return Peer(member[:5], "host", 1, True, lines=lines)
+
+    peers = {"node0#a": peer("node0#a"), "node1#a": peer("node1#a", "node0#a"), "node2#a": peer("node2#a")}
+    scene.store.shown = replace(CALM, peers=peers)
+    scene.look()
+    assert scene.watch.relays() == frozenset(), "one alone dials all others itself"
+    peers["node2#a"] = peer("node2#a", "node3#a", "node0#a")
+    scene.look()
+    assert scene.watch.relays() == {"node0"}, "of its lines one is there"

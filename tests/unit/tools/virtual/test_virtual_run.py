@@ -13,6 +13,7 @@ from zeroband.tools.virtual.run import Found, VirtualRun
 
 STEP_S, INNER_STEPS, AGREEMENT_S = 2.0, 10, 0.4
 FOUR = RunModel((NodeModel(STEP_S, 100),) * 4, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.0)
+RATES = (100,) * 4
 LOSING = replace(FOUR, nodes=FOUR.nodes * 4, mtbf_s=600.0, away_s=60.0, jitter=0.1)
 
 
@@ -22,7 +23,7 @@ def play(model: RunModel, rounds: int, **more: Any) -> Found:
 
 def test_round_takes_its_steps_its_transfer_and_the_agreement() -> None:
     found = play(FOUR, 10)
-    moved_s = transfer_s(FOUR, range(4))
+    moved_s = transfer_s(FOUR, RATES)
     assert moved_s > 1.2, "a node sends and receives 15 MB at 100 Mbit/s"
     assert found.seconds == pytest.approx(AGREEMENT_S + 10 * (INNER_STEPS * STEP_S + moved_s + AGREEMENT_S))
     assert (found.rounds, found.tokens, found.members) == (10, 4 * 10 * INNER_STEPS, 40)
@@ -32,11 +33,11 @@ def test_round_takes_its_steps_its_transfer_and_the_agreement() -> None:
 
 def test_overlap_hides_what_is_shorter_than_the_steps() -> None:
     found = play(FOUR, 10, overlaps=True)
-    moved_s = transfer_s(FOUR, range(4)) + AGREEMENT_S
+    moved_s = transfer_s(FOUR, RATES) + AGREEMENT_S
     assert found.seconds == pytest.approx(AGREEMENT_S + 10 * INNER_STEPS * STEP_S + moved_s)
     slow = play(FOUR, 10, overlaps=True, encoded_bytes=10**9)
     assert slow.seconds == pytest.approx(
-        AGREEMENT_S + INNER_STEPS * STEP_S + 10 * (transfer_s(replace(FOUR, encoded_bytes=10**9), range(4)) + 0.4)
+        AGREEMENT_S + INNER_STEPS * STEP_S + 10 * (transfer_s(replace(FOUR, encoded_bytes=10**9), RATES) + 0.4)
     )
 
 
@@ -63,10 +64,10 @@ def test_lost_node_costs_the_others_the_detection_and_a_transfer_once() -> None:
     """Of two runs of which one loses a node that stays away."""
     whole = play(FOUR, 20)
     lost = VirtualRun(replace(FOUR, mtbf_s=1e9, away_s=1e9))
-    lost.lose_at(3, 5 * (INNER_STEPS * STEP_S))
+    lost.lose_at(5 * (INNER_STEPS * STEP_S), 3)
     found = lost.play(20)
     assert (found.losses, found.members) == (1, 4 * 4 + 3 * 16)
-    most_s = FOUR.detect_s + transfer_s(FOUR, range(4)) + 2 * AGREEMENT_S
+    most_s = FOUR.detect_s + transfer_s(FOUR, RATES) + 2 * AGREEMENT_S
     assert 0 < found.seconds - whole.seconds < most_s + 16 * 1.0, "three send no more than four"
 
 
@@ -86,13 +87,13 @@ def test_grace_leaves_a_late_member_behind_and_counts_what_it_learned_later() ->
 
 
 def test_joiner_fetches_the_state_before_it_takes_part() -> None:
-    assert fetch_s(FOUR, 0) == pytest.approx(8 * 80 / 100 + 0.1)
+    assert fetch_s(FOUR, 100) == pytest.approx(8 * 80 / 100 + 0.1)
 
 
 def test_command_prints_what_came_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--nodes", "8", "--params", "10M", "--mbit", "100,50", "--rounds", "20", "--mtbf-s", "3000"]
     assert main(["--virtual", *arguments]) == 0
     said = capsys.readouterr().out
-    assert "20 rounds of 8 nodes" in said and "every sample was trained once" in said
+    assert "20 rounds of 8 nodes" in said and "every sample that counts was counted once" in said
     assert main(["--virtual", *arguments[:-1], "0"]) == 2
     assert "--mtbf-s: '0' is not a number above 0" in capsys.readouterr().err
