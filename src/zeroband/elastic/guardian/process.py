@@ -93,6 +93,8 @@ class GuardianOrder:
     """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
     store_s: float = 0.0
     """How long it may take until the store gives the lease; a first answer is awaited in any case."""
+    store_port: int = 0
+    """Port of the store that the node holds; 0: it holds none."""
 
 
 class Guardian:
@@ -318,7 +320,9 @@ class _Watch:
         self._told = self._reached()
         order = self._order
         port = order.listen.port or self._links.port
-        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._told)
+        peer = Peer(
+            order.node_id, order.listen.host, port, self._flags.serves_state, *self._told, store_port=order.store_port
+        )
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
         if not self._is_at_store():
@@ -348,9 +352,9 @@ class _Watch:
     def _is_at_store(self) -> bool:
         """Whether this is at the store of the trainer, of several, or has gone there now."""
         store, number = self._store, self._flags.generation
-        if store.candidates and (store.generation is None or store.generation.number < number):
+        if store.has_several and (store.generation is None or store.generation.number < number):
             store.follow()
-        return not store.candidates or (store.generation is not None and store.generation.number >= number)
+        return not store.has_several or (store.generation is not None and store.generation.number >= number)
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""

@@ -23,9 +23,10 @@ _STORE_PATIENCE_S = 5.0
 
 def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
     """The store, this node's address, and the others."""
-    assert config.store.url is not None
-    url = config.store.url.get_secret_value()
-    store = RedisStore(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
+    url = config.store.address
+    assert url is not None
+    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+    store = RedisStore(url, f"{config.run.id}.doctor", key=key, lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
     try:
         host = config.node.advertise_host or address_towards(url)
         findings = [_time_store(store), look_at_address(host, config)]
