@@ -148,8 +148,8 @@ class StoreConfig(Section):
         if asks_for_peers:
             try:
                 parse_store_urls(address_of_nodes(self.peers))
-            except ValueError as error:
-                raise ValueError(f"store.peers={list(self.peers)}: each is HOST or HOST:PORT; {error}") from None
+            except ValueError:
+                raise ValueError(f"store.peers={list(self.peers)}: each is HOST or HOST:PORT") from None
         return self
 
     @property

@@ -1,0 +1,122 @@
+"""Members whose stores are their own go on with another one when the one in use is lost, and agree on which."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
+
+from zeroband.elastic.membership.records import Peer
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.node.shared_flags import SharedFlags
+
+A, B, C = "a#1", "b#1", "c#1"
+KEY = RunKey.of("a token of the run", RUN_ID)
+LEASE_S = 1.0
+
+
+@dataclass
+class Node:
+    """A member with a store that it holds; it knows where the first node's is, and where its own."""
+
+    member: str
+    server: RedisServer
+    store: RedisStore
+    memory: LiveBackup
+    events: list[dict[str, object]]
+    mover: Mover
+
+    def go_on(self) -> None:
+        """Take steps until it is at a store in a later generation."""
+        before = self.memory.generation
+        while self.memory.generation == before:
+            self.mover.recover()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Mapping[str, Node]]:
+    with ExitStack() as stack:
+        servers = {m: stack.enter_context(a_server()) for m in (A, B, C)}
+        yield {m: make_node(m, servers, tmp_path, stack) for m in servers}
+
+
+def a_server() -> RedisServer:
+    return RedisServer(host="127.0.0.1", port=free_port(), password=KEY.store_password)
+
+
+def place(server: RedisServer) -> str:
+    return server.url.rpartition("@")[2]
+
+
+def make_node(member: str, servers: Mapping[str, RedisServer], folder: Path, stack: ExitStack) -> Node:
+    url = f"nodes://{','.join(dict.fromkeys(place(servers[m]) for m in (A, member)))}"
+    store = RedisStore(url, RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
+    stack.callback(store.close)
+    store.reach(patience_s=5.0)
+    flags = SharedFlags(folder / member, create=True)
+    stack.callback(flags.close)
+    memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
+    mover = Mover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
+    stack.callback(mover.close)
+    host, _, port = place(servers[member]).partition(":")
+    store.renew_lease(member, Peer(member, host, 4000, True, store_port=int(port)), first=True)
+    return Node(member, servers[member], store, memory, events, mover)
+
+
+def commit_a_round(nodes: Mapping[str, Node]) -> None:
+    """All three have seen the verdict of a round."""
+    opening, store = an_opening(A, B, C), nodes[A].store
+    store.found_or_match(SHARED)
+    assert store.propose_opening(opening, current=None, generation=store.generation)
+    assert store.propose_verdict(a_verdict(opening), generation=store.generation)
+    for node in nodes.values():
+        node.memory.learn(node.store.view(0))
+
+
+def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    nodes[A].server.stop()
+    survivors = [nodes[B], nodes[C]]
+    threads = [threading.Thread(target=node.go_on) for node in survivors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    stores = {node.store.address for node in survivors}
+    assert len(stores) == 1 and stores <= {node.server.url for node in survivors}
+    assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
+    assert [event["generation"] for event in nodes[B].events] == [1, 2]
+    assert nodes[C].store.view(1).committed == a_verdict(an_opening(A, B, C))
+
+
+def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    nodes[A].server.stop()
+    for _ in range(5):
+        nodes[B].mover.recover()
+    assert nodes[B].memory.generation == nodes[A].memory.generation
+    assert nodes[B].memory.account().promised == nodes[B].memory.generation
+
+
+def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    nodes[A].server.stop()
+    nodes[A].server.start(empty=True)
+    with ExitStack() as stack:
+        stranger = RedisStore(f"nodes://{place(nodes[A].server)}", RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
+        stack.callback(stranger.close)
+        stranger.reach(patience_s=5.0)
+        begun = stranger.generation
+        for _ in range(3):
+            nodes[B].mover.recover()
+        assert begun is not None and nodes[B].memory.generation != begun
+        assert not stranger.may_found(), "members have told the store that they live"
