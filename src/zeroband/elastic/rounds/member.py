@@ -291,9 +291,12 @@ class Member:
             return Wait(f"round {round} is open to {len(decision.members)} others")
         return decision
 
-    def vote(self, opening: Opening, digest: str) -> None:
-        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`."""
-        generation = self._memory.voted(opening, digest)
+    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> None:
+        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
+
+        `record`: what it would write into the verdict; None: not known yet.
+        """
+        generation = self._memory.voted(opening, digest, record)
         view = self.store.vote(opening, self.member_id, digest, generation=generation)
         self._first_look = opening.round, self._checked(view, opening.round)
 

@@ -57,11 +57,11 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, digest: str) -> Generation | None:
-        """This member votes; returns the generation in which alone that counts."""
+    def voted(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> Generation | None:
+        """This member votes; returns the generation in which alone that counts. `record`: as of `would_record`."""
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
-            self._record = None
+            self._record = record
             return self._promised
 
     def would_record(self, opening: Opening, record: Mapping[str, Any]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
 
-from zeroband.elastic.membership.records import Peer
+from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.local_server import RedisServer
@@ -82,20 +82,37 @@ def commit_a_round(nodes: Mapping[str, Node]) -> None:
         node.memory.learn(node.store.view(0))
 
 
-def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(nodes: Mapping[str, Node]) -> None:
-    commit_a_round(nodes)
-    nodes[A].server.stop()
-    survivors = [nodes[B], nodes[C]]
+def lose(lost: Node, *survivors: Node) -> Sequence[Node]:
+    """Have a node's store end, and the others go on."""
+    lost.server.stop()
     threads = [threading.Thread(target=node.go_on) for node in survivors]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
+    return survivors
+
+
+def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    survivors = lose(nodes[A], nodes[B], nodes[C])
     stores = {node.store.address for node in survivors}
     assert len(stores) == 1 and stores <= {node.server.url for node in survivors}
     assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
     assert [event["generation"] for event in nodes[B].events] == [1, 2]
     assert nodes[C].store.view(1).committed == a_verdict(an_opening(A, B, C))
+
+
+def test_round_for_which_all_survivors_voted_counts_though_no_vote_arrived(nodes: Mapping[str, Node]) -> None:
+    """What its verdict says was known before: the lost node may have written it, for all that anybody knows."""
+    commit_a_round(nodes)
+    opening = replace(an_opening(A, B, C), version=2, round=1)
+    assert nodes[A].store.propose_opening(opening, current=an_opening(A, B, C), generation=nodes[A].store.generation)
+    for node in (nodes[B], nodes[C]):
+        node.memory.learn(node.store.view(1))
+        node.memory.voted(opening, "d", {"n": 1})
+    lose(nodes[A], nodes[B], nodes[C])
+    assert nodes[C].store.view(1).committed == Verdict(opening, "d", {"n": 1})
 
 
 def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
