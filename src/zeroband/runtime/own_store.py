@@ -6,7 +6,7 @@ It is there from before the node looks for the run until the node ends, and keep
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
 from typing import cast
@@ -15,7 +15,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import place_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Candidate, in_use
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -84,15 +84,18 @@ class OwnStore:
         """End it; where the run uses it, when the others have seen how this node ended, or have ended with it."""
         try:
             if kind is None or issubclass(kind, (RunOver, Leaving)):
-                with suppress(StoreLost, ConfigError):
-                    self._outlast_others()
+                self.outlast_others(self._config.run.id, _is_complete)
         finally:
             self._server.close()
 
-    def _outlast_others(self) -> None:
+    def outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
+        """Wait until nobody is in a run that uses this store; where that is not over, until the others have seen it."""
+        with suppress(StoreLost, ConfigError):
+            self._outlast_others(run_id, is_over)
+
+    def _outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
         lease_s = self._config.fault.time_outs.lease_s
         ends_ms, moved_at_s, began_at_s = dict[str, int](), time.monotonic(), time.monotonic()
-        run_id = self._config.run.id
         with closing(
             RedisStore(self._server.local_url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)
         ) as store:
@@ -100,10 +103,9 @@ class OwnStore:
                 view, now_s = store.view(FOUNDING_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:
                     ends_ms, moved_at_s = newest, now_s
-                is_over = view.committed is not None and _is_complete(view.committed.record)
                 if not view.alive or now_s > moved_at_s + lease_s:  # nobody is there, or all were killed
                     return
-                others_go_on = not is_over or self._departure.is_hurried
+                others_go_on = not is_over(view) or self._departure.is_hurried
                 if others_go_on and now_s > began_at_s + _LAST_WORDS_S:
                     return
                 if now_s < began_at_s + _LOOK_S:
@@ -117,5 +119,7 @@ def _is_in_use(store: Candidate) -> bool:
     return in_use([store]) is not None and not has_moved
 
 
-def _is_complete(record: Mapping[str, object]) -> bool:
-    return Progress.from_record(cast("Mapping[str, object]", record["progress"])).is_complete
+def _is_complete(view: View) -> bool:
+    if view.committed is None:
+        return False
+    return Progress.from_record(cast("Mapping[str, object]", view.committed.record["progress"])).is_complete
