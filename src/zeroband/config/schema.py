@@ -159,7 +159,7 @@ class StoreConfig(Section):
         return address_of_nodes(self.peers) if url == NODES else url
 
     def with_peer(self, place: str) -> StoreConfig:
-        """The same for a node that knows the store at this place, too, after those that it knew before."""
+        """Return this with one store more, the last one, for the node that holds it. `place`: HOST:PORT."""
         peers = (*(self.peers or tuple(self.address.partition("://")[2].split(",") if self.address else ())), place)
         return self.model_copy(update={"url": SecretStr(NODES), "peers": tuple(dict.fromkeys(peers))})
 

@@ -196,12 +196,10 @@ class Member:
         )
         self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave_store)
             self._guardian = _KeptGuardian(order, run)
-        except BaseException:
-            if self._mover is not None:
-                self._mover.close()
-            raise
+            stack.pop_all()
         self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
 
     def outlast_duplicates(self) -> None:
@@ -487,6 +485,9 @@ class Member:
         """Stop watching and give the lease back."""
         self._watcher.close()
         self._guardian.close()
+        self._leave_store()
+
+    def _leave_store(self) -> None:
         if self._mover is not None:
             self._mover.close()
 
