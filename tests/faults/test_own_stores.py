@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.stores import free_port
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.network import Network
 from zeroband.tools.data.audit import audit, read_rounds
 
 NODES = 3
@@ -88,6 +90,65 @@ def test_run_goes_on_with_the_store_of_a_member_that_came_later(cluster: LocalCl
         reach_round(cluster, "late0", newest(cluster, "late0") + 3, members=2 * NODES - 1 - number)
     assert holder(cluster, "late0").startswith("late")
     require_one_history(cluster, *cluster.nodes)
+
+
+@pytest.mark.soak
+def test_node_that_is_asked_to_leave_takes_its_store_with_it(cluster: LocalCluster) -> None:
+    """The others see its last round, and go on without one that was opened again."""
+    left = holder(cluster, "node0")
+    one, other = (node for node in cluster.nodes if node != left)
+    cluster.nodes[left].terminate()
+    assert cluster.nodes[left].wait(60.0) == 0
+    reach_round(cluster, one, newest(cluster, left) + 3, members=2)
+    assert generation(cluster.run_dir / one) == generation(cluster.run_dir / other) == 2
+    require_one_history(cluster, *cluster.nodes)
+
+
+@pytest.mark.soak
+def test_trainer_that_is_started_again_brings_an_empty_store_and_comes_back(tmp_path: Path) -> None:
+    """Its address is that of the store which the run used before, and its list begins with that."""
+    with LocalCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url="nodes") as cluster:
+        for _ in range(NODES):
+            cluster.start(env={"PET_MAX_RESTARTS": "1"})
+        reach_round(cluster, "node0", 3, members=NODES)
+        crashed = holder(cluster, "node0")
+        other = next(node for node in cluster.nodes if node != crashed)
+        cluster.nodes[crashed].signal_rank(0, signal.SIGKILL)
+        reach_round(cluster, other, newest(cluster, other) + 2, members=NODES - 1)
+        reach_round(cluster, crashed, newest(cluster, other) + 2, members=NODES)
+        assert {generation(cluster.run_dir / node) for node in cluster.nodes} == {2}
+        require_one_history(cluster, *cluster.nodes)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(Network.obstacle() != "", reason=Network.obstacle())
+def test_cut_of_nodes_with_stores_leaves_one_history(tmp_path: Path) -> None:
+    """The two whose store it is wait while the three go on with one of theirs, which its token lets them into."""
+    more, fewer = ("node2", "node3", "node4"), ("node0", "node1")
+    more_arguments = ("--fault.grace-s=4", "--run.token=a token that nobody guesses")
+    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with Network() as network:
+        cluster = LocalCluster(
+            *(tmp_path / "runs", (*arguments(tmp_path), *more_arguments)),
+            nodes=5,
+            store_url="nodes",
+            network=network,
+            env=env,
+        )
+        with cluster:
+            for node in (*fewer, *more):
+                cluster.start(node)
+            reach_round(cluster, more[0], 2, members=5)
+            assert holder(cluster, more[0]) in fewer
+            for one in more:
+                for other in fewer:
+                    network.cut_between(one, other)
+            begun = newest(cluster, more[0])
+            reach_round(cluster, more[0], begun + 3, members=3)
+            assert newest(cluster, fewer[0]) <= begun + 1, "two of five went on"
+            network.heal_all()
+            reach_round(cluster, more[0], newest(cluster, more[0]) + 1, members=5)
+            require_one_history(cluster, *cluster.nodes)
 
 
 @pytest.mark.soak
