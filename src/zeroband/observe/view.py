@@ -329,6 +329,7 @@ class NodeHistory:
                 "total_steps": fields.get("total_steps"),
                 "parameters": fields.get("parameters"),
                 "detect_s": number_of(fields, "detect_s"),
+                "store": None,
             }
         elif kind == "join_state":
             state = str(fields["state"])
@@ -387,6 +388,7 @@ class NodeHistory:
             total_steps=old.total_steps,
             parameters=old.parameters,
             detect_s=old.detect_s,
+            store=old.store,
             last_at_s=old.last_at_s,
         )
 
