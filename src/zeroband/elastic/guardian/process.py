@@ -261,6 +261,8 @@ class _Watch:
         self._flags = flags
         self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._to_expire: list[str] = []
+        """Members that are gone, and of which no store was told yet."""
         self._calls = calls
         listen = order.listen
         self._identity = Identity(order.member_id, RunKey(bytes.fromhex(listen.run_key)), listen.is_sealed)
@@ -310,7 +312,10 @@ class _Watch:
             self._has_ended_lease = True
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
         while not self._gone.empty():
-            self._store.expire_lease(self._gone.get())
+            self._to_expire.append(self._gone.get())
+        while self._to_expire:  # where the store went with that member, the next store is told
+            self._store.expire_lease(self._to_expire[0])
+            del self._to_expire[0]
         if self._partners.partners() != self._known_partners:
             self._probe()
         self._take_turns_at_measuring(now_s)
