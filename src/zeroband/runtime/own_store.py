@@ -95,7 +95,7 @@ class OwnStore:
 
     def _outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
         lease_s = self._config.fault.time_outs.lease_s
-        ends_ms, moved_at_s, began_at_s = dict[str, int](), time.monotonic(), time.monotonic()
+        ends_ms, moved_at_s, began_at_s, has_said = dict[str, int](), time.monotonic(), time.monotonic(), False
         with closing(
             RedisStore(self._server.local_url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)
         ) as store:
@@ -108,8 +108,9 @@ class OwnStore:
                 others_go_on = not is_over(view) or self._departure.is_hurried
                 if others_go_on and now_s > began_at_s + _LAST_WORDS_S:
                     return
-                if now_s < began_at_s + _LOOK_S:
+                if not others_go_on and not has_said:
                     _log.info("holds the store of the run until the others have ended")
+                    has_said = True
                 time.sleep(_LOOK_S)
 
 

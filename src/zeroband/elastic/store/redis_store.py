@@ -321,7 +321,8 @@ class RedisStore(Store):
         and none is.
         """
         if not self.has_several:
-            raw = self._call(lambda: self._redis.get(self.keys.elsewhere), patience_s)
+            self._call(self._redis.ping, patience_s)
+            raw = self._call(lambda: self._redis.get(self.keys.elsewhere))
             if (told := self._judge.whereabouts(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
                     f"store.url names one of several stores of this run, which uses {told.store}: name all"
@@ -336,7 +337,8 @@ class RedisStore(Store):
             silent = self._silent(seen)
             if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
                 first, candidate = seen[0]
-                first.begin(Generation(1, candidate.store), None)
+                with suppress(StoreLost):  # the next look shows that it is gone
+                    first.begin(Generation(1, candidate.store), None)
                 self._is_quiet_since_s = time.monotonic()
                 continue
             if time.monotonic() > until_s:
@@ -505,6 +507,9 @@ class RedisStore(Store):
         newest = in_use([candidate for _, candidate in seen])
         if newest is None or newest.generation is None or newest.generation == self.generation:
             return
+        told = [c.elsewhere.generation for _, c in seen if c.elsewhere is not None]
+        if self.generation is None and max(told, default=newest.generation) > newest.generation:
+            return  # the run goes on in one that does not answer here, and left this one behind
         if self.generation is None or newest.generation.number >= self.generation.number:
             self.enter(next(store for store, candidate in seen if candidate is newest), newest.generation)
 

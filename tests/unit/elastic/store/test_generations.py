@@ -16,7 +16,7 @@ from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port, hold
 
 from zeroband.elastic.membership.records import Generation, Peer, Ready
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account
+from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -219,3 +219,15 @@ def test_stores_of_members_let_in_nobody_without_the_token(stack: ExitStack, hel
 
 def place_of_store(store: RedisStore) -> str:
     return store.address.rpartition("@")[2]
+
+
+def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
+    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
+) -> None:
+    """It was told so, by members whose store this newcomer does not reach."""
+    left = next(candidate for candidate in store.candidates if candidate.address == store.address)
+    left.take_whereabouts(Whereabouts(Generation(2, "far-away"), "unix:///tmp/far/away.sock"))
+    newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, patience_s=5.0)
+    stack.callback(newcomer.close)
+    with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):
+        newcomer.reach(patience_s=0.5)
