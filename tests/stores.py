@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, Protocol, cast
 
 import redis
@@ -14,6 +15,13 @@ from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 RUN_ID = "run"
 SHARED = {"model.d_model": "256", "train.batch_size": "64"}
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Server(Protocol):

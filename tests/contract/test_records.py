@@ -105,7 +105,7 @@ MANIFEST = Manifest(
 STATE = StateManifest(
     3, "d0", VERDICT.record, 8, {"params": 12, "momentum": 4}, {"params": ("h0", "h1"), "momentum": ("h2",)}
 )
-PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"))
+PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"), 6379)
 LINKS = LinkRates({B: 30}, 80)
 ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.stores import free_port
 
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.run_key import RunKey
@@ -99,3 +100,16 @@ def test_store_that_is_not_there_is_a_problem(
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor("--comm.codecs", "int8") == 2
     assert "comm.codec" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_node_that_is_to_hold_a_store_is_told_whether_it_can_and_which_others_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    port = free_port()
+    asked = ("--store.url=nodes", f'--store.peers=["127.0.0.1:{port}", "127.0.0.1:{free_port()}"]')
+    assert doctor(*asked, f"--store.port={port}") == 0
+    assert "1 of 2 answer; no run is there yet" in capsys.readouterr().out
+    with RedisServer(host="127.0.0.1", port=port):
+        assert doctor(*asked, f"--store.port={port}") == 3
+    assert f"store.port={port}: this node cannot hold a store there" in capsys.readouterr().out

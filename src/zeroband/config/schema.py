@@ -16,7 +16,7 @@ from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
-from zeroband.config.store_url import addresses_in, parse_store_urls
+from zeroband.config.store_url import NODES, address_of_nodes, addresses_in, are_of_nodes, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 from zeroband.config.training import FLOAT8_MULTIPLE, TrainConfig
 
@@ -114,7 +114,13 @@ class StoreConfig(Section):
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
     `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. Several, as a list or with blanks between
-    them: when the one in use dies, the members go on with another. None: this node trains alone, without [outer]."""
+    them: when the one in use dies, the members go on with another. nodes: each node holds one, and store.peers says
+    where some are. None: this node trains alone, without [outer]."""
+    peers: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
+    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT. Those who found it name the same ones, of
+    their own, and wait for all of them; who comes later needs one that is up."""
+    port: PositiveInt = Field(default=6379, le=65535, json_schema_extra=NODE_LOCAL)
+    """With store.url = "nodes": where this node's own store listens, beside node.port."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -124,14 +130,49 @@ class StoreConfig(Section):
     @field_validator("url")
     @classmethod
     def _names_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None:
+        if url is not None and url.get_secret_value() != NODES:
+            if NODES in url.get_secret_value().split():
+                raise ValueError('store.url="nodes" stands alone, without addresses; name nodes in store.peers')
             parse_store_urls(url.get_secret_value())
         return url
+
+    @model_validator(mode="after")
+    def _peers_are_of_nodes(self) -> StoreConfig:
+        asks_for_peers = self.url is not None and self.url.get_secret_value() == NODES
+        if asks_for_peers and not self.peers:
+            raise ValueError(
+                'store.url="nodes" needs store.peers: some nodes of the run, such as ["host-a", "host-b:6380"]; the '
+                "first node of all names itself"
+            )
+        if self.peers and not asks_for_peers:
+            raise ValueError('store.peers are for store.url="nodes"; drop them, or the other addresses')
+        if asks_for_peers:
+            try:
+                parse_store_urls(address_of_nodes(self.peers))
+            except ValueError:
+                raise ValueError(f"store.peers={list(self.peers)}: each is HOST or HOST:PORT") from None
+        return self
+
+    @property
+    def address(self) -> str | None:
+        """Where the run's stores are, as `RedisStore` takes it; None: the run has none."""
+        url = None if self.url is None else self.url.get_secret_value()
+        return address_of_nodes(self.peers) if url == NODES else url
+
+    def with_peer(self, place: str) -> StoreConfig:
+        """Return this with one store more, the last one, for the node that holds it. `place`: HOST:PORT."""
+        peers = (*(self.peers or tuple(self.address.partition("://")[2].split(",") if self.address else ())), place)
+        return self.model_copy(update={"url": SecretStr(NODES), "peers": tuple(dict.fromkeys(peers))})
+
+    @property
+    def are_of_nodes(self) -> bool:
+        """Whether the members hold the stores themselves."""
+        return self.address is not None and are_of_nodes(self.address)
 
     @property
     def are_several(self) -> bool:
         """Whether the run has several stores."""
-        return self.url is not None and len(addresses_in(self.url.get_secret_value())) > 1
+        return self.address is not None and (self.are_of_nodes or len(addresses_in(self.address)) > 1)
 
 
 class ElasticConfig(Section):
@@ -432,8 +473,9 @@ class RunConfig(Section):
         has_store = self.store.url is not None
         if self.outer is not None and not has_store:
             raise ValueError(
-                f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379; for "
-                "a test on this machine alone, `zeroband simulate` starts a store of its own"
+                f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379, or "
+                'store.url = "nodes" and store.peers; for a test on this machine alone, `zeroband simulate` starts a '
+                "store of its own"
             )
         if self.outer is None and has_store:
             raise ValueError(

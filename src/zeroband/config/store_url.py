@@ -1,10 +1,10 @@
-"""The address of the run's Redis, taken apart and checked. Pure text: opens no file, asks no name server."""
+"""Addresses of the stores of a run, taken apart and checked. Pure text: opens no file, asks no name server."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
@@ -17,6 +17,10 @@ EXAMPLES = {
 }
 """An example for each scheme."""
 
+NODES = "nodes"
+"""What stands in the place of an address where the members of the run hold its stores themselves."""
+
+_OF_NODES = f"{NODES}://"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 _BASIC_OPTIONS = ("db", "username", "password")
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_check_hostname", "ssl_cert_reqs")
@@ -66,29 +70,61 @@ class StoreUrl:
     @property
     def shown(self) -> str:
         """The address without user, password and options, for messages."""
-        place = self.socket_path or ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
+        place = self.socket_path or ",".join(place_of(host, port) for host, port in self.hosts)
         return f"{self.scheme}://{place}{f'/{self.service}' if self.service else ''}"
 
 
-def addresses_in(text: str) -> tuple[str, ...]:
-    """The addresses of a run's stores, which have blanks between them; none in an empty text."""
-    return tuple(text.split())
+def addresses_in(text: str, *, password: str = "") -> tuple[str, ...]:
+    """The addresses of a run's stores, which have blanks between them; none in an empty text.
+
+    `password`: of the stores that members hold.
+    """
+    if not are_of_nodes(text):
+        return tuple(text.split())
+    login = f":{password}@" if password else ""
+    return tuple(f"redis://{login}{place}" for place in text.removeprefix(_OF_NODES).split(","))
+
+
+def are_of_nodes(text: str) -> bool:
+    """Whether the members of the run hold its stores themselves."""
+    return text.startswith(_OF_NODES)
+
+
+def address_of_nodes(places: Sequence[str]) -> str:
+    """The address of stores that members hold. `places`: `HOST` or `HOST:PORT` of some."""
+    return _OF_NODES + ",".join(dict.fromkeys(places))
+
+
+def place_of(host: str, port: int) -> str:
+    """A host and a port as an address has them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_store_urls(text: str) -> tuple[StoreUrl, ...]:
-    """Take the addresses of one or several stores apart.
+    """Take the addresses of one or several stores apart; of those that members hold, the ones that are named.
 
     Raises ValueError as `parse_store_url`, and where one stands there twice.
     """
     found = tuple(parse_store_url(address) for address in addresses_in(text) or ("",))
     if len({*addresses_in(text)}) < len(found):
         raise ValueError("store.url names a store twice; each of several is another one")
+    if are_of_nodes(text) and any(store.username or store.password or store.database for store in found):
+        raise ValueError(f"{_OF_NODES}HOST,HOST2:PORT takes no login and no database: run.token is what lets nodes in")
     return found
 
 
 def shown_stores(text: str) -> str:
     """The addresses without users, passwords and options, for messages."""
-    return " ".join(store.shown for store in parse_store_urls(text))
+    return text if are_of_nodes(text) else " ".join(store.shown for store in parse_store_urls(text))
+
+
+def beside(address: str, shown: str) -> str:
+    """The address of another store of the same run, as `StoreUrl.shown` tells of it, with the login of this one."""
+    scheme, _, place = shown.partition("://")
+    _, _, rest = address.partition("://")
+    login, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
+    path = re.search(r"(/[^?]*)?(\?.*)?$", rest) if scheme != "unix" and not scheme.endswith("+sentinel") else None
+    return f"{scheme}://{login}{at}{place}{path[0] if path else ''}"
 
 
 def parse_store_url(text: str) -> StoreUrl:

@@ -51,9 +51,10 @@ class DiLoCoOptimizer(Optimizer):
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
     None: learning rates are the loop's business. A schedule that it made over this optimizer is brought to the run's
     place before the first step of a node that joins late, and follows the steps of this node from there.
-    `store`: address of the run's Redis, or of several, such as peers hold on their machines (`zeroband store`), of
-    which another one is gone to when the one in use dies. None: ZERO_BAND_STORE__URL, else "local": a server of this
-    process's own, at `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
+    `store`: address of the run's Redis, or of several, of which another one is gone to when the one in use dies; or
+    "nodes", with `settings` that name some in "store.peers": each peer holds one. None: ZERO_BAND_STORE__URL, else
+    "local": a server of this process's own, at `store_url`. An empty one is refused, and a node that was given one and
+    stays alone warns.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
     `outer_optimizer`: an element-wise optimizer of torch's, as a class or `functools.partial`, such as SGD or AdamW.
     Its moments are the run's: equal on all nodes bit for bit, fetched by joiners. None: Nesterov, lr 0.7, momentum 0.9.

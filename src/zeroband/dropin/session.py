@@ -48,6 +48,7 @@ from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
 from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
 from zeroband.state.flat import digest_of
 
@@ -98,7 +99,8 @@ class Session:
             _require_equal_copies(parameters, self._local)
             self._parameters = parameters
             self.store_url = _open_store(address, self._local, stack)
-            self._node = self._build_node(parameters)
+            self._node = self._build_node(parameters, stack)
+            self.store_url = self._node.config.store.address or self.store_url
             self._report = self._open_report(parameters, stack)
             self._run, self._joiner = open_replica(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
@@ -111,7 +113,7 @@ class Session:
 
     # -- from the user's wishes to a member ---------------------------------------------------------------------
 
-    def _build_node(self, parameters: NamedParameters) -> NodeParts:
+    def _build_node(self, parameters: NamedParameters, stack: ExitStack) -> NodeParts:
         wish, local = self._wish, self._local
         config = config_of(
             wish.settings,
@@ -128,7 +130,8 @@ class Session:
         )
         if config.ckpt.path is not None:
             self._own.pack()  # what a checkpoint cannot hold is said before the first step
-        node_id = broadcast_json(node_id_of(config), local)
+        node_id, departure = broadcast_json(node_id_of(config), local), Departure(config.fault.grace_s)
+        config = open_own_store(config, local, departure, stack)
         return NodeParts(
             config=config,
             node_id=node_id,
@@ -141,7 +144,7 @@ class Session:
             local=local,
             parameters=parameters,
             inner=self._own,
-            departure=Departure(config.fault.grace_s),
+            departure=departure,
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
             build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
         )

@@ -135,17 +135,17 @@ def _listen(port: int) -> socket.socket:
 
 
 def _command(run_dir: Path, config: RunConfig | None) -> list[str]:
-    also_from_store = [] if config is None or config.store.url is None else ["--run-id", run_dir.name]
+    also_from_store = [] if config is None or config.store.address is None else ["--run-id", run_dir.name]
     return [sys.executable, "-m", _MODULE, str(run_dir), *also_from_store]
 
 
 def _environment(config: RunConfig | None) -> Mapping[str, str]:
     """This process's, with the run's store and token, which every user would see on a command line."""
     env = dict(os.environ)
-    if config is None or config.store.url is None:
+    if config is None or config.store.address is None:
         return env
-    env["ZERO_BAND_STORE__URL"] = config.store.url.get_secret_value()
-    for name in ("ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE"):
+    env["ZERO_BAND_STORE__URL"] = config.store.address
+    for name in ("ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE", "ZERO_BAND_STORE__PEERS"):
         env.pop(name, None)
     if config.run.token_file is not None:
         env["ZERO_BAND_RUN__TOKEN_FILE"] = str(config.run.token_file)

@@ -99,11 +99,10 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "members", "wait_s", "until", "then", "type"),
         logging.WARNING,
     ),
-    "store_changed": EventKind(
-        "The run goes on with another one of its stores, since the one before was lost; generation: number of the "
-        "change.",
+    "store_in_use": EventKind(
+        "The store that this node uses from now on, of a run that has several; generation: grows by one where a store "
+        "was lost.",
         ("store", "generation"),
-        logging.WARNING,
     ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING

@@ -90,6 +90,8 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
+    if view.store is not None:
+        lines.append(f"store {view.store}")
     if view.sent_bytes and view.ddp_bytes:
         lines.append(f"sent {sent_in_words(view)}")
     if view.sources:

@@ -108,6 +108,8 @@ class NodeView:
     """Bytes of its GPU at the most, else of its trainer."""
     detect_s: float | None = None
     """Its `fault.detect_s`, as it said when it started."""
+    store: tuple[int, str] | None = None
+    """Generation and address of the store that it uses, in a run that has several."""
     round: int | None = None
     epoch: int | None = None
     members: tuple[str, ...] = ()
@@ -195,6 +197,12 @@ class RunView:
         if not known:
             return tuple(node.node_id for node in self.current if node.state == "training")
         return tuple(node_id_of_member(m) for m in max(known, key=lambda n: n.epoch or 0).members)
+
+    @property
+    def store(self) -> str | None:
+        """The store in use, in words, of a run that has several."""
+        newest = max((node.store for node in self.current if node.store is not None), default=None)
+        return None if newest is None else f"{newest[1]}, generation {newest[0]}"
 
     @property
     def sent_bytes(self) -> int:
@@ -321,6 +329,7 @@ class NodeHistory:
                 "total_steps": fields.get("total_steps"),
                 "parameters": fields.get("parameters"),
                 "detect_s": number_of(fields, "detect_s"),
+                "store": None,
             }
         elif kind == "join_state":
             state = str(fields["state"])
@@ -328,6 +337,8 @@ class NodeHistory:
         elif kind == "joined":
             self._view = self._begin_anew() if fields["round"] == 0 else self._view
             changed["member_id"] = fields["member_id"]
+        elif kind == "store_in_use":
+            changed["store"] = int(fields["generation"]), str(fields["store"])
         elif kind == "peer_lost":
             self.lost_member_ids.update(fields["member_ids"])
         if kind in ("epoch_changed", "round_committed"):
@@ -377,6 +388,7 @@ class NodeHistory:
             total_steps=old.total_steps,
             parameters=old.parameters,
             detect_s=old.detect_s,
+            store=old.store,
             last_at_s=old.last_at_s,
         )
 

@@ -28,7 +28,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "rollback_refused": "{node} cannot go back to step {step}: {reason}.",
     "resumed_from": "The run begins again on the checkpoint of step {step}.",
     "run_abandoned": "{node} finds no living member of the run and waits {wait_s} s for {members}.",
-    "store_changed": "{node} goes on with another store of the run: {store}.",
+    "store_in_use": "{node} uses the store {store} of the run, in generation {generation}.",
     "fenced": "The run went on without {node}, which comes back: {reason}.",
     "join_state": "{node} is {state}: {why}.",
     "links": "{node} measured its links to the other members.",

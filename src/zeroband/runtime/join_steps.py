@@ -158,11 +158,7 @@ class ReplicaSteps:
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=self._run.may_begin_again(view))
         begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
-        if begins and not self._run.store.sees_all():
-            if not self._said:
-                self._said = "the run may go on in another store"
-                way_out = "start those that do not answer, or take out of store.url those that are gone"
-                _log.warning("begins nothing yet", extra={"fields": {"why": self._said, "type": way_out}})
+        if begins and not self._run.store.may_found():
             return JoinEvent.WAIT
         if isinstance(way, RestartPoint):
             return JoinEvent.BEGIN

@@ -49,6 +49,7 @@ from zeroband.runtime.evaluation import (
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.late_reports import InnerStep, LateReports, mean_of
+from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
@@ -67,7 +68,7 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.callback(local.close)
-        train(config, local, departure, stack)
+        train(open_own_store(config, local, departure, stack), local, departure, stack)
 
 
 @dataclass(frozen=True)

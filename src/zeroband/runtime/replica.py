@@ -33,6 +33,8 @@ from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.mover import Mover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
@@ -115,9 +117,9 @@ class Replica:
     def __init__(self, node: NodeParts, on_event: Callable[..., object]) -> None:
         config, local = node.config, node.local
         self._on_event = on_event
-        assert config.store.url is not None and config.outer is not None
+        assert config.store.address is not None and config.outer is not None
         self._node = node
-        self._store_url = config.store.url.get_secret_value()
+        self._store_url = config.store.address
         self._token = config.run.token.get_secret_value() if config.run.token else None
         self._server: StateServer | None = None
         self._is_left = False
@@ -178,10 +180,9 @@ class Replica:
             _log.warning(
                 "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
             )
-        on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
+        waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s))
         store.trust_address()
-        if store.candidates and self._node.local.rank:
-            store.follow()
         return store
 
     def _match_run(self) -> dict[str, str]:
@@ -213,6 +214,7 @@ class Replica:
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
             site=config.node.site,
+            store_port=config.store.port if config.store.are_of_nodes and config.node.dialable else 0,
         )
         run = RunAccess(
             store=self.store,
@@ -222,8 +224,15 @@ class Replica:
             on_stall=self._record_stall,
             inbox=self._plane.inbox,
             on_event=self._on_event,
+            start_mover=self._start_mover,
         )
         return Member(run, identity, self._flags, config.fault.time_outs, self._node.departure)
+
+    def _start_mover(self, member_id: str, memory: LiveBackup) -> Mover | None:
+        if not self.store.has_several:
+            return None
+        tell_s = self._node.config.fault.time_outs.lease_s
+        return Mover(self.store, member_id, memory, self._flags, self._on_event, tell_s=tell_s)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)

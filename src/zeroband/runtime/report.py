@@ -227,9 +227,9 @@ class NodeReport:
 def _publisher_of(node: NodeParts) -> FactPublisher | None:
     """What shows the node in the run's store; None for one that trains alone, or that is not to be shown."""
     config = node.config
-    if config.outer is None or config.store.url is None or not config.observe.publish:
+    if config.outer is None or config.store.address is None or not config.observe.publish:
         return None
-    url, run_id = config.store.url.get_secret_value(), config.run.id
+    url, run_id = config.store.address, config.run.id
     token = config.run.token.get_secret_value() if config.run.token else None
 
     def open_store() -> RedisStore:

@@ -108,11 +108,13 @@ def _continues(held: str, config: RunConfig, node_id: str) -> bool:
 
 def _newest_verdict(config: RunConfig) -> Verdict | None:
     """Return the newest verdict in the store; where that lost it, members bring it back within a lease."""
-    assert config.store.url is not None
+    assert config.store.address is not None
     lease_s = config.fault.time_outs.lease_s
-    url, until_s = config.store.url.get_secret_value(), time.monotonic() + 2 * lease_s
+    url, until_s = config.store.address, time.monotonic() + 2 * lease_s
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
     with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
+        if store.has_several:
+            store.reach(patience_s=config.elastic.start_timeout_s)
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:
             view = store.view(FOUNDING_ROUND)

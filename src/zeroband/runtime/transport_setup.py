@@ -51,13 +51,13 @@ class TransportSetup:
         faults: FaultPoints,
         answer_requests: Callable[[socket.socket, HandedOver], None],
     ) -> None:
-        assert config.store.url is not None
+        assert config.store.address is not None
         self._config = config
         self._store = store
         self._flags = flags
         self._local = local
         self._faults = faults
-        self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
+        self._host = config.node.advertise_host or address_towards(config.store.address)
         self.inbox: Inbox | None = None
         self._links: Links | None = None
         self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
@@ -170,7 +170,7 @@ def _address_to_listen_on(host: str) -> str:
     A name that means loopback here alone (Debian's /etc/hosts has `127.0.1.1 HOST`) is another address to the others.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        if _is_loopback(str(address[0])) and not _is_loopback(host):
+        if is_loopback(str(address[0])) and not is_loopback(host):
             continue
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
@@ -181,7 +181,8 @@ def _address_to_listen_on(host: str) -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's for itself alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

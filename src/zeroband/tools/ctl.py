@@ -59,13 +59,14 @@ class Order:
 
 def open_store(config: RunConfig) -> RedisStore:
     """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
-    if config.store.url is None:
+    if config.store.address is None:
         raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
-    url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
+    url, patience_s = config.store.address, _STORE_PATIENCE_S
     token = config.run.token.get_secret_value() if config.run.token else None
     key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
     store = RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)
     try:
+        store.find_run()
         store.require_token()
     except BaseException:
         store.close()

@@ -158,6 +158,7 @@ def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str
     """What the run's nodes share, and how it stands. Raises ConfigError and StoreLost."""
     key, lease_s = RunKey.of(token, run_id), FaultConfig().time_outs.lease_s
     with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+        store.find_run()
         store.require_token()
         record = store.record()
         if record is None:

@@ -62,6 +62,7 @@ def test_kinds_of_keys_follow_their_types() -> None:
         "model.settings",
         "model.lora.target_modules",
         "observe.webhook.events",
+        "store.peers",
     }
     assert {name for name, key in keys.items() if key.is_table} == {"model.config"}
     assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable

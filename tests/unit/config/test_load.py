@@ -404,6 +404,36 @@ def test_outer_and_store_go_together(refusal: Refusal) -> None:
     assert refusal(**STORE).startswith("store.url is set but there is no [outer] section")
 
 
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--store.url=nodes",), 'store.url="nodes" needs store.peers'),
+        (("--store.url=redis://h nodes",), 'store.url="nodes" stands alone'),
+        (("--store.url=redis://h", "--store.peers=a"), 'store.peers are for store.url="nodes"'),
+        (("--store.peers=a",), 'store.peers are for store.url="nodes"'),
+        (("--store.url=nodes", "--store.peers=redis://a"), "each is HOST or HOST:PORT"),
+        (("--store.url=nodes", "--store.peers=a:0"), "each is HOST or HOST:PORT"),
+        (("--store.url=nodes://:secret@a",), "takes no login"),
+        (("--store.url=nodes", '--store.peers=["a:6379", "a:6379"]'), ""),
+    ],
+)
+def test_stores_of_nodes_are_named_by_places_of_some(
+    refusal: Refusal, load: Load, argv: tuple[str, ...], why: str
+) -> None:
+    if why:
+        assert why in refusal("--outer.type=ddp", *argv)
+    else:
+        assert load("--outer.type=ddp", *argv).store.address == "nodes://a:6379"
+
+
+def test_node_knows_its_own_store_after_those_that_it_was_told_of(load: Load) -> None:
+    store = load("--outer.type=ddp", "--store.url=nodes", '--store.peers=["a", "b:6380"]').store
+    assert store.are_of_nodes and store.are_several and store.address == "nodes://a,b:6380"
+    assert store.with_peer("10.0.0.3:6379").address == "nodes://a,b:6380,10.0.0.3:6379"
+    written_out = load("--outer.type=ddp", "--store.url=nodes://a,b:6380").store
+    assert written_out.with_peer("10.0.0.3:6379").address == "nodes://a,b:6380,10.0.0.3:6379"
+
+
 @pytest.mark.parametrize("given", [("--outer.type", "ddp"), ("--ckpt.path", "checkpoints")])
 def test_rollback_needs_nodes_and_checkpoints_to_go_back_to(refusal: Refusal, given: tuple[str, ...]) -> None:
     said = refusal("--rollback.most", "2", *given, **(STORE if "ddp" in given else {}))

@@ -165,3 +165,22 @@ def test_several_stores_stand_with_blanks_between_them_or_in_a_list() -> None:
 def test_a_store_that_is_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="names a store twice"):
         parse_store_urls("redis://a:1 redis://a:1")
+
+
+@pytest.mark.parametrize(
+    ("address", "shown", "expected"),
+    [
+        ("redis://:p%40@a:1/2", "redis://b:2", "redis://:p%40@b:2/2"),
+        ("redis://a", "redis://[::1]:3", "redis://[::1]:3"),
+        ("rediss://u:p@a:1?ssl_ca_certs=/x", "rediss://c:3", "rediss://u:p@c:3?ssl_ca_certs=/x"),
+        ("unix://:p@/tmp/x", "unix:///tmp/y", "unix://:p@/tmp/y"),
+    ],
+)
+def test_store_beside_another_is_reached_with_the_login_of_that(address: str, shown: str, expected: str) -> None:
+    assert store_url.beside(address, shown) == expected
+    assert parse_store_url(expected).shown == shown
+
+
+def test_stores_of_nodes_have_no_secret_in_their_address() -> None:
+    assert store_url.shown_stores("nodes://a,b:6380") == "nodes://a,b:6380"
+    assert store_url.addresses_in("nodes://a,b:6380", password="p") == ("redis://:p@a", "redis://:p@b:6380")

@@ -494,3 +494,15 @@ def test_run_of_a_single_source_shows_none(run_dir: Path) -> None:
     node.mix(2)
     view = RunReader(FolderFacts(run_dir)).read()
     assert view.nodes[0].step == 2 and not view.sources and "trained, by" not in render(view)
+
+
+def test_render_shows_which_of_several_stores_is_in_use(run_dir: Path) -> None:
+    first, second = founded(run_dir, "n0"), Node(run_dir, "n1")
+    assert "\nstore " not in render(RunReader(FolderFacts(run_dir)).read())
+    second.start()
+    for node, store, number in ((*first, "redis://a:6379", 1), (second, "redis://b:6379", 2)):
+        node.events.emit("store_in_use", store=store, generation=number)
+    second.join()
+    for node in (*first, second):
+        node.commit(1, [node.member_id])
+    assert "store redis://b:6379, generation 2" in render(RunReader(FolderFacts(run_dir)).read()).splitlines()

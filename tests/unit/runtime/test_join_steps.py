@@ -114,7 +114,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),
-            store=SimpleNamespace(view=lambda round: view, sees_all=lambda: True),
+            store=SimpleNamespace(view=lambda round: view, may_found=lambda: True),
             may_begin_again=lambda view: False,
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
@@ -248,10 +248,8 @@ class Place:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.founded: list[int] = []
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
-        self.sees_all_stores = True
-        store = SimpleNamespace(
-            view=self._view, propose_restart_point=self._propose, sees_all=lambda: self.sees_all_stores
-        )
+        self.may_found = True
+        store = SimpleNamespace(view=self._view, propose_restart_point=self._propose, may_found=lambda: self.may_found)
         self.outer = SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1)
         run: Any = SimpleNamespace(
             store=store,
@@ -314,7 +312,7 @@ def test_nothing_begins_while_the_run_may_go_on_in_a_store_that_does_not_answer(
     local: LocalMesh, view: View, resumes: bool
 ) -> None:
     place = Place(local, view, resumes=resumes)
-    place.sees_all_stores = False
+    place.may_found = False
     assert place.look() is JoinEvent.WAIT
 
 

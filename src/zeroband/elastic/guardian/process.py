@@ -93,6 +93,8 @@ class GuardianOrder:
     """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
     store_s: float = 0.0
     """How long it may take until the store gives the lease; a first answer is awaited in any case."""
+    store_port: int = 0
+    """Port of the store that the node holds; 0: it holds none."""
 
 
 class Guardian:
@@ -259,6 +261,8 @@ class _Watch:
         self._flags = flags
         self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._to_expire: list[str] = []
+        """Members that are gone, and of which no store was told yet."""
         self._calls = calls
         listen = order.listen
         self._identity = Identity(order.member_id, RunKey(bytes.fromhex(listen.run_key)), listen.is_sealed)
@@ -308,7 +312,10 @@ class _Watch:
             self._has_ended_lease = True
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
         while not self._gone.empty():
-            self._store.expire_lease(self._gone.get())
+            self._to_expire.append(self._gone.get())
+        while self._to_expire:  # where the store went with that member, the next store is told
+            self._store.expire_lease(self._to_expire[0])
+            del self._to_expire[0]
         if self._partners.partners() != self._known_partners:
             self._probe()
         self._take_turns_at_measuring(now_s)
@@ -318,7 +325,9 @@ class _Watch:
         self._told = self._reached()
         order = self._order
         port = order.listen.port or self._links.port
-        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, *self._told)
+        peer = Peer(
+            order.node_id, order.listen.host, port, self._flags.serves_state, *self._told, store_port=order.store_port
+        )
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
         if not self._is_at_store():
@@ -348,9 +357,9 @@ class _Watch:
     def _is_at_store(self) -> bool:
         """Whether this is at the store of the trainer, of several, or has gone there now."""
         store, number = self._store, self._flags.generation
-        if store.candidates and (store.generation is None or store.generation.number < number):
+        if store.has_several and (store.generation is None or store.generation.number < number):
             store.follow()
-        return not store.candidates or (store.generation is not None and store.generation.number >= number)
+        return not store.has_several or (store.generation is not None and store.generation.number >= number)
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""

@@ -240,6 +240,8 @@ class Peer:
     """Members whose probes come here, and whose address takes no connection from here."""
     lines: tuple[str, ...] = ()
     """Members that pass calls on to this one, the first one first, as others cannot dial it; none: it is dialled."""
+    store_port: int = 0
+    """Port of the store that its node holds; 0: it holds none."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, Opening, Verdict
+from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict
+
+MOST_STORES = 8
+"""Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
+each of them what it knows."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ class Account:
 
 
 @dataclass(frozen=True)
+class Whereabouts:
+    """What a store is told that the run does not use."""
+
+    generation: Generation
+    """The one that the run is in."""
+    store: str
+    """Address of its store, without a login."""
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A store as one look at it showed it."""
 
@@ -55,6 +69,8 @@ class Candidate:
     """That of its newest verdict; -1: it has none."""
     accounts: Mapping[str, Account] = field(default_factory=dict[str, Account])
     """What members told it within the last moments, by member."""
+    elsewhere: Whereabouts | None = None
+    """What members told it within the last moments of where the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,34 @@ class Legacy:
     run: Mapping[str, str]
     members: tuple[str, ...]
     """Those who count as alive when it begins."""
+
+
+def in_use(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The store that the run uses, of those that were looked at; None: it is in use nowhere there.
+
+    Of two in which somebody began a run at the same time it is the one that has gone on.
+    """
+    begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
+
+    def rank(candidate: Candidate) -> tuple[int, int, str]:
+        return _generation_of(candidate).number, candidate.committed_round, candidate.store
+
+    return max(begun, key=rank, default=None)
+
+
+def is_nowhere_else(candidates: Sequence[Candidate], generation: Generation | None) -> bool:
+    """Whether nothing at the stores of a run tells of a life of it in another generation, or without a store."""
+    told = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
+    begun = in_use(candidates)
+    newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
+    is_own = newest is None or newest == generation
+    return is_own and not any(candidate.accounts for candidate in candidates)
+
+
+def places_of_stores(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
+    """Host and port of the stores that members hold, of the first few: one that more than half reach is enough."""
+    holders = [peers[member] for member in sorted(peers) if peers[member].store_port]
+    return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MOST_STORES]
 
 
 def electors(verdict: Verdict) -> tuple[str, ...]:
@@ -179,8 +223,7 @@ def next_step(
     `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
     account. `own`: that account. `has_store`: its store is there, with its record, but too few members are.
     """
-    begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
-    newest = max(begun, key=_generation_of, default=None)
+    newest = in_use([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
     is_open = newest is not None and _generation_of(newest) >= own.promised
     if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
         return Enter(newest, _generation_of(newest))

@@ -383,13 +383,20 @@ class RoundCoordinator(ABC):
     ) -> Committed:
         """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
 
-        That is worked out while the others vote.
+        That is worked out while the others vote; with several stores before, since the others may need it who go to
+        another one while this vote is on its way.
         """
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
-        mesh.vote(opening, digest)
+
+        def describe() -> Mapping[str, Any]:
+            return self._describe_round(opening, result) if result is not None and self._local.rank == 0 else {}
+
+        if record is None and mesh.has_several_stores:
+            record = describe()
+        mesh.vote(opening, digest, record)
         if result is not None:
             self._parts.faults.at("voted", opening.round)
-            record = self._describe_round(opening, result) if self._local.rank == 0 else {}
+            record = describe() if record is None else record
         verdict = mesh.await_verdict(opening, record or {})
         costs.wait_s += time.monotonic() - waited_from_s
         return Committed(verdict, torch.empty(0) if result is None else result, costs)

@@ -169,12 +169,16 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, report)
         raise PeerLost(reason)
 
-    def vote(self, opening: Opening, digest: str) -> None:
-        """Name the result that this node holds; `await_verdict` follows."""
+    @property
+    def has_several_stores(self) -> bool:
+        return self._rules.has_several_stores
+
+    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> None:
+        """Name the result that this node holds; `await_verdict` follows. `record`: as there; None: not known yet."""
 
         def vote() -> None:
             try:
-                self.member.vote(opening, digest)
+                self.member.vote(opening, digest, record)
             except BaseException:
                 self.member.watch(None)
                 raise

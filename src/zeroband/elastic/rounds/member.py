@@ -34,8 +34,6 @@ from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.store.mover import Mover
-from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
@@ -68,6 +66,8 @@ class NodeIdentity:
     shm_dir: Path
     site: str | None = None
     """The site that it is at; None: it names none."""
+    store_port: int = 0
+    """Port of the store that it holds; 0: it holds none."""
 
 
 class LeaseKeeper(Protocol):
@@ -81,6 +81,20 @@ class LeaseKeeper(Protocol):
     def close(self) -> None:
         """Give the lease back and end."""
         ...
+
+
+class StoreKeeper(Protocol):
+    """What keeps a member at the store that its run uses, where it has several: in production a `Mover`."""
+
+    def recover(self) -> None:
+        """Take a step towards a store, since the one in use is silent or lost its record. Raises Fenced."""
+        ...
+
+    def look_elsewhere(self) -> None:
+        """See now and then whether the others have gone to another store, since too few members are at this one."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def new_member_id(node_id: str) -> str:
@@ -105,6 +119,8 @@ class RunAccess:
     """Told of events, by kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
+    start_mover: Callable[[str, LiveBackup], StoreKeeper | None] = lambda member_id, memory: None
+    """For a member of this id; None: the run has one store."""
     name_member: Callable[[str], str] = new_member_id
     """Gives a membership of a node its id."""
     clock: Callable[[], float] = time.monotonic
@@ -142,7 +158,6 @@ class Member:
         self.member_id = run.name_member(identity.node_id)
         self.identity = identity
         self.store = run.store
-        self._mover: Mover | None = None
         self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
@@ -177,11 +192,14 @@ class Member:
             hung_s=time_outs.hung_s,
             is_first=True,
             store_s=time_outs.store_s,
+            store_port=identity.store_port,
         )
-        if isinstance(self.store, RedisStore) and self.store.candidates:
-            self._mover = Mover(self.store, self.member_id, self._memory, flags, run.on_event)
+        self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
-        self._guardian = _KeptGuardian(order, run)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave_store)
+            self._guardian = _KeptGuardian(order, run)
+            stack.pop_all()
         self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
 
     def outlast_duplicates(self) -> None:
@@ -271,9 +289,12 @@ class Member:
             return Wait(f"round {round} is open to {len(decision.members)} others")
         return decision
 
-    def vote(self, opening: Opening, digest: str) -> None:
-        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`."""
-        generation = self._memory.voted(opening, digest)
+    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> None:
+        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
+
+        `record`: what it would write into the verdict; None: not known yet.
+        """
+        generation = self._memory.voted(opening, digest, record)
         view = self.store.vote(opening, self.member_id, digest, generation=generation)
         self._first_look = opening.round, self._checked(view, opening.round)
 
@@ -468,6 +489,9 @@ class Member:
         """Stop watching and give the lease back."""
         self._watcher.close()
         self._guardian.close()
+        self._leave_store()
+
+    def _leave_store(self) -> None:
         if self._mover is not None:
             self._mover.close()
 

@@ -26,6 +26,8 @@ class StoreBackup:
     vote: tuple[Opening, str] | None = None
     """The last that it gave."""
     orders: Orders = field(default_factory=Orders)
+    generation: Generation | None = None
+    """The one that it is from, in a run of several stores: a store that is in another one takes none of it."""
 
     @property
     def own_words(self) -> StoreBackup:
@@ -55,11 +57,11 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, digest: str) -> Generation | None:
-        """This member votes; returns the generation in which alone that counts."""
+    def voted(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> Generation | None:
+        """This member votes; returns the generation in which alone that counts. `record`: as of `would_record`."""
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
-            self._record = None
+            self._record = record
             return self._promised
 
     def would_record(self, opening: Opening, record: Mapping[str, Any]) -> str | None:
@@ -75,7 +77,7 @@ class LiveBackup:
     @property
     def to_restore(self) -> StoreBackup:
         """What a store that lost it gets back. One of several gets this member's words: the rest begins with it."""
-        return self.known if self.generation is None else self.known.own_words
+        return self.known if self.generation is None else replace(self.known.own_words, generation=self.generation)
 
     def account(self) -> Account:
         """What this member knows."""

@@ -55,6 +55,8 @@ class StoreFacts(FactSource):
 
     def _look(self) -> Mapping[str, FactBatch]:
         """Find nodes. Raises ConfigError where none can be seen for want of the token."""
+        if not self._nodes:
+            self._store.find_run()
         said = self._store.recorders()
         found = {node_id: standing for node_id, standing in said.items() if standing is not None}
         self._unopened = sorted(said.keys() - found.keys())
@@ -207,7 +209,7 @@ class NearAndFar(FactSource):
 
 def open_store_facts(config: RunConfig) -> StoreFacts:
     """Read the run that a configuration is of. Raises ConfigError where it names no store."""
-    if config.store.url is None:
+    if config.store.address is None:
         raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
     token = config.run.token.get_secret_value() if config.run.token else None
-    return StoreFacts(config.store.url.get_secret_value(), config.run.id, token)
+    return StoreFacts(config.store.address, config.run.id, token)

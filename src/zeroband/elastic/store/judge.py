@@ -21,7 +21,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
-from zeroband.elastic.membership.succession import Account
+from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
@@ -262,6 +262,17 @@ class Judge:
         """The generation that began in a store last; of the run, whatever session it is in."""
         record = self._open(name, raw, "generation")
         return None if record is None else Generation(record.label.version, record.label.id)
+
+    def seal_whereabouts(self, whereabouts: Whereabouts) -> str:
+        label = Label(0, whereabouts.generation.number, whereabouts.generation.store)
+        return self._seals.seal(whereabouts.store, "whereabouts", label=label)
+
+    def whereabouts(self, name: str, raw: bytes | None) -> Whereabouts | None:
+        """Where the run goes on, as a store was told that it does not use."""
+        record = self._open(name, raw, "whereabouts")
+        if record is None:
+            return None
+        return Whereabouts(Generation(record.label.version, record.label.id), record.text)
 
     def seal_account(self, member: str, account: Account) -> str:
         return self._seals.seal(to_json(account), "account", member)

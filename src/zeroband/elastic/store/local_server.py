@@ -108,8 +108,9 @@ class RedisServer:
     """A server that is empty at first, running while the context lasts. Its addresses stay over `stop` and `start`.
 
     `persistent`: it has on disk what it has confirmed, so that `stop` and `start` keep it. `host`, `port`: where it
-    listens besides its Unix socket. `password`: None lets everybody in who reaches it. `prefix`: of its command, to run
-    it in another network namespace. `program`: None takes the one that `find_redis_server` finds.
+    listens besides its Unix socket; several addresses have blanks between them. `password`: None lets everybody in who
+    reaches it. `prefix`: of its command, to run it in another network namespace. `program`: None takes the one that
+    `find_redis_server` finds.
     The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
     """
 
@@ -192,10 +193,12 @@ class RedisServer:
             "daemonize": "no",
         }
         if self._host:
-            settings |= {"bind": self._host, "protected-mode": "no"}
+            settings |= {"protected-mode": "no"}
         if self._password:
             settings["requirepass"] = self._password
-        return "".join(f"{key} {_quoted(value)}\n" for key, value in settings.items())
+        binds = [_quoted(host) for host in (self._host or "").split()]
+        lines = [f"{key} {_quoted(value)}\n" for key, value in settings.items()]
+        return "".join([*lines, *([f"bind {' '.join(binds)}\n"] if binds else [])])
 
     def stop(self) -> None:
         """End it at once, as a crash does. Stopping again does nothing."""

@@ -20,12 +20,16 @@ _AGAIN_S = 2.0
 _REMIND_S = 30.0
 _ASKING_S = 3.0
 """For so long other stores are asked before the silent one is called again, which may take a lease."""
+_CLOSE_S = 5.0
 
 _log = get_logger(__name__)
 
 
 class Mover:
-    """Keeps a member at the store that its run uses. One for each membership."""
+    """Keeps a member at the store that its run uses, and tells the others which one that is. One for each membership.
+
+    Owns the thread that tells them, once every `tell_s`.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,8 @@ class Mover:
         memory: LiveBackup,
         flags: SharedFlags,
         on_event: Callable[..., object],
+        *,
+        tell_s: float,
     ) -> None:
         self._store, self._member_id, self._memory, self._flags = store, member_id, memory, flags
         self._on_event = on_event
@@ -44,6 +50,20 @@ class Mover:
         memory.enter(store.generation, None)
         flags.set_generation(store.generation.number)
         store.on_silence = self.recover
+        self._say_in_use(store.generation.number)
+        self._closing = threading.Event()
+        self._teller = threading.Thread(target=self._tell, args=(tell_s,), name="store-teller", daemon=True)
+        self._teller.start()
+
+    def _tell(self, every_s: float) -> None:
+        """Tell stores that are not in use where the run goes on. Who comes to one of them later is told there."""
+        while True:
+            try:
+                self._store.tell_whereabouts()
+            except Exception as error:  # noqa: BLE001 - a node that comes later depends on this thread
+                _log.warning("cannot tell where the run goes on", extra={"fields": {"error": repr(error)}})
+            if self._closing.wait(every_s):
+                return
 
     def recover(self) -> None:
         """Take steps towards a store, since the one in use is silent or lost its record. Raises Fenced."""
@@ -74,7 +94,7 @@ class Mover:
                     self._memory.enter(generation, self._store.view(0).opening)
                     self._flags.set_generation(generation.number)
                     if generation != before:
-                        self._say_moved(generation.number)
+                        self._say_in_use(generation.number)
                 case Promise(generation):
                     self._memory.promise(generation)
                     self._flags.set_generation(generation.number)
@@ -87,8 +107,8 @@ class Mover:
                     self._say_waiting(reason)
             return isinstance(step, Enter | ComeBack)
 
-    def _say_moved(self, number: int) -> None:
-        self._on_event("store_changed", store=parse_store_url(self._store.address).shown, generation=number)
+    def _say_in_use(self, number: int) -> None:
+        self._on_event("store_in_use", store=parse_store_url(self._store.address).shown, generation=number)
 
     def _say_waiting(self, reason: str) -> None:
         now_s = time.monotonic()
@@ -98,4 +118,6 @@ class Mover:
 
     def close(self) -> None:
         """The member ends; whoever comes after it follows the run."""
+        self._closing.set()
+        self._teller.join(_CLOSE_S)
         self._store.on_silence = self._store.follow

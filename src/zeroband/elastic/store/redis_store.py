@@ -14,12 +14,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import redis
 
-from zeroband.config.store_url import addresses_in, parse_store_url
+from zeroband.config.store_url import addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Generation,
@@ -32,7 +34,16 @@ from zeroband.elastic.membership.records import (
     View,
 )
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account, Candidate, Legacy
+from zeroband.elastic.membership.succession import (
+    MOST_STORES,
+    Account,
+    Candidate,
+    Legacy,
+    Whereabouts,
+    in_use,
+    is_nowhere_else,
+    places_of_stores,
+)
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
@@ -114,6 +125,8 @@ _SURVEY_S = 1.0
 """In which a store that the run may go to must answer."""
 _FRESH_MS = 3000
 """So long counts what a member told a store that the run may go to; it tells it again every moment."""
+_ELSEWHERE_LEASES = 4
+"""So long counts what a store was told that the run does not use; it is told once a lease."""
 
 _NEVER = 1 << 31
 """More members than there are."""
@@ -176,6 +189,7 @@ class Keys:
         self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
         self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
         self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
+        self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 
     def ready(self, round: int) -> str:
@@ -207,7 +221,8 @@ class Keys:
 class RedisStore(Store):
     """The store of real runs. It also keeps the words of checkpoint writers, and the keys of process groups.
 
-    `url`: of several stores, with blanks between them, the one in use is found at the first call (`reach`).
+    `url`: of several stores, with blanks between them or held by nodes, the one in use is found at the first call
+    (`reach`).
     `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
     is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease, or
     `answer_s`.
@@ -242,9 +257,11 @@ class RedisStore(Store):
         self._has_answered = False
         self._lease_ms = int(lease_s * 1000)
         self._answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
-        addresses = addresses_in(url) or (url,)
-        self._redis = connect(addresses[0], timeout_s=self._answer_s)
-        self.address = addresses[0]
+        self._password = key.store_password if key is not None and are_of_nodes(url) else ""
+        self._listed = addresses_in(url, password=self._password) or (url,)
+        self._are_of_nodes = are_of_nodes(url)
+        self._redis = connect(self._listed[0], timeout_s=self._answer_s)
+        self.address = self._listed[0]
         """Address of the store in use."""
         self.generation: Generation | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
@@ -252,11 +269,14 @@ class RedisStore(Store):
         """Called while the store in use, of several, has been silent for a lease: finds another one, if it can."""
         self._answered_at_s = time.monotonic()
         self._following = threading.RLock()
-        self.candidates = tuple(
-            RedisStore(address, run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
-            for address in (addresses if len(addresses) > 1 else ())
-        )
-        """The stores of the run, of which each is asked by itself; none where there is one alone."""
+        self._others: tuple[str, ...] = ()
+        """Addresses of stores that are not listed, and that members hold or told of."""
+        self._asked: dict[str, RedisStore] = {}
+        """Those that were asked by themselves, by what is shown of their addresses."""
+        self._ask = partial(RedisStore, run_id=run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
+        self._is_quiet_since_s: float | None = None
+        self._said = "", 0.0
+        """Why it waits to begin a run, and when that was said."""
         self._load_scripts()
 
     def _load_scripts(self) -> None:
@@ -279,8 +299,9 @@ class RedisStore(Store):
         self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts = self._script(scripts.READ_FACTS, list)
         self._read_nodes = self._script(scripts.READ_NODES, list)
-        self._tell_account = self._script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT))
+        self._tell_account = self._script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
         self._begin_generation = self._script(scripts.BEGIN_GENERATION, _FLAG)
+        self._tell_whereabouts = self._script(scripts.TELL_WHEREABOUTS, _FLAG)
         self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
 
     def _script(self, text: str, answer: Shape) -> StoreScript:
@@ -305,32 +326,74 @@ class RedisStore(Store):
     def reach(self, *, patience_s: float) -> None:
         """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError.
 
-        Of several stores, the one in use is found, or the first one is taken into use where all answer and none is.
+        Of several stores, the one in use is found, or the first one is taken into use where all that are listed answer
+        and none is.
         """
-        if not self.candidates:
+        if not self.has_several:
             self._call(self._redis.ping, patience_s)
+            raw = self._call(lambda: self._redis.get(self.keys.elsewhere))
+            if (told := self._judge.whereabouts(self.keys.elsewhere, raw)) is not None:
+                raise ConfigError(
+                    f"store.url names one of several stores of this run, which uses {told.store}: name all"
+                )
             return
-        until_s = time.monotonic() + patience_s
+        until_s, self._said = time.monotonic() + patience_s, ("", time.monotonic())
         while self.generation is None:
             seen = self.survey()
             self._enter_newest(seen)
-            if self.generation is None and len(seen) == len(self.candidates):
+            if self.generation is not None:
+                return
+            silent = self._silent(seen)
+            if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
                 first, candidate = seen[0]
-                first.begin(Generation(1, candidate.store), None)
-            elif self.generation is None and time.monotonic() > until_s:
-                silent = [store for store in self.candidates if store not in [known for known, _ in seen]]
-                names = ", ".join(parse_store_url(store.address).shown for store in silent)
-                raise StoreLost(
-                    f"no store of store.url holds this run, and {len(silent)} of {len(self.candidates)} do not answer, "
-                    f"of which one may hold it: {names}; start them, or take out of store.url those that are gone"
-                )
-            elif self.generation is None:
-                time.sleep(_PAUSE_MAX_S)
+                with suppress(StoreLost):  # the next look shows that it is gone
+                    first.begin(Generation(1, candidate.store), None)
+                self._is_quiet_since_s = time.monotonic()
+                continue
+            if time.monotonic() > until_s:
+                raise StoreLost(self._why_not_reached(silent))
+            self._say_waits(self._why_not_reached(silent))
+            time.sleep(_PAUSE_MAX_S)
+
+    def _say_waits(self, why: str) -> None:
+        """Say why no run is begun here, where that is another reason than before and stays for a moment."""
+        said, since_s = self._said
+        if why != said and time.monotonic() - since_s > _REMIND_S:
+            self._said = why, time.monotonic()
+            _log.warning("begins nothing yet", extra={"fields": {"why": why}})
+
+    def _why_not_reached(self, silent: Sequence[str]) -> str:
+        if not silent:
+            return "the stores of the run tell that its members go on with another one, which does not answer yet"
+        key = "store.peers" if self._are_of_nodes else "store.url"
+        return (
+            f"no store of {key} holds this run, and {len(silent)} of {len(self._listed)} do not answer, of which one "
+            f"may hold it: {', '.join(silent)}; start them, or take out of {key} those that are gone"
+        )
 
     # -- several stores -----------------------------------------------------------------------------------------
 
+    @property
+    def has_several(self) -> bool:
+        """Whether the run has several stores, as far as this node knows."""
+        return self._are_of_nodes or len(self._listed) > 1 or self.generation is not None
+
+    @property
+    def candidates(self) -> tuple[RedisStore, ...]:
+        """The stores that the run may use: those listed, then those found. Each is asked by itself."""
+        with self._seeing:
+            addresses = (*self._listed, *self._others, self.address)
+            for shown, address in zip(map(_shown, addresses), addresses, strict=True):
+                if shown not in self._asked:
+                    self._asked[shown] = self._ask(address)
+            return tuple(self._asked[shown] for shown in dict.fromkeys(map(_shown, addresses)))
+
     def survey(self, member_id: str = "", account: Account | None = None) -> list[tuple[RedisStore, Candidate]]:
-        """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them."""
+        """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them.
+
+        Those of which one of them tells are asked, too.
+        """
+        answers = dict[RedisStore, Candidate | None]()
 
         def ask(store: RedisStore) -> Candidate | None:
             try:
@@ -338,21 +401,71 @@ class RedisStore(Store):
             except (StoreLost, ConfigError):
                 return None
 
-        with ThreadPoolExecutor(len(self.candidates), "survey") as pool:
-            answers = list(pool.map(ask, self.candidates))
-        return [(store, seen) for store, seen in zip(self.candidates, answers, strict=True) if seen is not None]
+        while unasked := [store for store in self.candidates if store not in answers]:
+            with ThreadPoolExecutor(len(unasked), "survey") as pool:
+                answers.update(zip(unasked, pool.map(ask, unasked), strict=True))
+            for store, seen in answers.items():
+                if seen is not None and seen.elsewhere is not None:
+                    self._find(beside(store.address, seen.elsewhere.store))
+        return [(store, seen) for store in self.candidates if (seen := answers.get(store)) is not None]
+
+    def _find(self, *addresses: str) -> None:
+        """Ask these stores, too, from now on, and fewer of those that were found before."""
+        with self._seeing:
+            self._others = tuple(dict.fromkeys([*addresses, *self._others]))[:MOST_STORES]
+
+    def _find_stores_of(self, peers: Mapping[str, Peer]) -> None:
+        if self._are_of_nodes:
+            places = [place_of(host, port) for host, port in places_of_stores(peers)]
+            self._find(*(f"redis://:{self._password}@{place}" for place in places))
+
+    def _silent(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> list[str]:
+        """The stores that are listed and do not answer."""
+        answering = [_shown(store.address) for store, _ in seen]
+        return [shown for shown in map(_shown, self._listed) if shown not in answering]
 
     def look_at_candidate(self, member_id: str, account: Account | None) -> Candidate:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, judge = self.keys, self._judge
-        names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed]
+        names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
         word = "" if account is None else judge.seal_account(member_id, account)
         args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed = self._run(self._tell_account, names, args)
+        id, generation, said, committed, elsewhere = self._run(self._tell_account, names, args)
         verdict = judge.verdict(keys.committed, committed)
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
-        return Candidate(text_of(id), judge.generation(keys.generation, generation), round, accounts)
+        told = judge.whereabouts(keys.elsewhere, elsewhere)
+        return Candidate(text_of(id), judge.generation(keys.generation, generation), round, accounts, told)
+
+    def tell_whereabouts(self) -> None:
+        """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
+        if self.generation is None:
+            return
+        word = Whereabouts(self.generation, _shown(self.address))
+        listed = {*map(_shown, self._listed)} - {word.store}
+        idle = [store for store in self.candidates if _shown(store.address) in listed]
+
+        def tell(store: RedisStore) -> None:
+            with suppress(StoreLost, ConfigError):
+                store.take_whereabouts(word)
+
+        if idle:
+            with ThreadPoolExecutor(len(idle), "whereabouts") as pool:
+                list(pool.map(tell, idle))
+
+    def take_whereabouts(self, word: Whereabouts) -> None:
+        """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
+        key, sealed = self.keys.elsewhere, self._judge.seal_whereabouts(word)
+        self._run(self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self._judge.junk(key)])
+
+    def find_run(self) -> None:
+        """Go to the store that the run uses, if this one tells that it has several: one address of them is enough."""
+        if not self.has_several:
+            names = [self.keys.generation, self.keys.elsewhere]
+            begun, elsewhere = self._call(lambda: self._redis.mget(names))
+            if begun is None and elsewhere is None:
+                return
+        self.follow()
 
     def begin(self, generation: Generation, legacy: Legacy | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
@@ -380,19 +493,34 @@ class RedisStore(Store):
         with self._following:
             self._enter_newest(self.survey())
 
-    def sees_all(self) -> bool:
-        """Whether all stores of the run answer, and none is in a newer generation: the run goes on in no other one."""
-        seen = [candidate for _, candidate in self.survey()] if self.candidates else []
-        begun = [c.generation for c in seen if c.generation is not None and self.generation is not None]
-        return len(seen) == len(self.candidates) and not any(g > self.generation for g in begun if self.generation)
+    def may_found(self) -> bool:
+        """Whether nobody can go on with the run in another store: so a node may begin it in this one.
+
+        That is when it was asked again and again, for longer than a lease: all stores that are listed have answered,
+        and no member told one of them that it is in another generation or without its store, nor began another one.
+        """
+        if not self.has_several:
+            return True
+        seen, now_s = self.survey(), time.monotonic()
+        silent = self._silent(seen)
+        if silent or not is_nowhere_else([candidate for _, candidate in seen], self.generation):
+            self._is_quiet_since_s = None
+            self._enter_newest(seen)
+            self._say_waits(self._why_not_reached(silent))
+            return False
+        if self._is_quiet_since_s is None:
+            self._is_quiet_since_s = now_s
+        return now_s - self._is_quiet_since_s > self._lease_ms / 1000 + 2 * _SURVEY_S
 
     def _enter_newest(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
-        begun = [
-            (c.generation, store) for store, c in seen if c.generation is not None and c.generation.store == c.store
-        ]
-        newest = max(begun, key=lambda one: one[0], default=None)
-        if newest is not None and (self.generation is None or newest[0] > self.generation):
-            self.enter(newest[1], newest[0])
+        newest = in_use([candidate for _, candidate in seen])
+        if newest is None or newest.generation is None or newest.generation == self.generation:
+            return
+        told = [c.elsewhere.generation for _, c in seen if c.elsewhere is not None]
+        if self.generation is None and max(told, default=newest.generation) > newest.generation:
+            return  # the run goes on in one that does not answer here, and left this one behind
+        if self.generation is None or newest.generation.number >= self.generation.number:
+            self.enter(next(store for store, candidate in seen if candidate is newest), newest.generation)
 
     def enter(self, store: RedisStore, generation: Generation) -> None:
         """Use this one of the candidates from now on."""
@@ -415,7 +543,7 @@ class RedisStore(Store):
 
     def _call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
         patience_s = self._patience_s if patience_s is None else patience_s
-        if self.candidates and self.generation is None:
+        if self.has_several and self.generation is None:
             self.follow()
         started_at_s, pause_s, reminded_at_s = time.monotonic(), _PAUSE_MIN_S, time.monotonic()
         while True:
@@ -440,7 +568,7 @@ class RedisStore(Store):
                     _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
             forget_connections(self._redis)
             self._before_retry()
-            if self.candidates and time.monotonic() - self._answered_at_s > self._lease_ms / 1000:
+            if self.has_several and time.monotonic() - self._answered_at_s > self._lease_ms / 1000:
                 self.on_silence()
             time.sleep(random.uniform(0.5, 1.0) * pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
@@ -527,8 +655,8 @@ class RedisStore(Store):
         places = [keys.opening, keys.committed, keys.run, keys.orders, f"{ready_key} {member}", f"{vote_key} {member}"]
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
         names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
-        names += [keys.changes, keys.news]
-        return self._run(self._restore, names, args) == 1
+        names += [keys.changes, keys.news, keys.generation]
+        return self._run(self._restore, names, [*args, _stamp_of(known.generation)]) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -556,7 +684,8 @@ class RedisStore(Store):
         """The living members, as a renewal tells what is new of them."""
         known.learn_times(*times)
         known.learn_alive(alive)
-        known.peers.learn(peers, known.change, lambda new: self._judge.peers(self.keys.peers, new))
+        if known.peers.learn(peers, known.change, lambda new: self._judge.peers(self.keys.peers, new)):
+            self._find_stores_of(known.peers.read)
         known.view = None
         self._keep(known)
         return {member: peer for member, peer in known.peers.read.items() if member in known.alive}
@@ -705,6 +834,8 @@ class RedisStore(Store):
             known.ready.learn(ready, known.change, read_ready),
             known.votes.learn(votes, known.change, read_votes),
         ]
+        if is_new[1]:
+            self._find_stores_of(known.peers.read)
         if self._own:
             is_new.append(known.ready.learn_own(self._own, own_ready, read_ready))
             is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
@@ -910,8 +1041,12 @@ class RedisStore(Store):
     def close(self) -> None:
         self._redis.connection_pool.disconnect()
         self._redis.close()
-        for candidate in self.candidates:
-            candidate.close()
+        for store in self._asked.values():
+            store.close()
+
+
+def _shown(address: str) -> str:
+    return parse_store_url(address).shown
 
 
 def _stamp_of(generation: Generation | None) -> str:

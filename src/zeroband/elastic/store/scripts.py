@@ -408,12 +408,14 @@ return 1
 )
 
 RESTORE = _script(
-    "string string list hash string hash hash string hash stream",
+    "string string list hash string hash hash string hash stream string",
     """
--- KEYS: opening committed history clock run ready votes orders changes news
--- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk
+-- KEYS: opening committed history clock run ready votes orders changes news generation
+-- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk,
+--   then the generation
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
+if not is_current(KEYS[11], ARGV[18]) then return 0 end
 local opening, committed, run, orders, ready, vote = unpack(ARGV, 6, 11)
 local junk = {unpack(ARGV, 12, 17)}
 local theirs = {opening = judged(redis.call('GET', KEYS[1]), junk[1]),
@@ -462,11 +464,11 @@ return changed and 1 or 0
 )
 
 TELL_ACCOUNT = _script(
-    "string string hash hash string",
+    "string string hash hash string string",
     """
--- KEYS: id generation accounts told_at committed   ARGV: new_id member account ttl fresh_ms
+-- KEYS: id generation accounts told_at committed elsewhere   ARGV: new_id member account ttl fresh_ms
 -- What a member tells that may go to this store; empty: it only looks. Returns the store's id, its generation, what was
--- told within the last moments, and the newest verdict.
+-- told within the last moments, the newest verdict, and where the run goes on.
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local now, found = time_ms(), {}
 if ARGV[3] ~= '' then
@@ -485,7 +487,20 @@ for i = 1, #at, 2 do
     redis.call('HDEL', KEYS[4], at[i])
   end
 end
-return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), found, redis.call('GET', KEYS[5])}
+return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), found, redis.call('GET', KEYS[5]),
+        redis.call('GET', KEYS[6])}
+""",
+)
+
+TELL_WHEREABOUTS = _script(
+    "string",
+    """
+-- KEYS: elsewhere   ARGV: record ttl_ms junk   where the run goes on, unless a newer word is there
+local _, known = label(judged(redis.call('GET', KEYS[1]), ARGV[3]))
+local _, number = label(ARGV[1])
+if known and known > number then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
 """,
 )
 

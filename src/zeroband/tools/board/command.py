@@ -183,7 +183,7 @@ def store_desk(arguments: argparse.Namespace) -> OrderDesk:
 def order_desk(run: FolderFacts | None) -> OrderDesk:
     """Where orders are taken: with the token and the store of the environment, and what else a run's node has set."""
     config = None if run is None else _config_of(run)
-    if config is None or config.store.url is None or config.run.token is None:
+    if config is None or config.store.address is None or config.run.token is None:
         return OrderDesk(None, None)
     return OrderDesk(config.run.token.get_secret_value(), give_through_store(config))
 

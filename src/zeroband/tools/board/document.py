@@ -331,6 +331,7 @@ def _numbers(
         "total_steps": total,
         "round": view.round,
         "epoch": view.epoch,
+        "store": view.store,
         "tokens": max((node.tokens for node in current), default=None),
         "tokens_per_s": sum(rates) if rates else None,
         "mfu": fmean(mfus) if mfus else None,

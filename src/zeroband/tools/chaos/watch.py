@@ -264,7 +264,7 @@ class Watch:
         for node, record in self._files.read():
             if "kind" not in record:
                 continue
-            if record["kind"] == "store_changed":
+            if record["kind"] == "store_in_use":
                 self._follow(record["at_s"])
             if record["kind"] == "joined":
                 self.joined_s[node] = record["at_s"]

@@ -19,10 +19,7 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
     Files do not count: every start of one is another run. `prefix`: before the time in a new name; None: it is one of
     words. Raises: ConfigError.
     """
-    schema = schema_keys()
-    flags = parse_command_line(arguments, schema).flags
-    settings = [*layer_of_environment(os.environ, schema), *layer_of_flags(flags, schema)]
-    asked = {dotted(setting.path): setting.value for setting in settings}
+    asked = _asked(arguments)
     directory, run_id = Path(asked.get("run.dir", "runs")), asked.get("run.id")
     if run_id == AUTO:
         raise ConfigError("run.id='auto': this command names its run by itself; drop it")
@@ -30,6 +27,18 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
         by_time = time.strftime(f"{prefix}-%Y%m%d-%H%M%S", time.gmtime())
         run_id = new_run_name(directory) if prefix is None else by_time
     return directory, run_id
+
+
+def asked_store(arguments: Sequence[str]) -> str | None:
+    """`store.url` of nodes with these arguments, by flags or by the environment; None: a server is started for them."""
+    return _asked(arguments).get("store.url")
+
+
+def _asked(arguments: Sequence[str]) -> dict[str, str]:
+    schema = schema_keys()
+    flags = parse_command_line(arguments, schema).flags
+    settings = [*layer_of_environment(os.environ, schema), *layer_of_flags(flags, schema)]
+    return {dotted(setting.path): setting.value for setting in settings}
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

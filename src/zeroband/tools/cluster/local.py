@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import zeroband
+from zeroband.config.store_url import NODES
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.facts import FolderFacts
@@ -27,6 +30,8 @@ PACKAGE = Path(zeroband.__file__).parent
 TRAINER = PACKAGE / "train.py"
 
 _POLL_S = 0.05
+_PEERS = 3
+"""So many nodes are named to the others where each holds a store."""
 
 
 class LocalCluster:
@@ -42,7 +47,8 @@ class LocalCluster:
 
     `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: founders that the
     run waits for. `run_id`: None makes one. `script`: what each rank runs. `store_url`: None starts a server for this
-    cluster. `alone`: the nodes get no store, for runs without [outer]. `env`: added to this process's environment.
+    cluster; "nodes" has each node hold one. `alone`: the nodes get no store, for runs without [outer]. `env`: added to
+    this process's environment.
     `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
     `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
     On leaving the context every process is killed and nothing stays in shared memory.
@@ -75,6 +81,8 @@ class LocalCluster:
         assert self._has_own_store or redis is None, "a server of its own, and no use for it"
         self.arguments = tuple(arguments)
         self._founders = nodes
+        self._store_ports: dict[str, int] = {}
+        """Where the nodes' own stores listen, by node."""
         self._script = script
         self._env = {**os.environ, **(env or {})}
         self._gpus = visible_gpus(self._env)
@@ -147,12 +155,26 @@ class LocalCluster:
             env["PYTHONPATH"] = os.pathsep.join(paths)
         if self.store_url is not None:
             env["ZERO_BAND_STORE__URL"] = self.store_url
+        if self.store_url == NODES:
+            founders = [f"node{number}" for number in range(min(self._founders, _PEERS))]
+            env["ZERO_BAND_STORE__PEERS"] = json.dumps([self.store_place(founder) for founder in founders])
+            env["ZERO_BAND_STORE__PORT"] = self.store_place(node_id).rpartition(":")[2]
         if self.network is not None:
             env["ZERO_BAND_NODE__ADVERTISE_HOST"] = self.network.address(node_id)
         first_rank = sum(node.spec.ranks for other, node in self.nodes.items() if other != node_id)
         if gpus := share_of(self._gpus, first_rank=first_rank, ranks=ranks):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return env
+
+    def store_place(self, node_id: str) -> str:
+        """Host and port of the store that a node holds itself, with `store_url` = "nodes"."""
+        if self.network is not None:
+            return f"{self.network.address(node_id)}:6379"
+        if node_id not in self._store_ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._store_ports[node_id] = probe.getsockname()[1]
+        return f"127.0.0.1:{self._store_ports[node_id]}"
 
     def _memory_of(self, node_id: str, env: Mapping[str, str]) -> Path:
         shm_dir = {**self._env, **env}.get("ZERO_BAND_NODE__SHM_DIR", "/dev/shm")

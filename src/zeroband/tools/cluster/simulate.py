@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from zeroband.config import load_config
 from zeroband.config.load import require_asked
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import REPORT_FILE
-from zeroband.tools.cluster.asked import asked_run
+from zeroband.tools.cluster.asked import asked_run, asked_store
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import TRAINER, LocalCluster
 
@@ -41,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband simulate",
         description="Start several nodes of one run on this machine, with a Redis of their own unless "
-        "ZERO_BAND_STORE__URL names one. With --virtual instead, none: a run in virtual time, for planning; "
-        "`zeroband simulate --virtual --help` says more.",
+        "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store. With --virtual instead, none: a "
+        "run in virtual time, for planning; `zeroband simulate --virtual --help` says more.",
         epilog="example: zeroband simulate 2 2 src/zeroband/train.py @configs/debug/diloco.toml --train.micro_bs 4",
     )
     parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")
@@ -93,8 +92,8 @@ def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalClu
 
     Arguments of another script than the trainer are its own business. Raises ConfigError.
     """
-    directory, run_id = asked_run(arguments if _is_trainer(script) else ())
-    store_url = os.environ.get("ZERO_BAND_STORE__URL")
+    own_arguments = arguments if _is_trainer(script) else ()
+    (directory, run_id), store_url = asked_run(own_arguments), asked_store(own_arguments)
     return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
 
 

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     try:
         config = asked_config(rest)
-        if config.store.url is None and options.nodes > 1:
+        if config.store.address is None and options.nodes > 1:
             raise ConfigError("--nodes needs store.url, through which the nodes find each other")
     except ConfigError as error:
         print(f"zeroband doctor: {error}", file=sys.stderr)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     from zeroband.tools.doctor.outside import look_outside
 
     findings = list(look_at_machine(config, os.environ, options.nodes if options.nodes > 1 else None))
-    if config.store.url is not None:
+    if config.store.address is not None:
         findings += look_outside(config, options.nodes, options.wait_s)
     _show(findings)
     return _EXIT_PROBLEM if any(finding.is_fatal for finding in findings) else 0

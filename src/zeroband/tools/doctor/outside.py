@@ -5,15 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack, closing
 
 from zeroband.checks.finding import Finding
 from zeroband.config import RunConfig
+from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
+from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.machine import look_at_address
 from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
@@ -23,29 +28,56 @@ _STORE_PATIENCE_S = 5.0
 
 def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
     """The store, this node's address, and the others."""
-    assert config.store.url is not None
-    url = config.store.url.get_secret_value()
-    store = RedisStore(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
-    try:
-        host = config.node.advertise_host or address_towards(url)
-        findings = [_time_store(store), look_at_address(host, config)]
-        if nodes > 1 and native.problem() is None:
-            findings += _look_at_pairs(config, store, host, nodes, wait_s)
-        elif nodes > 1:
-            findings.append(Finding("nodes", "not met", "links are measured with the native library, which is missing"))
-        return findings
-    except (StoreLost, ConfigError, OSError) as error:
-        return [Finding("store and network", "failed", str(error), stops="start")]
-    finally:
-        store.close()
+    url = config.store.address
+    assert url is not None
+    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+    with ExitStack() as stack:
+        try:
+            host = config.node.advertise_host or address_towards(url)
+            findings = [look_at_address(host, config)]
+            run_id, waits_s = f"{config.run.id}.doctor", _STORE_PATIENCE_S
+            if config.store.are_of_nodes:
+                waits_s = wait_s
+                if config.node.dialable:
+                    own = OwnStore(config, host, Departure(0.0))
+                    stack.push(own.close)
+                    stack.callback(own.outlast_others, run_id, lambda view: True)
+            if config.store.are_several:
+                findings.insert(0, _look_at_stores(config, url, key))
+            if nodes == 1 and config.store.are_of_nodes:  # the others need not be there
+                return findings
+            # without its token, where that is possible: a node that has another one is found, too
+            seal = key if config.store.are_of_nodes else None
+            store = RedisStore(url, run_id, key=seal, lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
+            stack.callback(store.close)
+            findings.insert(0, _time_store(store, waits_s))
+            if nodes > 1 and native.problem() is None:
+                findings += _look_at_pairs(config, store, host, nodes, wait_s)
+            elif nodes > 1:
+                seen = "links are measured with the native library, which is missing"
+                findings.append(Finding("nodes", "not met", seen))
+            return findings
+        except (StoreLost, ConfigError, OSError) as error:
+            return [Finding("store and network", "failed", str(error), stops="start")]
 
 
-def _time_store(store: RedisStore) -> Finding:
-    store.reach(patience_s=_STORE_PATIENCE_S)
+def _look_at_stores(config: RunConfig, url: str, key: RunKey) -> Finding:
+    """How many of several stores answer, and which one the run uses, if there is one."""
+    with closing(RedisStore(url, config.run.id, key=key, lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)) as store:
+        store.follow()
+        answering, asked, generation = len(store.survey()), len(store.candidates), store.generation
+    used = "no run is there yet"
+    if generation is not None:
+        used = f"the run uses {parse_store_url(store.address).shown}, generation {generation.number}"
+    return Finding("stores", f"{answering} of {asked} answer; {used}")
+
+
+def _time_store(store: RedisStore, waits_s: float) -> Finding:
+    store.reach(patience_s=waits_s)
     times: list[float] = []
     for _ in range(10):
         began_at_s = time.perf_counter()
-        store.reach(patience_s=_STORE_PATIENCE_S)
+        store.view(FOUNDING_ROUND)
         times.append(time.perf_counter() - began_at_s)
     return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
 

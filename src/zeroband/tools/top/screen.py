@@ -335,6 +335,8 @@ def _facts(scene: Scene) -> Table:
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")
+    if run.store is not None:
+        table.add_row("store", run.store)
     table.add_row("tokens/s", human_count(sum(speeds)) if speeds else "-")
     table.add_row("sent by all", human_bytes(run.sent_bytes))
     ratio = f", {run.ddp_bytes / run.sent_bytes:.3g}x" if run.sent_bytes else ""

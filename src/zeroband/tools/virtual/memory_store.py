@@ -203,6 +203,8 @@ class MemoryStore(Store):
     def restore(self, known: StoreBackup) -> bool:
         record = self.record
         with record.changed:
+            if known.generation is not None and known.generation != record.generation:
+                return False
             has_lost = record.shared is None
             committed, opening = self._committed(), self._opening()
             if known.committed is not None and _age(committed) < _age(known.committed):

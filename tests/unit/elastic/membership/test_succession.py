@@ -108,6 +108,7 @@ class Play:
             SimulatedMember(m, MemoryStore(record), self.places[0], begun, begun, first) for m in ids
         ]
         self.now = 0
+        self.mistakes = 0
 
     def reaches(self, node: int, place: Place) -> bool:
         return place.is_up and (node, place.name) not in self.cut
@@ -130,6 +131,8 @@ class Play:
             self.cut.clear()
         elif chance < 0.121:
             self.nodes[self.random.randrange(NODES)] = None
+        elif chance < 0.13:
+            self._begin_by_mistake(self.random.choice(self.places))
         else:
             self._act(self.random.randrange(NODES))
 
@@ -138,6 +141,12 @@ class Play:
         place.is_up = False
         place.record = MemoryRecord(now_ms=place.record.now_ms)
         place.told_at = {}
+
+    def _begin_by_mistake(self, place: Place) -> None:
+        """Somebody finds an empty store and begins a run there, as if there were none."""
+        if place.is_up and place.record.generation is None:
+            place.record.generation = Generation(1, place.id)
+            self.mistakes += 1
 
     def _cut(self) -> None:
         """Cut some of the nodes off from some of the stores."""
@@ -275,3 +284,4 @@ def test_there_is_one_line_of_history_whatever_is_cut_off_and_lost(first: int) -
     rounds = [max(game.history.verdicts) for game in games]
     moved = [max([0, *(p.record.generation.number for p in game.places if p.record.generation)]) for game in games]
     assert sum(rounds) > 300 and sum(number > 1 for number in moved) > 20, (rounds, moved)
+    assert sum(game.mistakes for game in games) > 20

@@ -1,21 +1,29 @@
-"""A run of several stores uses one of them at a time, and what is of an older generation counts no more."""
+"""A run of several stores uses one of them at a time, and what is of an older generation counts no more.
+
+The stores that are not in use tell who comes to them where the run goes on, and members' own ones are gone to as well.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
 import redis
-from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, hold
+from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port, hold
 
-from zeroband.elastic.membership.records import Generation
+from zeroband.elastic.membership.records import Generation, Peer, Ready
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import StoreLost
+from zeroband.errors import ConfigError, StoreLost
 
 A, B = "a#1", "b#1"
+KEY = RunKey.of("a token of the run", RUN_ID)
 OPENING = an_opening(A, B)
 
 
@@ -56,7 +64,7 @@ def test_nodes_use_one_store_whatever_the_order_of_their_lists(
 ) -> None:
     other = open_store(stack, *reversed(servers))
     assert store.generation is not None and store.generation.number == 1
-    assert (other.generation, other.address) == (store.generation, store.address) and store.sees_all()
+    assert (other.generation, other.address) == (store.generation, store.address)
     assert other.view(0).alive == {A, B}
 
 
@@ -91,3 +99,135 @@ def test_run_is_begun_only_where_all_its_stores_answer(
     stack.callback(store.close)
     with pytest.raises(StoreLost, match="1 of 2 do not answer"):
         store.reach(patience_s=1.0)
+
+
+def test_nothing_is_given_back_to_a_store_in_another_generation(store: RedisStore) -> None:
+    known = StoreBackup(A, SHARED, ready=Ready(1, 8, "d"), generation=older(store))
+    store.restore(known)
+    assert store.view(1).ready == {}
+    store.restore(replace(known, generation=store.generation))
+    assert store.view(1).ready == {A: Ready(1, 8, "d")}
+
+
+def test_node_founds_nothing_before_all_stores_were_quiet_for_longer_than_a_lease(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.monotonic()
+    assert not store.may_found()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
+    assert store.may_found()
+
+
+def test_node_founds_nothing_while_a_member_has_lost_its_store(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.generation is not None
+    now_s = time.monotonic()
+    store.survey(A, Account(store.generation, store.generation, a_verdict(OPENING)))
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
+    assert not store.may_found()
+
+
+def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_founded(
+    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
+) -> None:
+    """Their lists have another order, and each was asked before the other was begun."""
+    (_, _), (spare, seen) = store.survey()
+    spare.begin(Generation(1, seen.store), None)
+    assert store.propose_opening(OPENING, current=None, generation=store.generation)
+    assert store.propose_verdict(a_verdict(OPENING), generation=store.generation)
+    assert open_store(stack, *reversed(servers)).address == store.address
+
+
+def test_store_that_is_not_in_use_tells_where_the_run_goes_on(
+    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
+) -> None:
+    idle = servers[1] if store.address == servers[0].url else servers[0]
+    store.tell_whereabouts()
+    tool = RedisStore(idle.url, RUN_ID, lease_s=2.0, patience_s=5.0)
+    stack.callback(tool.close)
+    tool.find_run()
+    assert (tool.address, tool.generation) == (store.address, store.generation) and tool.view(0).alive == {A, B}
+
+
+def test_node_with_one_address_of_several_is_refused(
+    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
+) -> None:
+    idle = servers[1] if store.address == servers[0].url else servers[0]
+    store.tell_whereabouts()
+    node = RedisStore(idle.url, RUN_ID, lease_s=2.0, patience_s=5.0)
+    stack.callback(node.close)
+    with pytest.raises(ConfigError, match="one of several stores of this run"):
+        node.reach(patience_s=5.0)
+
+
+def test_tool_at_the_only_store_of_a_run_leaves_nothing_there(servers: tuple[RedisServer, RedisServer]) -> None:
+    with closing(RedisStore(servers[0].url, RUN_ID, lease_s=2.0, patience_s=5.0)) as tool:
+        tool.find_run()
+    with redis.Redis.from_url(servers[0].url) as client:
+        assert client.keys() == []
+
+
+# -- stores that members hold ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(stack: ExitStack) -> list[RedisServer]:
+    """The stores of three nodes."""
+    return [
+        stack.enter_context(RedisServer(host="127.0.0.1", port=free_port(), password=KEY.store_password))
+        for _ in range(3)
+    ]
+
+
+def place(server: RedisServer) -> str:
+    return server.url.rpartition("@")[2]
+
+
+def open_held(stack: ExitStack, *servers: RedisServer) -> RedisStore:
+    store = RedisStore(f"nodes://{','.join(map(place, servers))}", RUN_ID, key=KEY, lease_s=2.0, patience_s=5.0)
+    stack.callback(store.close)
+    store.reach(patience_s=5.0)
+    return store
+
+
+def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStack, held: list[RedisServer]) -> None:
+    first, _, late = held
+    store = open_held(stack, first)
+    host, _, port = place(late).partition(":")
+    store.renew_lease(A, Peer("a", host, 4000, True, store_port=int(port)), first=True)
+    first.stop()
+    assert [place_of_store(seen) for seen, _ in store.survey()] == [place(late)]
+
+
+def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitStack, held: list[RedisServer]) -> None:
+    first, second, own = held
+    member = open_held(stack, first, second)
+    member.tell_whereabouts()
+    newcomer = open_held(stack, second, own)
+    assert place(first) == place_of_store(member) == place_of_store(newcomer)
+    assert newcomer.generation == member.generation
+
+
+def test_stores_of_members_let_in_nobody_without_the_token(stack: ExitStack, held: list[RedisServer]) -> None:
+    url = f"nodes://{place(held[0])}"
+    other = RedisStore(url, RUN_ID, key=RunKey.of("another", RUN_ID), lease_s=2.0, patience_s=0.5)
+    stack.callback(other.close)
+    with pytest.raises(StoreLost, match="1 of 1 do not answer"):
+        other.reach(patience_s=0.5)
+
+
+def place_of_store(store: RedisStore) -> str:
+    return store.address.rpartition("@")[2]
+
+
+def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
+    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
+) -> None:
+    """It was told so, by members whose store this newcomer does not reach."""
+    left = next(candidate for candidate in store.candidates if candidate.address == store.address)
+    left.take_whereabouts(Whereabouts(Generation(2, "far-away"), "unix:///tmp/far/away.sock"))
+    newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, patience_s=5.0)
+    stack.callback(newcomer.close)
+    with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):
+        newcomer.reach(patience_s=0.5)

@@ -1,91 +1,139 @@
-"""A member whose store is silent asks the others step by step before it calls the silent one again."""
+"""Members whose stores are their own go on with another one when the one in use is lost, and agree on which."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import MagicMock
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
-from tests.stores import SHARED, a_verdict, an_opening
+from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
 
-from zeroband.elastic.membership.records import Generation
-from zeroband.elastic.membership.succession import Account, Candidate
-from zeroband.elastic.store import mover as mover_module
+from zeroband.elastic.membership.records import Peer, Verdict
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.mover import Mover
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.node.shared_flags import SharedFlags
 
-A, B = "a#1", "b#1"
-FIRST, SECOND = Generation(1, "first"), Generation(2, "second")
-
-
-class OtherStore:
-    """What the run may go to, and who told it something."""
-
-    def __init__(self) -> None:
-        self.seen = Candidate("second", None)
-
-    def begin(self, generation: Generation, _legacy: object) -> bool:
-        self.seen = replace(self.seen, generation=generation)
-        return True
+A, B, C = "a#1", "b#1", "c#1"
+KEY = RunKey.of("a token of the run", RUN_ID)
+LEASE_S = 1.0
 
 
-class SilentStore:
-    """The store in use, which must not be called before the member is at the other one."""
+@dataclass
+class Node:
+    """A member with a store that it holds; it knows where the first node's is, and where its own."""
 
-    def __init__(self, other: OtherStore, *others: Account) -> None:
-        self.generation, self.address = FIRST, "unix:///first"
-        self._other = other
-        self._told = dict(zip((B,), others, strict=False))
-        self.surveys = 0
+    member: str
+    server: RedisServer
+    store: RedisStore
+    memory: LiveBackup
+    events: list[dict[str, object]]
+    mover: Mover
 
-    def survey(self, member: str, account: Account) -> list[tuple[OtherStore, Candidate]]:
-        self.surveys += 1
-        self._other.seen = replace(self._other.seen, accounts={**self._told, member: account})
-        return [(self._other, self._other.seen)]
-
-    def enter(self, _store: OtherStore, generation: Generation) -> None:
-        self.generation, self.address = generation, "unix:///second"
-
-    def view(self, _round: int) -> Any:
-        assert self.generation != FIRST, "it is silent"
-        return SimpleNamespace(opening=None)
+    def go_on(self) -> None:
+        """Take steps until it is at a store in a later generation."""
+        before = self.memory.generation
+        while self.memory.generation == before:
+            self.mover.recover()
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Goes on by what is slept."""
-    clock = SimpleNamespace(now_s=100.0)
-
-    def sleep(seconds: float) -> None:
-        clock.now_s += seconds
-
-    monkeypatch.setattr(mover_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=sleep))
-    return clock
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Mapping[str, Node]]:
+    with ExitStack() as stack:
+        servers = {m: stack.enter_context(a_server()) for m in (A, B, C)}
+        yield {m: make_node(m, servers, tmp_path, stack) for m in servers}
 
 
-def mover_of(store: SilentStore) -> tuple[Mover, list[str]]:
-    said: list[str] = []
-    memory = LiveBackup(A, SHARED)
-    memory.committed(a_verdict(an_opening(A, B)))
-    flags = MagicMock(is_fenced=False)
-    return Mover(cast(RedisStore, store), A, memory, flags, lambda kind, **_: said.append(kind)), said
+def a_server() -> RedisServer:
+    return RedisServer(host="127.0.0.1", port=free_port(), password=KEY.store_password)
 
 
-def test_member_promises_begins_and_enters_without_calling_the_silent_store_between() -> None:
-    other = OtherStore()
-    bound = Account(SECOND, FIRST, a_verdict(an_opening(A, B)))
-    store = SilentStore(other, bound)
-    mover, said = mover_of(store)
-    mover.recover()
-    assert (store.generation, store.address, said) == (SECOND, "unix:///second", ["store_changed"])
+def place(server: RedisServer) -> str:
+    return server.url.rpartition("@")[2]
 
 
-def test_member_that_is_alone_calls_the_silent_store_again_after_a_while(clock: SimpleNamespace) -> None:
-    store = SilentStore(OtherStore())
-    mover, said = mover_of(store)
-    mover.recover()
-    assert store.generation == FIRST and said == []
-    assert 1 < store.surveys < 100 and clock.now_s < 110
+def make_node(member: str, servers: Mapping[str, RedisServer], folder: Path, stack: ExitStack) -> Node:
+    url = f"nodes://{','.join(dict.fromkeys(place(servers[m]) for m in (A, member)))}"
+    store = RedisStore(url, RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
+    stack.callback(store.close)
+    store.reach(patience_s=5.0)
+    flags = SharedFlags(folder / member, create=True)
+    stack.callback(flags.close)
+    memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
+    mover = Mover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
+    stack.callback(mover.close)
+    host, _, port = place(servers[member]).partition(":")
+    store.renew_lease(member, Peer(member, host, 4000, True, store_port=int(port)), first=True)
+    return Node(member, servers[member], store, memory, events, mover)
+
+
+def commit_a_round(nodes: Mapping[str, Node]) -> None:
+    """All three have seen the verdict of a round."""
+    opening, store = an_opening(A, B, C), nodes[A].store
+    store.found_or_match(SHARED)
+    assert store.propose_opening(opening, current=None, generation=store.generation)
+    assert store.propose_verdict(a_verdict(opening), generation=store.generation)
+    for node in nodes.values():
+        node.memory.learn(node.store.view(0))
+
+
+def lose(lost: Node, *survivors: Node) -> Sequence[Node]:
+    """Have a node's store end, and the others go on."""
+    lost.server.stop()
+    threads = [threading.Thread(target=node.go_on) for node in survivors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return survivors
+
+
+def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    survivors = lose(nodes[A], nodes[B], nodes[C])
+    stores = {node.store.address for node in survivors}
+    assert len(stores) == 1 and stores <= {node.server.url for node in survivors}
+    assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
+    assert [event["generation"] for event in nodes[B].events] == [1, 2]
+    assert nodes[C].store.view(1).committed == a_verdict(an_opening(A, B, C))
+
+
+def test_round_for_which_all_survivors_voted_counts_though_no_vote_arrived(nodes: Mapping[str, Node]) -> None:
+    """What its verdict says was known before: the lost node may have written it, for all that anybody knows."""
+    commit_a_round(nodes)
+    opening = replace(an_opening(A, B, C), version=2, round=1)
+    assert nodes[A].store.propose_opening(opening, current=an_opening(A, B, C), generation=nodes[A].store.generation)
+    for node in (nodes[B], nodes[C]):
+        node.memory.learn(node.store.view(1))
+        node.memory.voted(opening, "d", {"n": 1})
+    lose(nodes[A], nodes[B], nodes[C])
+    assert nodes[C].store.view(1).committed == Verdict(opening, "d", {"n": 1})
+
+
+def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    nodes[A].server.stop()
+    for _ in range(5):
+        nodes[B].mover.recover()
+    assert nodes[B].memory.generation == nodes[A].memory.generation
+    assert nodes[B].memory.account().promised == nodes[B].memory.generation
+
+
+def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(nodes: Mapping[str, Node]) -> None:
+    commit_a_round(nodes)
+    nodes[A].server.stop()
+    nodes[A].server.start(empty=True)
+    with ExitStack() as stack:
+        stranger = RedisStore(f"nodes://{place(nodes[A].server)}", RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
+        stack.callback(stranger.close)
+        stranger.reach(patience_s=5.0)
+        begun = stranger.generation
+        for _ in range(3):
+            nodes[B].mover.recover()
+        assert begun is not None and nodes[B].memory.generation != begun
+        assert not stranger.may_found(), "members have told the store that they live"

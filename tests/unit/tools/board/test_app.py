@@ -28,7 +28,20 @@ STATE_KEYS = {
     *("waiting_for", "promises", "rounds", "membership", "events", "checkpoints", "sample", "orders"),
 }
 RUN_KEYS = {
-    *("state", "words", "step", "total_steps", "round", "epoch", "tokens", "tokens_per_s", "mfu", "left_s", "loss"),
+    *(
+        "state",
+        "words",
+        "step",
+        "total_steps",
+        "round",
+        "epoch",
+        "store",
+        "tokens",
+        "tokens_per_s",
+        "mfu",
+        "left_s",
+        "loss",
+    ),
     *("parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
 }
 NODE_KEYS = {

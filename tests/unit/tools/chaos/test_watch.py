@@ -241,7 +241,7 @@ def test_store_of_several_that_is_lost_is_left_when_a_member_says_that_it_is_at_
     assert scene.look() == [] and scene.watch.stays_without_store(18.0, 13.0) is None
     scene.watch.store_is_back(lost)
     assert scene.look() == [], "what came back is empty"
-    scene.write("node1", "events", [{"kind": "store_changed", "at_s": 1007.5, "store": "x", "generation": 2}])
+    scene.write("node1", "events", [{"kind": "store_in_use", "at_s": 1007.5, "store": "x", "generation": 2}])
     scene.store.newest = Generation(2, "second")
     scene.watch.read(8.0)
     assert lost.detected_s == 7.5 and len(scene.look()) == 1

@@ -56,7 +56,8 @@ export function drawFigures(state) {
   byId("progress").setAttribute("aria-valuenow", String(Math.round(100 * (done ?? 0))));
   const steps = run.total_steps ? `Step ${format.whole(run.step)} of ${format.whole(run.total_steps)}` : `Step ${format.whole(run.step)}`;
   const inRound = run.round === null ? "" : `, round ${format.whole(run.round)}`;
-  setText(byId("progress-words"), steps + inRound);
+  const atStore = run.store ? `, store ${run.store}` : "";
+  setText(byId("progress-words"), steps + inRound + atStore);
   setText(byId("left-words"), done === null ? "" : format.percent(done, 0));
 
   setFigure("fig-loss", format.loss(run.loss), "nats/token");

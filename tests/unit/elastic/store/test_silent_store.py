@@ -1,0 +1,101 @@
+"""A member whose store is silent asks the others step by step before it calls the silent one again."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+from tests.stores import SHARED, a_verdict, an_opening
+
+from zeroband.elastic.membership.records import Generation
+from zeroband.elastic.membership.succession import Account, Candidate, Legacy
+from zeroband.elastic.store import mover as mover_module
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.redis_store import RedisStore
+
+A, B = "a#1", "b#1"
+FIRST, SECOND = Generation(1, "first"), Generation(2, "second")
+
+
+class OtherStore:
+    """What the run may go to, and who told it something."""
+
+    def __init__(self) -> None:
+        self.seen = Candidate("second", None)
+
+    def begin(self, generation: Generation, legacy: Legacy) -> bool:
+        self.seen = replace(self.seen, generation=generation, committed_round=legacy.committed.round)
+        return True
+
+
+class SilentStore:
+    """The store in use, which must not be called before the member is at the other one."""
+
+    def __init__(self, other: OtherStore, *others: Account) -> None:
+        self.generation, self.address = FIRST, "unix:///first"
+        self._other = other
+        self._told = dict(zip((B,), others, strict=False))
+        self.surveys = 0
+
+    def survey(self, member: str, account: Account) -> list[tuple[OtherStore, Candidate]]:
+        self.surveys += 1
+        self._other.seen = replace(self._other.seen, accounts={**self._told, member: account})
+        return [(self._other, self._other.seen)]
+
+    def tell_whereabouts(self) -> None: ...
+
+    def follow(self) -> None: ...
+
+    def enter(self, _store: OtherStore, generation: Generation) -> None:
+        self.generation, self.address = generation, "unix:///second"
+
+    def view(self, _round: int) -> Any:
+        assert self.generation != FIRST, "it is silent"
+        return SimpleNamespace(opening=None)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Goes on by what is slept."""
+    clock = SimpleNamespace(now_s=100.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+
+    monkeypatch.setattr(mover_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=sleep))
+    return clock
+
+
+def recover(store: SilentStore) -> list[int]:
+    """Have a member of the first round look for another store; the generations that it says it is in."""
+    said: list[int] = []
+    memory = LiveBackup(A, SHARED)
+    memory.committed(a_verdict(an_opening(A, B)))
+    flags = MagicMock(is_fenced=False)
+
+    def note(_kind: str, *, store: str, generation: int) -> None:
+        said.append(generation)
+
+    with closing(Mover(cast(RedisStore, store), A, memory, flags, note, tell_s=1.0)) as mover:
+        mover.recover()
+    return said
+
+
+def test_member_promises_begins_and_enters_without_calling_the_silent_store_between() -> None:
+    other = OtherStore()
+    bound = Account(SECOND, FIRST, a_verdict(an_opening(A, B)))
+    store = SilentStore(other, bound)
+    assert recover(store) == [1, 2]
+    assert (store.generation, store.address) == (SECOND, "unix:///second")
+
+
+def test_member_that_is_alone_calls_the_silent_store_again_after_a_while(clock: SimpleNamespace) -> None:
+    store = SilentStore(OtherStore())
+    assert recover(store) == [1]
+    assert store.generation == FIRST
+    assert 1 < store.surveys < 100 and clock.now_s < 110

@@ -1,0 +1,107 @@
+"""The store that a node holds: who is let in, and how long it stays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
+
+from zeroband.config import RunConfig, load_config
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Generation, Peer, Verdict
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.succession import Whereabouts
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import ConfigError, Leaving, StoreLost
+from zeroband.runtime.own_store import OwnStore
+
+TOKEN, HOST = "a token of the run", "127.0.0.1"
+OPENING = an_opening("a#1", "b#1")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def config_of(port: int, **environ: str) -> RunConfig:
+    argv = ["--outer.type=ddp", "--run.id", RUN_ID, "--store.url=nodes", f"--store.peers={HOST}:{port}"]
+    argv += [f"--store.port={port}", "--fault.detect-s=2"]
+    return load_config(argv, {"ZERO_BAND_RUN__TOKEN": TOKEN, **environ})
+
+
+def start(stack: ExitStack, port: int) -> Callable[[type[BaseException] | None], None]:
+    """Start one; returns what ends it."""
+    store = OwnStore(config_of(port), HOST, Departure(5.0))
+    stack.callback(store.close, RuntimeError, None, None)
+    return lambda kind: store.close(kind, None, None)
+
+
+def run_in(stack: ExitStack, port: int, *, is_complete: bool) -> RedisStore:
+    """A run in this store, in which another node holds a lease."""
+    store = RedisStore(f"nodes://{HOST}:{port}", RUN_ID, key=RunKey.of(TOKEN, RUN_ID), lease_s=2.0, patience_s=2.0)
+    stack.callback(store.close)
+    store.reach(patience_s=2.0)
+    store.found_or_match(SHARED)
+    store.renew_lease("b#1", Peer("b", HOST, 4000, True), first=True)
+    progress = Progress(inner_step=10, tokens=10, ledgers={}, is_complete=is_complete).to_record()
+    assert store.propose_opening(OPENING, current=None, generation=store.generation)
+    verdict = Verdict(OPENING, "d", {**a_verdict(OPENING).record, "progress": progress})
+    assert store.propose_verdict(verdict, generation=store.generation)
+    return store
+
+
+def test_store_that_others_reach_needs_the_token_of_the_run() -> None:
+    config = config_of(free_port(), ZERO_BAND_NODE__BIND_HOST="0.0.0.0")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"token": None})})
+    with pytest.raises(ConfigError, match="would let in everybody"):
+        OwnStore(config, HOST, Departure(5.0))
+
+
+def test_port_that_is_taken_is_named(stack: ExitStack) -> None:
+    port = free_port()
+    start(stack, port)
+    with pytest.raises(ConfigError, match=f"store.port={port}: this node cannot hold a store there"):
+        OwnStore(config_of(port), HOST, Departure(5.0))
+
+
+def test_it_stays_until_the_others_have_ended_with_the_run(stack: ExitStack) -> None:
+    port = free_port()
+    close = start(stack, port)
+    store = run_in(stack, port, is_complete=True)
+    threading.Timer(0.5, store.release_lease, ["b#1"]).start()
+    began_at_s = time.monotonic()
+    close(None)
+    assert time.monotonic() - began_at_s >= 0.5
+
+
+def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None:
+    port = free_port()
+    close = start(stack, port)
+    store, has_ended = run_in(stack, port, is_complete=False), threading.Event()
+
+    def stay() -> None:
+        while not has_ended.wait(0.1):
+            with suppress(StoreLost):
+                store.renew_lease("b#1", Peer("b", HOST, 4000, True))
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    close(Leaving)
+    has_ended.set()
+    thread.join()
+    with pytest.raises(StoreLost):
+        store.candidates[0].view(0)
+
+
+def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
+    port = free_port()
+    close = start(stack, port)
+    run_in(stack, port, is_complete=True).take_whereabouts(Whereabouts(Generation(2, "another"), f"redis://{HOST}:1"))
+    close(None)
