@@ -26,6 +26,7 @@ from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, 
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
+from zeroband.elastic.rounds.journal import JournalEntry
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -430,19 +431,33 @@ class RoundCoordinator(ABC):
             raise Fenced(f"this node was late and cannot catch up: {error}") from error
 
     def catch_up(self, round: int) -> None:
-        """Replay the rounds up to this one from the others' journals.
+        """Replay the rounds up to this one from the others' journals, and keep them in this node's.
 
         Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
         """
+        on_disk, unverified = list[Tensor](), list[JournalEntry]()
+
+        def room(nbytes: int) -> Tensor:
+            try:
+                on_disk.append(self._parts.journal.room(nbytes))
+            except OSError as error:
+                _log.warning("no room for the journal, so memory is used", extra={"fields": {"error": str(error)}})
+                return torch.empty(nbytes, dtype=torch.uint8)
+            return on_disk[-1]
+
         for number in range(self.round + 1, round + 1):
             turn = self._turn
-            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
+            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn, room=room))
             self.exchange.unpack(turn, fetched.update)
             has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
             result, record, digest = self.exchange.result_of(turn), fetched.record, fetched.state_digest
             found = self.replay(MissedRound(number, result, record, digest, has_already))
+            if on_disk:
+                unverified.append(JournalEntry(number, on_disk.pop(), record, digest))
             if self._is_one_state:
                 verify(found, digest, f"the state after round {number}", self._local)
+                while unverified:
+                    self._parts.journal.add(unverified.pop(0))
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
