@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
-from zeroband.elastic.transport.sealed import Connection, sealed_by
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 
@@ -48,6 +48,13 @@ MAX_COPIES = 2
 
 _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
+
+MADE_WAY_S = 1.0
+"""A connection sends a record in so long while a round needs the link: 0.5 Mbit/s, by which the joiner knows that it
+lives."""
+
+_UNSENT_BYTES = 1 << 17
+"""What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
 
 _POLL_S = 0.02
 
@@ -362,7 +369,8 @@ class StateServer:
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
     state itself instead of a copy. `current_round` tells the round of the state without a copy of it; with it, one copy
-    of a round serves all joiners that ask for it.
+    of a round serves all joiners that ask for it. `needs_link`: whether training stands still until a round has
+    travelled, to which joiners make way.
     """
 
     def __init__(
@@ -371,13 +379,14 @@ class StateServer:
         journal_entry: Callable[[int], ServedEntry | None],
         *,
         current_round: Callable[[], int] | None = None,
+        needs_link: Callable[[], bool] = lambda: False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._hasher = Hasher(chunk_bytes)
         self._copies = Copies(copy_state, self._hasher, current_round)
         self._stop = threading.Event()
         self._entries = Entries(journal_entry, self._hasher)
-        library = _Library(self._copies, self._entries, chunk_bytes)
+        library = _Library(self._copies, self._entries, chunk_bytes, needs_link)
 
         class Handler(_Handler):
             chunk_bytes = self._hasher.chunk_bytes
@@ -395,6 +404,8 @@ class StateServer:
             connection.close()
             return
         connection.setblocking(True)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._server.process_request(sealed_by(connection, keys), connection.getpeername())
 
     def _sweep(self) -> None:
@@ -412,10 +423,17 @@ class StateServer:
 class _Library:
     """What there is to be asked for."""
 
-    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int) -> None:
+    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int, needs_link: Callable[[], bool]) -> None:
         self.copies = copies
         self.entries = entries
         self.chunk_bytes = chunk_bytes
+        self._needs_link = needs_link
+
+    def make_way(self) -> None:
+        """Wait while a round needs the link, for a moment."""
+        until_s = time.monotonic() + MADE_WAY_S
+        while self._needs_link() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
 
     def chunk(self, sections: Mapping[str, Tensor], section: str, index: int) -> Tensor | None:
         """(nbytes,) uint8, where it lies; None where there is none."""
@@ -499,9 +517,9 @@ class _Handler(BaseHTTPRequestHandler):
             case ["state", int(round), str(section), int(index)]:
                 with library.copies.sending(round) as copy:
                     chunk = None if copy is None else library.chunk(copy.sections, section, index)
-                    self._send_chunk(None if copy is None or chunk is None else copy.read(chunk, self._room))
+                    self._send_chunk(library, None if copy is None or chunk is None else copy.read(chunk, self._room))
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(library.chunk(library.entries.sections(round), section, index))
+                self._send_chunk(library, library.chunk(library.entries.sections(round), section, index))
             case _:
                 self._send_none(HTTPStatus.NOT_FOUND)
 
@@ -515,17 +533,25 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(manifest)
 
-    def _send_chunk(self, data: Tensor | None) -> None:
-        self._send_none(HTTPStatus.NOT_FOUND) if data is None else self._send(bytes_of(data))
+    def _send_chunk(self, library: _Library, data: Tensor | None) -> None:
+        if data is None:
+            return self._send_none(HTTPStatus.NOT_FOUND)
+        self._begin(HTTPStatus.OK, data.numel())
+        for record in data.split(RECORD_BYTES):
+            library.make_way()
+            self.wfile.write(bytes_of(record))
 
-    def _send(self, data: bytes | memoryview, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
+    def _send(self, data: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._begin(status, len(data))
         self.wfile.write(data)
 
     def _send_none(self, status: HTTPStatus) -> None:
         self._send(b"", status)
+
+    def _begin(self, status: HTTPStatus, length: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
 
 
 def _number(part: str) -> str | int:

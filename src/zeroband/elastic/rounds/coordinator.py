@@ -134,6 +134,8 @@ class RoundCoordinator(ABC):
         self._offered_steps = 0
         """Inner steps in a round that the state does not hold yet."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
+        self._is_awaited = self._travels = False
+        """Training stands still for a round; contributions are on their way."""
         self._loss_sum = 0.0
         self._is_left_out = False
 
@@ -285,6 +287,11 @@ class RoundCoordinator(ABC):
         self._background = offer, BackgroundRound(partial(self._attempt, offer))
 
     @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled. Any thread."""
+        return self._is_awaited and self._travels
+
+    @property
     def _is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
@@ -360,7 +367,11 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            costs.add(self.exchange.run(opening, turn))
+            self._travels = True
+            try:
+                costs.add(self.exchange.run(opening, turn))
+            finally:
+                self._travels = False
             faults.at("reduced", round)
             result = self.exchange.result_of(turn)
             committed = self._vote(opening, digest_of(result) if self._local.rank == 0 else "", costs, result=result)
@@ -401,6 +412,7 @@ class RoundCoordinator(ABC):
 
     def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict]) -> Committed:
         """Have a round committed that this node is in. `bring`: the first attempt."""
+        self._is_awaited = True
         try:
             outcome = bring()
             while not isinstance(outcome, Committed):
@@ -415,6 +427,8 @@ class RoundCoordinator(ABC):
         except (Fenced, RolledBack):
             self.exchange.conclude(counts=False)
             raise
+        finally:
+            self._is_awaited = False
         self.exchange.conclude(counts=offer.weight > 0)
         return outcome
 

@@ -336,6 +336,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
+    @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled. Any thread."""
+        ...
+
     def copy_state(self) -> StateCopy:
         """A copy of the outer state. Any thread of local rank 0."""
         ...

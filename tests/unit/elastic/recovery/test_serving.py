@@ -172,6 +172,27 @@ def test_round_is_told_without_hashes_and_a_manifest_when_these_are_there(
     assert get(server, "/state/7/0")[0] == 200
 
 
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_joiner_gets_a_record_now_and_then_while_a_round_needs_the_link(
+    monkeypatch: pytest.MonkeyPatch, is_patient: bool
+) -> None:
+    monkeypatch.setattr(serving, "RECORD_BYTES", 250)
+    monkeypatch.setattr(serving, "MADE_WAY_S", 1000.0 if is_patient else 0.0)
+    asked = list[bool]()
+
+    def needs_link() -> bool:
+        asked.append(not is_patient or len(asked) < 3)
+        return asked[-1]
+
+    server = OpenServer("honest", Copy, lambda round: Entry(), current_round=lambda: 7, needs_link=needs_link)
+    get(server, "/state")
+    assert asked == []
+    for path in ("/state/7/params/0", "/journal/4/update/0"):
+        assert get(server, path) == (200, DATA)
+    assert asked == ([True] * 3 + [False] * 32 if is_patient else [True] * 32)
+    server.close()
+
+
 def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
     def copy_state() -> Copy:
         raise RecoveryFailed("no step ended")
