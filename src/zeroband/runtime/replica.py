@@ -420,12 +420,13 @@ class Replica:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
             outer = self.outer
-            state = outer.live_state if isinstance(outer, ManySteps) and self._is_large else outer.copy_state
+            has_phases = isinstance(outer, ManySteps)
+            state = outer.live_state if has_phases and self._is_large else outer.copy_state
             self._server = StateServer(
                 state,
                 self.journal.await_entry,
                 current_round=lambda: outer.round,
-                needs_link=lambda: outer.needs_link,
+                needs_link=lambda: has_phases and outer.needs_link,
             )
             stack.callback(self._server.close)
             self._flags.set_serves_state(True)

@@ -28,6 +28,7 @@ from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.journal import JournalEntry
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
+from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer
@@ -134,8 +135,11 @@ class RoundCoordinator(ABC):
         self._offered_steps = 0
         """Inner steps in a round that the state does not hold yet."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
-        self._is_awaited = self._travels = False
-        """Training stands still for a round; contributions are on their way."""
+        self._is_awaited = False
+        """Training stands still for a round."""
+        self._travel: Travel | None = None
+        """Contributions that are on their way."""
+        self._travelled_at_s = -math.inf
         self._loss_sum = 0.0
         self._is_left_out = False
 
@@ -288,8 +292,9 @@ class RoundCoordinator(ABC):
 
     @property
     def needs_link(self) -> bool:
-        """Whether training stands still until contributions have travelled. Any thread."""
-        return self._is_awaited and self._travels
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        travel = self._travel
+        return self._is_awaited and travel is not None and travel.has_link(time.monotonic())
 
     @property
     def _is_under_way(self) -> bool:
@@ -367,11 +372,11 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            self._travels = True
+            self._travel = Travel(time.monotonic(), self._travelled_at_s)
             try:
                 costs.add(self.exchange.run(opening, turn))
             finally:
-                self._travels = False
+                self._travel, self._travelled_at_s = None, time.monotonic()
             faults.at("reduced", round)
             result = self.exchange.result_of(turn)
             committed = self._vote(opening, digest_of(result) if self._local.rank == 0 else "", costs, result=result)

@@ -338,7 +338,7 @@ class OuterAlgorithm(SyncHooks, Protocol):
 
     @property
     def needs_link(self) -> bool:
-        """Whether training stands still until contributions have travelled. Any thread."""
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
         ...
 
     def copy_state(self) -> StateCopy:

@@ -352,6 +352,18 @@ def test_rounds_that_were_replayed_are_kept_for_others_once_the_state_is_verifie
     assert torch.equal(kept.update, theirs.update)
 
 
+def test_link_is_needed_while_contributions_travel_for_which_training_stands_still(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(DILOCO, "a", "b")
+    outer, seen = run["a"].outer, list[bool]()
+    travel = outer.exchange.run
+    monkeypatch.setattr(outer.exchange, "run", lambda *of: (seen.append(outer.needs_link), travel(*of))[1])
+    assert not outer.needs_link
+    run.round(a=noise(1), b=noise(2))
+    assert seen == [True] and not outer.needs_link
+
+
 def test_node_whose_disk_is_full_replays_from_memory_and_keeps_nothing(
     start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
