@@ -245,7 +245,10 @@ def join(donor: Donor, numel: int, folder: Path) -> tuple[float, list[int], int]
     for section in sections.values():
         for at in places_of(numel):
             section[at : at + PLACE] = 0
-        require(not section.any(), f"the state after round {round} has values that the donor's has not")
+        require(
+            not any(part.any() for part in section.split(PLACE)),
+            f"the state after round {round} has values that the donor's has not",
+        )
     return fetched_s, sorted({state.round, *(newest for *_, newest in state.later)}), round
 
 

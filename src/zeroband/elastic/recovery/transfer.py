@@ -237,9 +237,10 @@ class StateTransfer:
         self._unlisted = tuple(chunk for chunk in self._unlisted if chunk not in new) if new else ()
 
     def _list_next(self) -> None:
-        """Ask for the next hashes, a stretch ahead of the fetch."""
+        """Ask for the next hashes, before the fetch comes to the end of those that are known."""
         with self._changed:
-            is_due = self._unlisted and not self._is_listing and self._chunks.waiting <= len(self._manifest.listed())
+            is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
+            is_due = is_low and self._unlisted and not self._is_listing
         if is_due:
             self._is_listing = True
             first = self._unlisted[0].index
