@@ -2,7 +2,8 @@
 
 Two real nodes in namespaces, whose state is too large to be copied; their inner steps sleep, so that two cores carry
 them. A third one fetches the state and the journal, with what a joiner fetches them with, as fast as its link goes and
-without an end, in every other pair of rounds. It yields the processor to them, since a joiner has one of its own. Linux as root.
+without an end, in every other pair of rounds. It yields the processor to them, since a joiner has one of its own.
+Linux as root.
 
     python bench/join_cost.py [--rounds 32] [--mbit 100] [--phase-s 10]
 """

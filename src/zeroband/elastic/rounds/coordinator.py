@@ -450,11 +450,11 @@ class RoundCoordinator(ABC):
             raise Fenced(f"this node was late and cannot catch up: {error}") from error
 
     def catch_up(self, round: int) -> None:
-        """Replay the rounds up to this one from the others' journals, and keep them in this node's.
+        """Replay the rounds up to this one from the others' journals, and keep those that verify in this node's.
 
         Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
         """
-        on_disk, unverified = list[Tensor](), list[JournalEntry]()
+        on_disk: list[Tensor] = []
 
         def room(nbytes: int) -> Tensor:
             try:
@@ -471,12 +471,11 @@ class RoundCoordinator(ABC):
             has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
             result, record, digest = self.exchange.result_of(turn), fetched.record, fetched.state_digest
             found = self.replay(MissedRound(number, result, record, digest, has_already))
-            if on_disk:
-                unverified.append(JournalEntry(number, on_disk.pop(), record, digest))
+            update = on_disk.pop() if on_disk else None
             if self._is_one_state:
                 verify(found, digest, f"the state after round {number}", self._local)
-                while unverified:
-                    self._parts.journal.add(unverified.pop(0))
+                if update is not None:
+                    self._parts.journal.add(JournalEntry(number, update, record, digest))
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
