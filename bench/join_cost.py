@@ -2,7 +2,7 @@
 
 Two real nodes in namespaces, whose state is too large to be copied; their inner steps sleep, so that two cores carry
 them. A third one fetches the state and the journal, with what a joiner fetches them with, as fast as its link goes and
-without an end, in every other pair of rounds. It yields the processor to them, since a joiner has one of its own.
+without an end, in every other pair of rounds. What it takes of the processor is in the figures, where cores are few.
 Linux as root.
 
     python bench/join_cost.py [--rounds 32] [--mbit 100] [--phase-s 10]
@@ -167,9 +167,6 @@ def measure(rounds: int, mbit: float, phase_s: float) -> tuple[list[Round], int,
         store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
         stack.callback(store.close)
         command = [
-            "nice",
-            "-n",
-            "19",
             *network.prefix("joiner"),
             sys.executable,
             __file__,
@@ -203,7 +200,11 @@ def main() -> None:
     if asked.fetch:
         return Joiner(RedisStore(asked.fetch[0], asked.fetch[1], patience_s=30.0), asked.fetch[1]).run()
     found, fetched_bytes, parts = measure(asked.rounds, asked.mbit, asked.phase_s)
-    pairs = [(before, after) for before, after in pairwise(found) if before.number >= FIRST]
+    pairs = [
+        (before, after)
+        for before, after in pairwise(found)
+        if before.number >= FIRST and after.number == before.number + 1
+    ]
     require({after.has_joiner for _, after in pairs} == {True, False}, "there are no rounds to compare")
     require(fetched_bytes > 0, "the joiner fetched nothing")
     head = "| | rounds | round, median s | mean s | of it waiting | transfer | applying | members' processor |\n|"
