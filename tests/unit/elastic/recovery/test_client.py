@@ -816,7 +816,7 @@ def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serv
     [
         ({"sections": {"params": {"bytes": 4, "hashes": ["h"]}}}, "this node needs"),
         ({"chunk_bytes": 0}, "0 is no whole number"),
-        ({"chunk_bytes": 256}, "it lists 8 chunks of '\\w+' from 0, 4012 bytes have 8"),
+        ({"chunk_bytes": 1024}, "it lists 8 chunks of '\\w+' from 0, 4012 bytes have 4"),
         ({"first": 1}, "it lists 8 chunks of '\\w+' from 1, 4012 bytes have 7"),
         ({"chunk_bytes": 1 << 50}, "is no whole number"),
         ({"state_digest": None}, "None is no text"),
