@@ -4,11 +4,13 @@ Donor and joiner are two processes. The donor's state lies in sparse files; in e
 values of it, and its journal gets the mean of all, encoded. What each member does in a round anyway is left out: it
 encodes and digests the values that move. The joiner fetches over a link of `--mbit` (a token bucket that all of its
 connections share), goes on with each new round, replays the journal, and is in when its state has the donor's digest,
-and zeros elsewhere, and no newer round is there. Before that, what is expected is calculated.
+and zeros elsewhere, and no newer round is there. Before that, what is expected is calculated. Each computes in one
+thread: several of torch's wait for one another where cores are shared. Memory is RssAnon of /proc, looked at 10 times a
+second.
 
   python bench/large_join.py [--params 1e9] [--mbit 100] [--round-s 180] [--folder DIR] [--copies]
 
-`--copies`: the donor makes copies, as it does of small states. The joiner takes 12 bytes of memory a parameter.
+`--copies`: the donor makes copies, as it does of small states. The joiner takes 8 bytes of memory a parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,10 +36,9 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.recovery.client import StateFetch, fetch_entry
+from zeroband.elastic.recovery.client import FetchedEntry, StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.rounds.exchange import unpack_mean
 from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
 from zeroband.elastic.transport.sealed import Dialler
@@ -55,6 +56,9 @@ PLACES, PLACE = 16, 1 << 20
 """So many runs of so many values move in each round; they are encoded as the journal encodes pieces of a mean."""
 
 PIECE_BYTES = 1 << 16
+
+BUCKET_S = 0.5
+"""The link makes good so much of the time in which nothing came, as when a loaded machine lets nobody run."""
 
 
 def mapped(folder: Path, name: str, numel: int) -> Tensor:
@@ -126,8 +130,7 @@ def donate(numel: int, round_s: float, folder: Path, *, copies: bool) -> None:
     training.take_round()
     state = training.copy_state if copies else training.live_state
     server = StateServer(state, training.journal.await_entry, current_round=lambda: training.round)
-    before = peak = memory_bytes()
-    is_over = threading.Event()
+    memory, is_over = Peak(), threading.Event()
 
     def answer(listener: socket.socket) -> None:
         while True:
@@ -146,10 +149,11 @@ def donate(numel: int, round_s: float, folder: Path, *, copies: bool) -> None:
         trainer = threading.Thread(target=train)
         trainer.start()
         threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
-        while not is_over.wait(0.02):
-            peak = max(peak, memory_bytes())
         trainer.join()
-    print(json.dumps({"more_bytes": peak - before, "lock_s": training.lock_s, "round": training.round}), flush=True)
+    print(
+        json.dumps({"more_bytes": memory.bytes - memory.before, "lock_s": training.lock_s, "round": training.round}),
+        flush=True,
+    )
     os._exit(0)
 
 
@@ -186,7 +190,7 @@ class Link:
     def _await_turn(self, nbytes: int) -> None:
         with self._lock:
             self.passed_bytes += nbytes
-            self._free_at_s = max(self._free_at_s, time.monotonic()) + nbytes / self._bytes_per_s
+            self._free_at_s = max(self._free_at_s, time.monotonic() - BUCKET_S) + nbytes / self._bytes_per_s
             left_s = self._free_at_s - time.monotonic()
         time.sleep(max(0.0, left_s))
 
@@ -201,11 +205,35 @@ def expected(numel: float, bytes_per_s: float, round_s: float) -> tuple[float, i
     return at_s, replayed
 
 
-def join(donor: Donor, numel: int) -> tuple[float, list[int], int]:
+def replay(entry: FetchedEntry, have: Sequence[tuple[int, int]], sections: Mapping[str, Tensor]) -> None:
+    """Take a round's outer step, but for the values [start, stop) that have it, without room for all of its mean."""
+    optimizer = build_outer_optimizer(DilocoConfig(type="diloco", inner_steps=1), CODEC)
+    numel, piece_bytes = sections["params"].numel(), CODEC.encoded_size(PLACE)
+    for at, data in zip(range(0, numel, PLACE), entry.update.split(piece_bytes), strict=True):
+        stop = min(at + PLACE, numel)
+        mean = CODEC.decode(data, stop - at)
+        for part, of_mean in without(have, [(slice(at, stop), slice(0, stop - at))]):
+            optimizer.apply(*(sections[name][part] for name in SECTIONS), mean[of_mean], outer_step=entry.round)
+
+
+class Peak:
+    """The most memory of its own that this process has from here on."""
+
+    def __init__(self) -> None:
+        self.before = self.bytes = memory_bytes()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, memory_bytes())
+            time.sleep(0.1)
+
+
+def join(donor: Donor, numel: int, folder: Path) -> tuple[float, list[int], int]:
     """Join; the seconds until the state was there, the rounds that its parts were of, and the last one replayed."""
     dialler = Dialler(KEY, "joiner", is_sealed=True)
-    sections, result = {name: torch.zeros(numel) for name in SECTIONS}, torch.zeros(numel)
-    optimizer = build_outer_optimizer(DilocoConfig(type="diloco", inner_steps=1), CODEC)
+    sections = {name: torch.zeros(numel) for name in SECTIONS}
+    journal = Journal(folder, JournalBounds(4 * 3600.0, 40 * numel))
     began_at_s = time.monotonic()
     state = StateFetch(dialler, sections, mixes=True).fetch([donor])
     fetched_s, round = time.monotonic() - began_at_s, state.round
@@ -213,17 +241,17 @@ def join(donor: Donor, numel: int) -> tuple[float, list[int], int]:
     digest = state.state_digest
     while round < max([inquiry.round_of(donor), *(newest for *_, newest in state.later)]):
         round += 1
-        entry = fetch_entry([donor], dialler, round, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-        unpack_mean(entry.update, CODEC, result)
-        have = [(start, stop) for start, stop, newest in state.later if newest >= round]
-        for part, _ in without(have, [(slice(0, numel), slice(0, numel))]):
-            optimizer.apply(*(sections[name][part] for name in SECTIONS), result[part], outer_step=round)
+        entry = fetch_entry([donor], dialler, round, journal.room)
+        replay(entry, [(start, stop) for start, stop, newest in state.later if newest >= round], sections)
         digest = entry.state_digest
     require(digest_of_places(sections) == digest, f"the state after round {round} is not the donor's")
     for section in sections.values():
         for at in places_of(numel):
             section[at : at + PLACE] = 0
-        require(not section.any(), f"the state after round {round} has values that the donor's has not")
+        require(
+            not any(part.any() for part in section.split(PLACE)),
+            f"the state after round {round} has values that the donor's has not",
+        )
     return fetched_s, sorted({state.round, *(newest for *_, newest in state.later)}), round
 
 
@@ -237,6 +265,7 @@ def main() -> None:
     parser.add_argument("--donate", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     numel, bytes_per_s = int(arguments.params), arguments.mbit * 1e6 / 8
+    torch.set_num_threads(1)
     if numel < PLACES * PLACE:
         parser.error(f"--params {arguments.params:g} are too few")
     if arguments.donate:
@@ -254,15 +283,18 @@ def main() -> None:
         )
         assert donor.stdin is not None and donor.stdout is not None
         link, began_at_s = Link(int(donor.stdout.readline()), bytes_per_s), time.monotonic()
-        fetched_s, parts_of, newest = join(Donor("donor", HOST, link.port), numel)
-        took_s = time.monotonic() - began_at_s
+        memory, joiner_cpu_s = Peak(), time.process_time()
+        fetched_s, parts_of, newest = join(Donor("donor", HOST, link.port), numel, Path(folder))
+        took_s, joiner_cpu_s = time.monotonic() - began_at_s, time.process_time() - joiner_cpu_s
         cpu_s = _cpu_s(donor.pid)
         donor.stdin.close()
         cost = json.loads(donor.stdout.readline())
         donor.wait()
     print(f"in after {took_s:.0f} s: state there after {fetched_s:.0f} s, its parts of rounds {parts_of}, ", end="")
     print(f"replayed up to {newest}; {link.passed_bytes / 1e9:.2f} GB over the link")
-    of_state = cost["more_bytes"] / (BYTES_A_VALUE * numel)
+    of_state, joined_bytes = cost["more_bytes"] / (BYTES_A_VALUE * numel), memory.bytes - memory.before
+    print(f"joiner: {joined_bytes / 1e6:.0f} MB of memory, {joined_bytes / (BYTES_A_VALUE * numel):.1%} of the state; ")
+    print(f"  {joiner_cpu_s:.0f} s of processor, those of the link included")
     print(f"donor: {cost['more_bytes'] / 1e6:.0f} MB of memory more at its peak, {of_state:.1%} of the state; ", end="")
     print(
         f"{cpu_s:.0f} s of processor, its own rounds included; waited {cost['lock_s']:.3f} s for the state to be free"

@@ -42,6 +42,7 @@ NOTHING = [
     ("checkpoint", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("recovery", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("large_join", ["--params", "1"], "--params 1 are too few"),
+    ("join_cost", ["--rounds", "0"], "0 measures nothing; give 1 or more"),
     ("sparse", ["--runs", "0"], "0 measures nothing; give 1 or more"),
     ("train_loop", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("sft", ["--steps", "0"], "0 measures nothing; give 1 or more"),

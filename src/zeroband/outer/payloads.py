@@ -184,11 +184,11 @@ class PayloadExchange:
         packed = pack_payloads([payload.data for payload in payloads], weights)
         return room(packed.numel()).copy_(packed)
 
-    def room(self, turn: int, nbytes: int) -> Tensor:
+    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
         self._turn = turn
         if nbytes > self._most_packed_bytes:
             raise RecoveryFailed(f"no round of payloads of {self._codec.nbytes} bytes takes {nbytes}")
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return room(nbytes)
 
     @property
     def _most_packed_bytes(self) -> int:

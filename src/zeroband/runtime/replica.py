@@ -24,6 +24,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
+from zeroband.elastic.membership.resume_rules import begins_on_checkpoint, rounds_since
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
@@ -368,19 +369,18 @@ class Replica:
 
         None where it is not, or where members' journals do not go back so far. Local rank 0.
         """
-        committed = self.store.view(FOUNDING_ROUND).committed
-        if self._restorer is None or self._node.config.ckpt.path is None or not self._is_large or committed is None:
+        if self._restorer is None or self._node.config.ckpt.path is None or not self._is_large:
             return None
-        stamp = self._restorer.newest()
-        if stamp is None or stamp.session != committed.session or stamp.round > committed.round:
+        stamp, view = self._restorer.newest(), self.store.view(FOUNDING_ROUND)
+        missed = None if stamp is None else rounds_since(view, session=stamp.session, round=stamp.round)
+        if stamp is None or missed is None:
             return None
         try:
-            missed = committed.round - stamp.round
             entry_bytes = self.recovery.entry_bytes(stamp.round + 1) if missed else 0
         except RecoveryFailed:
             return None
-        is_less = missed * entry_bytes < self._state_bytes
-        return {"step": stamp.inner_step, "newest": committed.round} if is_less else None
+        is_taken = begins_on_checkpoint(missed, entry_bytes=entry_bytes, state_bytes=self._state_bytes)
+        return {"step": stamp.inner_step, "newest": stamp.round + missed} if is_taken else None
 
     @property
     def _state_bytes(self) -> int:
@@ -429,8 +429,14 @@ class Replica:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
             outer = self.outer
-            state = outer.live_state if isinstance(outer, ManySteps) and self._is_large else outer.copy_state
-            self._server = StateServer(state, self.journal.await_entry, current_round=lambda: outer.round)
+            has_phases = isinstance(outer, ManySteps)
+            state = outer.live_state if has_phases and self._is_large else outer.copy_state
+            self._server = StateServer(
+                state,
+                self.journal.await_entry,
+                current_round=lambda: outer.round,
+                needs_link=lambda: has_phases and outer.needs_link,
+            )
             stack.callback(self._server.close)
             self._flags.set_serves_state(True)
 

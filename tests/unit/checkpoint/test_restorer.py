@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.checkpoint.saves import SECTIONS, buffers_of, layout, saved
+from tests.unit.checkpoint.saves import SECTIONS, buffers_of, layout, saved, stamp_of
 
 from zeroband.checkpoint.inner_state import views_of
+from zeroband.checkpoint.layout import MANIFEST
 from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import LocalStorage
@@ -42,6 +43,36 @@ def restorer(
 
 def holds(buffers: Buffers, step: int) -> bool:
     return all(torch.equal(buffers[name], expected) for name, expected in buffers_of(step).items())
+
+
+def test_newest_is_what_the_newest_checkpoint_of_this_run_says_of_itself(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, buffers = restorer(tmp_path)
+    assert restore.newest() == stamp_of(20)
+    assert not any(buffer.any() for buffer in buffers.values())
+
+
+def test_newest_is_that_which_the_run_went_back_to(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, _ = restorer(tmp_path)
+    restore.point_latest(10)
+    assert restore.newest() == stamp_of(10)
+
+
+def test_there_is_no_newest_in_a_run_without_checkpoints_of_its_own(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    assert restorer(tmp_path, other=f"{tmp_path}/other")[0].newest() is None
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda manifest: manifest.write_text("{")], ids=["missing", "damaged"])
+def test_newest_that_cannot_be_read_is_none_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], object]
+) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    harm(tmp_path / "run/step_00000020" / MANIFEST)
+    restore, _ = restorer(tmp_path)
+    assert restore.newest() is None
+    assert [record.message for record in caplog.records] == ["no checkpoint to join from"]
 
 
 def test_newest_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:

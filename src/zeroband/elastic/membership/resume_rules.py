@@ -1,4 +1,4 @@
-"""How a run that nobody holds any more begins again on the state of a checkpoint. Pure rules.
+"""How a run that nobody holds any more, or a node that joins one, begins on the state of a checkpoint. Pure rules.
 
 Nodes that resume at once must found one run and not several: the first names the checkpoint and the round, and the
 store takes only its word. Rounds go on counting, so whatever belongs to an earlier one stays fenced. A member of the
@@ -49,6 +49,25 @@ def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
     if view.committed is None:
         return JoinEvent.BEGIN if resumes else JoinEvent.FOUND
     return JoinEvent.BEGIN if resumes and is_abandoned(view) else JoinEvent.JOIN
+
+
+def rounds_since(view: View, *, session: str, round: int) -> int | None:
+    """How many rounds a joiner has to replay after a checkpoint of this session and round.
+
+    None where they do not lead on from it: it is of another line of rounds, or no verdict is known.
+    """
+    committed = view.committed
+    if committed is None or committed.session != session or committed.round < round:
+        return None
+    return committed.round - round
+
+
+def begins_on_checkpoint(missed: int, *, entry_bytes: int, state_bytes: int) -> bool:
+    """Whether a joiner fetches less with the newest checkpoint: the rounds since instead of the state.
+
+    `entry_bytes`: of one of these rounds in the journal.
+    """
+    return missed * entry_bytes < state_bytes
 
 
 def restart_point_after(view: View, *, round: int, step: int, state_digest: str, member: str) -> RestartPoint:

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -19,9 +20,9 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
-from zeroband.elastic.recovery.election import believe_newest, believe_round
+from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round
 from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of
-from zeroband.elastic.recovery.transfer import STRAGGLER_S, ChunkQueue, StateTransfer, Tally
+from zeroband.elastic.recovery.transfer import STRAGGLER_S, StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed, RunOver
@@ -89,7 +90,7 @@ def _ignore(chunk_bytes: int, total_bytes: int) -> None:
 
 
 class _Download:
-    """The chunks that a manifest names, on their way into `targets`; what was verified is not fetched again."""
+    """What a manifest is of, on its way into `targets`; what was verified is not fetched again."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class _Download:
         before: _Download | None = None,
     ) -> None:
         """`before`: what came of earlier rounds stays where all sections have it."""
-        self.manifest = manifest
+        self.manifest = manifest.whole
         self.complete: dict[int, StateManifest] = {} if before is None else before.came()
         """By number of a chunk, of which earlier manifest it is."""
         chunks = (chunk for chunk in manifest.chunks() if chunk.index not in self.complete)
@@ -110,14 +111,48 @@ class _Download:
         self._targets = targets
         self._limits = limits
 
-    def run(self, supporters: Sequence[Donor], spare: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
-        """Fetch what is missing. Raises RecoveryFailed when no donor is left."""
-        chunks = ChunkQueue(self.missing, straggler_s=self._limits.straggler_s)
-        transfer = StateTransfer(self.manifest, self._inquiry, self._targets, chunks, self.tally)
+    @property
+    def first(self) -> int:
+        """Number of the first chunk that is missing."""
+        return self.missing[0].index if self.missing else 0
+
+    def run(self, believed: Believed, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
+        """Fetch what is missing. Raises RecoveryFailed when no donor is left, or none has the hashes of the rest.
+
+        `believed`: of the first that is missing.
+        """
+        self.tally.dropped |= believed.dropped
+        transfer = StateTransfer(
+            believed.manifest,
+            self._inquiry,
+            self._targets,
+            self.missing,
+            self.tally,
+            lambda first: self._believed_from(first, donors).manifest,
+            straggler_s=self._limits.straggler_s,
+        )
         try:
-            transfer.run(supporters, spare, on_chunk, donors_at_once=self._limits.donors_at_once)
+            transfer.run(
+                believed.supporters, believed.spare(donors), on_chunk, donors_at_once=self._limits.donors_at_once
+            )
         finally:
             self.missing = transfer.missing
+        if self.missing:
+            raise RecoveryFailed(f"no member has the hashes of round {self.manifest.round} from {self.missing[0]} on")
+
+    def go_on(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
+        """Fetch what is missing still. Raises as `run` does."""
+        self.run(self._believed_from(self.first, donors), donors, on_chunk)
+
+    def _believed_from(self, first: int, donors: Sequence[Donor]) -> Believed:
+        """What most donors say of the chunks from this one on. Raises RecoveryFailed, too where it is another state."""
+        round, limits = self.manifest.round, self._limits
+        believed = believe_round(donors, limits.donors_at_once, self._inquiry, round, first)
+        if believed.manifest.whole.claim != self.manifest.claim:
+            raise RecoveryFailed(
+                f"round {round} is another one now: {self.manifest.difference(believed.manifest.whole)}"
+            )
+        return believed
 
     def came(self) -> dict[int, StateManifest]:
         """Numbers of the chunks that are there of all sections, and of which manifest they are."""
@@ -209,24 +244,29 @@ class StateFetch:
 
     def _fetch_round(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> _Download:
         """Fetch what one round's donors have of what is missing."""
-        supporters: Sequence[Donor] = ()
-        spare, download = donors, self._begun
-        if download is None or not self._goes_on:
-            believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry)
-            supporters, spare = believed.supporters, believed.spare(donors)
-            if download is None or not download.missing or download.manifest.claim != believed.manifest.claim:
+        if self._begun is not None and self._goes_on:
+            download, run = self._begun, self._begun.go_on
+        else:
+            believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry, self._first_of)
+            download = self._begun
+            if download is None or not download.missing or download.manifest.claim != believed.manifest.whole.claim:
                 before = download if self._can_mix(download, believed.manifest) else None
                 self._took_s = 0.0 if before is None else self._took_s
                 download = self._begun = _Download(
                     believed.manifest, self._inquiry, self._targets, self._limits, before
                 )
-            download.tally.dropped |= believed.dropped
+            run = partial(download.run, believed)
         missing = len(download.missing)
         try:
-            download.run(supporters, spare, on_chunk)
+            run(donors, on_chunk)
         finally:
             self._goes_on = 0 < len(download.missing) < missing
         return download
+
+    def _first_of(self, round: int) -> int:
+        """Number of the first chunk that is missing, if a round is fetched next."""
+        begun = self._begun
+        return begun.first if begun is not None and (self._mixes or begun.manifest.round == round) else 0
 
     def _can_mix(self, before: _Download | None, manifest: StateManifest) -> bool:
         """Whether what came before is of use beside a newer round's."""
@@ -266,7 +306,7 @@ def fetch_entry(
         raise RecoveryFailed(f"the journal of round {round} has sections {dict(manifest.lengths)!r:.100}")
     update = room(manifest.lengths[_UPDATE])
     download = _Download(manifest, inquiry, {_UPDATE: bytes_of(update)}, limits)
-    download.run(believed.supporters, believed.spare(donors), on_chunk)
+    download.run(believed, donors, on_chunk)
     return FetchedEntry(round, update, manifest.record, manifest.state_digest)
 
 

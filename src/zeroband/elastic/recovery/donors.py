@@ -19,7 +19,7 @@ from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 
 MANIFEST_BYTES = 16 << 20
-"""Largest manifest; a state of a terabyte has one of a third of this."""
+"""Largest manifest; what takes room in it is the record of a round."""
 
 _PIECE_BYTES = 1 << 18
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -57,7 +57,7 @@ class DonorTimeouts:
     answer_s: float = 300.0
     """Longest time for a whole answer: a donor that sends a chunk more slowly is none."""
     hashing_s: float = 300.0
-    """Longest time until a donor has hashed its state."""
+    """Longest time until a donor has hashed a stretch of its state."""
     retries: int = 3
     """So many requests in a row may break off on a connection."""
     backoff_s: float = 0.2
@@ -94,7 +94,7 @@ class Inquiry:
         with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
             try:
                 status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
-                if status not in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
+                if status != HTTPStatus.OK:
                     raise RecoveryFailed(f"/{self.kind} answered {status}")
                 round = json.loads(body)["round"]
                 if type(round) is not int:
@@ -103,24 +103,27 @@ class Inquiry:
                 raise RecoveryFailed(reason_of(error)) from error
         return round
 
-    def manifest_of(self, donor: Donor, round: int) -> StateManifest | Refusal:
-        """What a donor claims of a round, once it has hashed it."""
+    def manifest_of(self, donor: Donor, round: int, first: int) -> StateManifest | Refusal:
+        """What a donor claims of a round, once it has hashed the chunks from number `first` that it lists."""
+        path = f"{self.path(round)}/{first}"
         with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
             try:
-                status, body = self._await_manifest(connection, round)
+                status, body = self._await_manifest(connection, path)
                 manifest = parse_manifest(body, self.lengths) if status == HTTPStatus.OK else None
             except (*NONSENSE, RecoveryFailed) as error:
                 return Refusal(reason_of(error))
         if manifest is None:
-            return Refusal(f"{self.path(round)} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
+            return Refusal(f"{path} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
         if manifest.round != round:
             return Refusal(f"it answers with round {manifest.round} where round {round} was asked for")
+        if manifest.first != first:
+            return Refusal(f"it lists chunks from {manifest.first} where those from {first} were asked for")
         return manifest
 
-    def _await_manifest(self, connection: DonorConnection, round: int) -> tuple[int, bytes]:
+    def _await_manifest(self, connection: DonorConnection, path: str) -> tuple[int, bytes]:
         deadline_s, pause_s = time.monotonic() + self.patience.hashing_s, _FIRST_PAUSE_S
         while True:
-            status, body = connection.get(self.path(round), MANIFEST_BYTES)
+            status, body = connection.get(path, MANIFEST_BYTES)
             if status != HTTPStatus.ACCEPTED:
                 return status, body
             if time.monotonic() > deadline_s:

@@ -90,9 +90,10 @@ def _is_decided(claims: Mapping[Donor, StateManifest], voters: int) -> bool:
     return any(2 * said.count(claim) > voters for claim in set(said))
 
 
-def believe_newest(donors: Sequence[Donor], voters: int, inquiry: Inquiry) -> Believed:
+def believe_newest(donors: Sequence[Donor], voters: int, inquiry: Inquiry, first_of: Callable[[int], int]) -> Believed:
     """Choose a round and what to believe of it. Raises RecoveryFailed where no donor serves.
 
+    `first_of`: by round, the number of the first chunk that is needed of it.
     One donor's newest round is the round that the others are asked for. Where no other holds that round, the next
     donor names one: a round that only one donor knows of is taken only if there is no other.
     """
@@ -107,7 +108,10 @@ def believe_newest(donors: Sequence[Donor], voters: int, inquiry: Inquiry) -> Be
             problems[str(first)] = str(error)
             continue
         others = [donor for donor in donors if donor != first and str(donor) not in problems]
-        poll = ask_all([first, *others], voters, lambda donor, round=round: inquiry.manifest_of(donor, round))
+        ask: Callable[[Donor], StateManifest | Refusal] = lambda donor, round=round: inquiry.manifest_of(  # noqa: E731
+            donor, round, first_of(round)
+        )
+        poll = ask_all([first, *others], voters, ask)
         problems |= {str(d): r.why for d, r in poll.refusals.items() if not r.is_other_round or d == first}
         elsewhere = [donor for donor, refusal in poll.refusals.items() if refusal.is_other_round]
         firsts = [donor for donor in firsts if donor in elsewhere]
@@ -120,9 +124,9 @@ def believe_newest(donors: Sequence[Donor], voters: int, inquiry: Inquiry) -> Be
     return alone[0]
 
 
-def believe_round(donors: Sequence[Donor], voters: int, inquiry: Inquiry, round: int) -> Believed:
-    """Choose what to believe of one round. Raises RecoveryFailed where no donor serves it."""
-    poll = ask_all(donors, voters, lambda donor: inquiry.manifest_of(donor, round))
+def believe_round(donors: Sequence[Donor], voters: int, inquiry: Inquiry, round: int, first: int = 0) -> Believed:
+    """Choose what to believe of one round from a chunk on. Raises RecoveryFailed where no donor serves it."""
+    poll = ask_all(donors, voters, lambda donor: inquiry.manifest_of(donor, round, first))
     if not poll.claims:
         raise no_donor({str(donor): refusal.why for donor, refusal in poll.refusals.items()})
     return _announced(elect(poll.claims))

@@ -2,21 +2,24 @@
 
 Runs in threads of local rank 0. A large state is served as it lies there, chunk by chunk, until the next round is
 applied; then joiners go on with that one. A small one is copied, once for all who ask, and dropped when nobody uses it.
-Training waits for a copy in memory alone, of a chunk or of a small state: hashes are computed in a thread of their own,
-one state at a time, so that joiners cost a donor at most one core. Only raw buffers and JSON cross the wire. A manifest
-names the hash of every chunk, so that what one donor claims can be held against the others.
+Training waits for a copy in memory alone, of a chunk or of a small state. Chunks are hashed stretch by stretch when a
+joiner is about to fetch them, in one thread, so that joiners cost a donor at most one core, and none of them waits for
+the hashes of a whole state. Only raw buffers and JSON cross the wire. A manifest names the hashes of a stretch, so that
+what one donor claims can be held against the others.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
@@ -24,14 +27,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
-from zeroband.elastic.transport.sealed import Connection, sealed_by
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 
 HASHES_AWAITED_S = 0.25
-"""A manifest whose hashes take longer is answered by 202 and its round: the joiner turns to other donors meanwhile."""
+"""A manifest whose hashes take longer is answered by 202: the joiner asks again."""
 
 _NUMBER_DIGITS = 18
 
@@ -46,12 +49,18 @@ MAX_COPIES = 2
 _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
 
+MADE_WAY_S = 1.0
+"""A connection sends a record in so long while a round needs the link: 0.5 Mbit/s, by which the joiner knows that it
+lives."""
+
+_UNSENT_BYTES = 1 << 17
+"""What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
+
 _POLL_S = 0.02
-_MAX_ENTRIES = 256
 
 _log = get_logger(__name__)
 
-Read = Callable[[Tensor], Tensor | None]
+Read = Callable[[Tensor, Tensor], Tensor | None]
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -71,8 +80,11 @@ class ServedState(Protocol):
         """Whether the next round was applied to it."""
         ...
 
-    def read(self, part: Tensor) -> Tensor | None:
-        """A part of a section, which nobody writes to any more; None where it is gone."""
+    def read(self, part: Tensor, room: Tensor) -> Tensor | None:
+        """A part of a section, (n,) uint8, which nobody writes to while the caller keeps `room`; None where it is gone.
+
+        `room`: at least as many bytes, in which it may be.
+        """
         ...
 
 
@@ -92,8 +104,7 @@ class ServedEntry(Protocol):
 class Promise:
     """A manifest whose hashes are being computed."""
 
-    def __init__(self, round: int) -> None:
-        self.round = round
+    def __init__(self) -> None:
         self._done = threading.Event()
         self._manifest: bytes | None = None
 
@@ -118,70 +129,112 @@ class Promise:
         return self._manifest if self._done.wait(patience_s) else None
 
 
-def _pieces(section: Tensor, nbytes: int) -> tuple[Tensor, ...]:
-    """A section in views of so many bytes each, (n,) uint8, but for the last."""
-    return section.view(torch.uint8).split(nbytes) if section.numel() else ()
+def _room(nbytes: int) -> Tensor:
+    """(nbytes,) uint8 in pages of its own: from malloc, each thread that serves would keep some more."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class Manifests:
+    """What a donor claims of one state or entry: a manifest for each stretch that is asked for, each hashed once."""
+
+    def __init__(
+        self, hasher: Hasher, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read
+    ) -> None:
+        self._hasher = hasher
+        self._served = served
+        self._read = read
+        self._bytes = {name: section.view(torch.uint8) for name, section in sections.items()}
+        self._promises: dict[int, Promise] = {}
+        self._hashes: dict[tuple[str, int], str] = {}
+        """What was hashed, by section and number; the hasher's thread alone."""
+        self._lock = threading.Lock()
+
+    @property
+    def round(self) -> int:
+        return self._served.round
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether hashes are being computed."""
+        with self._lock:
+            return not all(promise.is_kept for promise in self._promises.values())
+
+    def at(self, first: int) -> Promise | None:
+        """The manifest that lists the chunks from number `first`; None where there is none of that number."""
+        longest = max((section.numel() for section in self._bytes.values()), default=0)
+        if first > 0 and first * self._hasher.chunk_bytes >= longest:
+            return None
+        with self._lock:
+            promise = self._promises.get(first)
+            if promise is None:
+                promise = self._promises[first] = Promise()
+                self._hasher.start(lambda room: self._keep(promise, first, room))
+            return promise
+
+    def _keep(self, promise: Promise, first: int, room: Tensor) -> None:
+        hashes = {name: tuple(self._hashes_of(name, first, room)) for name in self._bytes}
+        if any("" in listed for listed in hashes.values()):
+            return promise.give_up()
+        served, lengths = self._served, {name: section.numel() for name, section in self._bytes.items()}
+        chunk_bytes = self._hasher.chunk_bytes
+        manifest = StateManifest(
+            served.round, served.state_digest, served.record, chunk_bytes, lengths, hashes, first=first
+        )
+        promise.keep(manifest.to_json())
+
+    def _hashes_of(self, name: str, first: int, room: Tensor) -> Iterator[str]:
+        """The hashes of a stretch; an empty one where the state is gone."""
+        section, size = self._bytes[name], self._hasher.chunk_bytes
+        for index in stretch_of(section.numel(), size, first):
+            if (name, index) not in self._hashes:
+                part = section[index * size : (index + 1) * size]
+                data = None if self._hasher.is_closed else self._read(part, room)
+                self._hashes[name, index] = "" if data is None else chunk_hash(bytes_of(data))
+            yield self._hashes[name, index]
 
 
 class Hasher:
-    """Computes manifests, one after the other, each in a thread that ends with it. `close()` ends them early."""
+    """Computes hashes in a thread of its own, one stretch after the other. `close()` ends that early."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._is_closed = threading.Event()
-        self._turn = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-hashes")
+        self._room = _room(chunk_bytes)
 
-    def start(self, served: ServedState) -> Promise:
-        """Begin with the hashes of a state."""
-        return self._start(served, served.sections, served.read)
+    def of_state(self, served: ServedState) -> Manifests:
+        """The manifests of a state."""
+        return Manifests(self, served, served.sections, served.read)
 
-    def start_entry(self, entry: ServedEntry) -> Promise:
-        """Begin with the hashes of an entry."""
-        return self._start(entry, {"update": entry.update}, lambda part: part)
+    def of_entry(self, entry: ServedEntry) -> Manifests:
+        """The manifests of an entry."""
+        return Manifests(self, entry, {"update": entry.update}, lambda part, room: part)
 
-    def _start(self, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read) -> Promise:
-        promise = Promise(served.round)
-        target: Callable[[], None] = lambda: self._hash(promise, served, sections, read)  # noqa: E731
-        threading.Thread(target=target, name="state-hashes", daemon=True).start()
-        return promise
+    def start(self, hash_into: Callable[[Tensor], None]) -> None:
+        """Begin with a stretch, after those that were asked for before. It gets room for a chunk."""
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(hash_into, self._room)
 
-    def _hash(
-        self, promise: Promise, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read
-    ) -> None:
-        parts = {name: _pieces(section, self.chunk_bytes) for name, section in sections.items()}
-        with self._turn:
-            hashes = {name: tuple(self._hashes(pieces, read)) for name, pieces in parts.items()}
-        if all(len(hashes[name]) == len(pieces) for name, pieces in parts.items()):
-            lengths = {name: section.nbytes for name, section in sections.items()}
-            manifest = StateManifest(
-                served.round, served.state_digest, served.record, self.chunk_bytes, lengths, hashes
-            )
-            promise.keep(manifest.to_json())
-        else:
-            promise.give_up()
-
-    def _hashes(self, parts: Sequence[Tensor], read: Read) -> Iterator[str]:
-        """Until one of them is gone."""
-        for part in parts:
-            data = None if self._is_closed.is_set() else read(part)
-            if data is None:
-                return
-            yield chunk_hash(bytes_of(data))
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
 
     def close(self) -> None:
         self._is_closed.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass
 class _Held:
     copy: ServedState
-    promise: Promise
+    manifests: Manifests
     used_at_s: float = 0.0
     sending: int = 0
     """Chunks on their way to joiners at this moment."""
 
     def is_idle(self, now_s: float, idle_s: float) -> bool:
-        return self.copy.is_gone or (self.promise.is_kept and self.sending == 0 and now_s - self.used_at_s > idle_s)
+        is_unused = self.sending == 0 and now_s - self.used_at_s > idle_s
+        return self.copy.is_gone or (is_unused and not self.manifests.is_busy)
 
 
 class Copies:
@@ -203,7 +256,7 @@ class Copies:
         """Held for moments; guards the table."""
         self._held: dict[int, _Held] = {}
 
-    def newest(self) -> Promise:
+    def newest(self) -> Manifests:
         """The state as it is now; where two older copies are in use, the newer one of these."""
         with self._making:
             with self._lock:
@@ -211,14 +264,14 @@ class Copies:
                 is_current = latest is not None and self._is_current(latest.copy.round)
                 if latest is not None and (is_current or not self._make_room()):
                     latest.used_at_s = time.monotonic()
-                    return latest.promise
+                    return latest.manifests
             copy = self._copy_state()
             with self._lock:
                 held = self._held.get(copy.round)
                 if held is None:
-                    held = self._held[copy.round] = _Held(copy, self._hasher.start(copy))
+                    held = self._held[copy.round] = _Held(copy, self._hasher.of_state(copy))
                 held.used_at_s = time.monotonic()
-                return held.promise
+                return held.manifests
 
     def _is_current(self, round: int) -> bool:
         return self._current_round is not None and self._current_round() == round
@@ -234,21 +287,21 @@ class Copies:
         del self._held[min(idle, key=lambda held: held.used_at_s).copy.round]
         return True
 
-    def at(self, round: int) -> Promise | None:
+    def at(self, round: int) -> Manifests | None:
         """The state after exactly this round; None if it is neither held nor the state of now."""
-        promise = self._promise(round)
-        if promise is not None or not self._await(round):
-            return promise
+        manifests = self._manifests(round)
+        if manifests is not None or not self._await(round):
+            return manifests
         made = self.newest()
-        return made if made.round == round else self._promise(round)
+        return made if made.round == round else self._manifests(round)
 
-    def _promise(self, round: int) -> Promise | None:
+    def _manifests(self, round: int) -> Manifests | None:
         with self._lock:
             held = self._held.get(round)
             if held is None or held.copy.is_gone:
                 return None
             held.used_at_s = time.monotonic()
-            return held.promise
+            return held.manifests
 
     def _await(self, round: int) -> bool:
         """Whether the state may be that of the round, after a short wait where it is about to be."""
@@ -282,30 +335,33 @@ class Copies:
 
 
 class Entries:
-    """The rounds of the journal with their hashes. Keeps the hashes only: how long an entry lives is the journal's."""
+    """The rounds of the journal with their hashes; how long an entry lives is the journal's."""
 
     def __init__(self, journal_entry: Callable[[int], ServedEntry | None], hasher: Hasher) -> None:
         self._journal_entry = journal_entry
         self._hasher = hasher
         self._lock = threading.Lock()
-        self._promises: OrderedDict[int, Promise] = OrderedDict()
+        self._manifests: dict[int, Manifests] = {}
 
-    def at(self, round: int) -> Promise | None:
-        """The entry of a round, hashed once; None where the journal does not hold it."""
+    def at(self, round: int) -> Manifests | None:
+        """The entry of a round, each chunk hashed once; None where the journal does not hold it."""
         entry = self._journal_entry(round)
         if entry is None:
             return None
         with self._lock:
-            if round not in self._promises:
-                self._promises[round] = self._hasher.start_entry(entry)
-            while len(self._promises) > _MAX_ENTRIES:
-                self._promises.popitem(last=False)
-            return self._promises.get(round)
+            if round not in self._manifests:
+                self._manifests[round] = self._hasher.of_entry(entry)
+            return self._manifests[round]
 
     def sections(self, round: int) -> Mapping[str, Tensor]:
         """The sections of an entry; none where the journal does not hold it."""
         entry = self._journal_entry(round)
         return {} if entry is None else {"update": entry.update}
+
+    def drop_forgotten(self) -> None:
+        """Drop what the journal no longer holds, which would keep its place on the disk."""
+        with self._lock:
+            self._manifests = {r: one for r, one in self._manifests.items() if self._journal_entry(r) is not None}
 
 
 class StateServer:
@@ -313,7 +369,8 @@ class StateServer:
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
     state itself instead of a copy. `current_round` tells the round of the state without a copy of it; with it, one copy
-    of a round serves all joiners that ask for it.
+    of a round serves all joiners that ask for it. `needs_link`: whether training stands still until a round has
+    travelled, to which joiners make way.
     """
 
     def __init__(
@@ -322,14 +379,18 @@ class StateServer:
         journal_entry: Callable[[int], ServedEntry | None],
         *,
         current_round: Callable[[], int] | None = None,
+        needs_link: Callable[[], bool] = lambda: False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._hasher = Hasher(chunk_bytes)
         self._copies = Copies(copy_state, self._hasher, current_round)
         self._stop = threading.Event()
-        library = _Library(self._copies, Entries(journal_entry, self._hasher), chunk_bytes)
+        self._entries = Entries(journal_entry, self._hasher)
+        library = _Library(self._copies, self._entries, chunk_bytes, needs_link)
 
         class Handler(_Handler):
+            chunk_bytes = self._hasher.chunk_bytes
+
             def answer(self) -> None:
                 self.serve(library)
 
@@ -343,11 +404,14 @@ class StateServer:
             connection.close()
             return
         connection.setblocking(True)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._server.process_request(sealed_by(connection, keys), connection.getpeername())
 
     def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
             self._copies.drop_unused()
+            self._entries.drop_forgotten()
 
     def close(self) -> None:
         self._stop.set()
@@ -359,10 +423,17 @@ class StateServer:
 class _Library:
     """What there is to be asked for."""
 
-    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int) -> None:
+    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int, needs_link: Callable[[], bool]) -> None:
         self.copies = copies
         self.entries = entries
         self.chunk_bytes = chunk_bytes
+        self._needs_link = needs_link
+
+    def make_way(self) -> None:
+        """Wait while a round needs the link, for a moment."""
+        until_s = time.monotonic() + MADE_WAY_S
+        while self._needs_link() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
 
     def chunk(self, sections: Mapping[str, Tensor], section: str, index: int) -> Tensor | None:
         """(nbytes,) uint8, where it lies; None where there is none."""
@@ -404,10 +475,15 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /state[/ROUND], /state/ROUND/SECTION/INDEX, /journal/ROUND, /journal/ROUND/update/INDEX."""
+    """Answers GET.
+
+    /state tells the newest round, /state/ROUND/FIRST and /journal/ROUND/FIRST list the hashes of a stretch, and chunks
+    are /state/ROUND/SECTION/INDEX and /journal/ROUND/update/INDEX.
+    """
 
     protocol_version = "HTTP/1.1"
     timeout = 30
+    chunk_bytes = CHUNK_BYTES
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -419,49 +495,63 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the trainer's log is the one log."""
 
+    @cached_property
+    def _room(self) -> Tensor:
+        """For the chunk that this connection is sent."""
+        return _room(self.chunk_bytes)
+
     def serve(self, library: _Library) -> None:
         try:
             self._serve_path(library)
         except RecoveryFailed:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+            self._send_none(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _serve_path(self, library: _Library) -> None:
         match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
-                self._send_manifest(library.copies.newest())
-            case ["state", int(round)]:
-                self._send_manifest(library.copies.at(round))
-            case ["journal", int(round)]:
-                self._send_manifest(library.entries.at(round))
+                self._send(json.dumps({"round": library.copies.newest().round}).encode())
+            case ["state", int(round), int(first)]:
+                self._send_manifest(library.copies.at(round), first)
+            case ["journal", int(round), int(first)]:
+                self._send_manifest(library.entries.at(round), first)
             case ["state", int(round), str(section), int(index)]:
                 with library.copies.sending(round) as copy:
                     chunk = None if copy is None else library.chunk(copy.sections, section, index)
-                    self._send_chunk(None if copy is None or chunk is None else copy.read(chunk))
+                    self._send_chunk(library, None if copy is None or chunk is None else copy.read(chunk, self._room))
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(library.chunk(library.entries.sections(round), section, index))
+                self._send_chunk(library, library.chunk(library.entries.sections(round), section, index))
             case _:
-                self._refuse(HTTPStatus.NOT_FOUND)
+                self._send_none(HTTPStatus.NOT_FOUND)
 
-    def _send_manifest(self, promise: Promise | None) -> None:
+    def _send_manifest(self, manifests: Manifests | None, first: int) -> None:
+        promise = None if manifests is None else manifests.at(first)
         manifest = None if promise is None else promise.await_json(HASHES_AWAITED_S)
         if promise is None or promise.is_given_up:
-            self._refuse(HTTPStatus.NOT_FOUND)
+            self._send_none(HTTPStatus.NOT_FOUND)
         elif manifest is None:
-            self._send(json.dumps({"round": promise.round}).encode(), HTTPStatus.ACCEPTED)
+            self._send_none(HTTPStatus.ACCEPTED)
         else:
             self._send(manifest)
 
-    def _send_chunk(self, data: Tensor | None) -> None:
-        self._refuse(HTTPStatus.NOT_FOUND) if data is None else self._send(bytes_of(data))
+    def _send_chunk(self, library: _Library, data: Tensor | None) -> None:
+        if data is None:
+            return self._send_none(HTTPStatus.NOT_FOUND)
+        self._begin(HTTPStatus.OK, data.numel())
+        for record in data.split(RECORD_BYTES):
+            library.make_way()
+            self.wfile.write(bytes_of(record))
 
-    def _send(self, data: bytes | memoryview, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
+    def _send(self, data: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._begin(status, len(data))
         self.wfile.write(data)
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _send_none(self, status: HTTPStatus) -> None:
         self._send(b"", status)
+
+    def _begin(self, status: HTTPStatus, length: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
 
 
 def _number(part: str) -> str | int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 8 << 20
 """Large enough that a request's round trip does not count, small enough to be lost without regret."""
+
+STRETCH = 8
+"""So many chunks of each section are hashed at a time, when a joiner is about to fetch them: a state may change before
+the others are asked for."""
 
 MAX_CHUNK_BYTES = 64 << 20
 """A joiner holds one chunk for each connection in memory; larger ones are refused."""
@@ -45,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StateManifest:
-    """What a donor claims to hold. Two donors agree when their `claim` is equal."""
+    """What a donor claims to hold, with the hashes of a stretch of it. Two donors agree when their `claim` is equal."""
 
     round: int
     state_digest: str
@@ -55,7 +59,9 @@ class StateManifest:
     lengths: Mapping[str, int]
     """Bytes of each section."""
     hashes: Mapping[str, tuple[str, ...]]
-    """For each section, the hash of each chunk."""
+    """For each section, the hashes of chunks in a row."""
+    first: int = 0
+    """Number of the first chunk whose hash is listed, in each section."""
 
     @cached_property
     def claim(self) -> str:
@@ -63,13 +69,26 @@ class StateManifest:
         return chunk_hash(self.to_json())
 
     @property
+    def whole(self) -> StateManifest:
+        """What the manifests of all stretches have in common."""
+        return replace(self, hashes=dict.fromkeys(self.lengths, ()), first=0)
+
+    @property
     def total_bytes(self) -> int:
         return sum(self.lengths.values())
 
     def chunks(self) -> Iterator[Chunk]:
-        """All chunks, section by section."""
-        for section, hashes in self.hashes.items():
-            yield from (Chunk(section, index) for index in range(len(hashes)))
+        """All chunks, section by section, whether their hashes are listed or not."""
+        for section, length in self.lengths.items():
+            yield from (Chunk(section, index) for index in range(-(-length // self.chunk_bytes)))
+
+    def listed(self) -> dict[Chunk, str]:
+        """The hashes that are listed."""
+        return {
+            Chunk(section, index): listed
+            for section, hashes in self.hashes.items()
+            for index, listed in enumerate(hashes, self.first)
+        }
 
     def part(self, chunk: Chunk, section: memoryview) -> memoryview:
         """The bytes of a chunk within its section."""
@@ -82,6 +101,7 @@ class StateManifest:
             "state_digest": self.state_digest,
             "record": json.loads(json.dumps(self.record)),  # keys become strings before they are sorted
             "chunk_bytes": self.chunk_bytes,
+            "first": self.first,
             "sections": {
                 name: {"bytes": self.lengths[name], "hashes": list(self.hashes[name])} for name in self.lengths
             },
@@ -90,15 +110,20 @@ class StateManifest:
 
     def difference(self, other: StateManifest) -> str:
         """The first value in which another manifest differs from this one, in words; empty if none does."""
-        for name in ("round", "state_digest", "chunk_bytes", "lengths"):
+        for name in ("round", "state_digest", "chunk_bytes", "lengths", "first"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return f"its {name} is {theirs!r:.{_SHOWN}}, the others' is {ours!r:.{_SHOWN}}"
-        for chunk in self.chunks():
-            ours, theirs = (manifest.hashes[chunk.section][chunk.index] for manifest in (self, other))
-            if ours != theirs:
-                return f"its {chunk} has hash {theirs}, the others' has {ours}"
+        said = other.listed()
+        for chunk, ours in self.listed().items():
+            if said.get(chunk) != ours:
+                return f"its {chunk} has hash {said.get(chunk)}, the others' has {ours}"
         return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the others'"
+
+
+def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:
+    """Numbers of the chunks of a section whose hashes are listed from the `first` on."""
+    return range(first, max(first, min(first + STRETCH, -(-section_bytes // chunk_bytes))))
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
@@ -125,6 +150,7 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
             chunk_bytes=_number(record["chunk_bytes"], 1, MAX_CHUNK_BYTES),
             lengths={n: _number(s["bytes"], 0, MAX_SECTION_BYTES) for n, s in _mapping(record["sections"]).items()},
             hashes={n: tuple(_text(h) for h in s["hashes"]) for n, s in record["sections"].items()},
+            first=_number(record["first"], 0, MAX_SECTION_BYTES),
         )
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise RecoveryFailed(f"it answers nonsense: {error!r:.200}") from error
@@ -133,9 +159,11 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
             f"it serves sections of {manifest.lengths!r:.{_SHOWN}} bytes, this node needs {dict(lengths)}"
         )
     for name, length in manifest.lengths.items():
-        needed, listed = -(-length // manifest.chunk_bytes), len(manifest.hashes[name])
+        needed, listed = len(stretch_of(length, manifest.chunk_bytes, manifest.first)), len(manifest.hashes[name])
         if listed != needed:
-            raise RecoveryFailed(f"it lists {listed} chunks of {name!r:.{_SHOWN}}, {length} bytes are {needed}")
+            raise RecoveryFailed(
+                f"it lists {listed} chunks of {name!r:.{_SHOWN}} from {manifest.first}, {length} bytes have {needed}"
+            )
     return manifest
 
 

@@ -1,7 +1,8 @@
-"""Fetching the chunks of one manifest from several donors at once. Owns the threads that do it.
+"""Fetching the chunks of one state or entry from several donors at once. Owns the threads that do it.
 
-Every chunk is held against the manifest before it is written. A donor that sends a wrong one is dropped; one that
-breaks off is tried again for a while. The target is not written to once `StateTransfer.run` returned.
+Every chunk is held against its hash before it is written; the hashes of the next chunks are asked for meanwhile. A
+donor that sends a wrong one is dropped; one that breaks off is tried again for a while. The target is not written to
+once `StateTransfer.run` returned.
 """
 
 from __future__ import annotations
@@ -51,8 +52,17 @@ class ChunkQueue:
         return (*self._flights, *self._waiting)
 
     @property
+    def waiting(self) -> int:
+        """How many chunks are at no donor."""
+        return len(self._waiting)
+
+    @property
     def is_done(self) -> bool:
         return not self._waiting and not self._flights
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """More are missing."""
+        self._waiting.extend(chunks)
 
     def take(self, donor: str, now_s: float) -> Chunk | None:
         """The next chunk for a donor to send; None if there is nothing for it at present."""
@@ -121,6 +131,13 @@ class _Enlisted:
     answer: StateManifest | Refusal
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """The hashes of the next chunks; none where nobody has them."""
+
+    hashes: Mapping[Chunk, str]
+
+
 @dataclass
 class _Source:
     """A donor in use."""
@@ -138,28 +155,42 @@ class _Source:
 
 
 class StateTransfer:
-    """One fetch of the chunks that a queue holds. `run` is for one thread, which also gets the calls of `on_chunk`."""
+    """One fetch of chunks. `run` is for one thread, which also gets the calls of `on_chunk`.
+
+    `manifest`: lists the hashes of the first of `missing`, which are fetched in their order. `list_from`: what is
+    believed of the hashes from a chunk's number on; called in a thread of its own, raises RecoveryFailed.
+    """
 
     def __init__(
         self,
         manifest: StateManifest,
         inquiry: Inquiry,
         targets: Mapping[str, memoryview],
-        chunks: ChunkQueue,
+        missing: Sequence[Chunk],
         tally: Tally,
+        list_from: Callable[[int], StateManifest],
+        *,
+        straggler_s: float = STRAGGLER_S,
     ) -> None:
         self._manifest = manifest
         self._inquiry = inquiry
         self._targets = targets
-        self._chunks = chunks
         self._tally = tally
-        self.missing = chunks.missing
+        self._list_from = list_from
+        self.missing = tuple(missing)
         """What is not there, when `run` has ended."""
+        self._done: set[Chunk] = set()
+        self._hashes: dict[Chunk, str] = {}
+        self._unlisted: Sequence[Chunk] = self.missing
+        """Chunks whose hashes are not known yet."""
+        self._chunks = ChunkQueue((), straggler_s=straggler_s)
+        self._take_hashes(manifest.listed())
+        self._is_listing = False
         self._total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
         self._changed = threading.Condition()
         """Guards the queue of chunks and the targets."""
         self._is_over = threading.Event()
-        self._events: queue.SimpleQueue[_Arrived | _Ended | _Enlisted] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Arrived | _Ended | _Enlisted | _Listed] = queue.SimpleQueue()
         self._sources: dict[Donor, _Source] = {}
         self._at_other_round: set[Donor] = set()
         """Those who hold this round no longer, which is nothing to be dropped for."""
@@ -185,6 +216,7 @@ class StateTransfer:
             for donor in supporters:
                 self._start(donor)
             while not self._is_complete():
+                self._list_next()
                 while waiting and len(self._sources) + self._asked < donors_at_once:
                     self._enlist(waiting.pop(0))
                 if not self._sources and not self._asked:
@@ -196,9 +228,35 @@ class StateTransfer:
 
     def _is_complete(self) -> bool:
         with self._changed:
-            return self._chunks.is_done
+            return self._chunks.is_done and not self._unlisted
 
-    def _note(self, event: _Arrived | _Ended | _Enlisted, on_chunk: Callable[[int, int], None]) -> None:
+    def _take_hashes(self, listed: Mapping[Chunk, str]) -> None:
+        new = {chunk: listed[chunk] for chunk in self._unlisted if chunk in listed}
+        self._hashes |= new
+        self._chunks.add(new)
+        self._unlisted = tuple(chunk for chunk in self._unlisted if chunk not in new) if new else ()
+
+    def _list_next(self) -> None:
+        """Ask for the next hashes, before the fetch comes to the end of those that are known."""
+        with self._changed:
+            is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
+            is_due = is_low and self._unlisted and not self._is_listing
+        if is_due:
+            self._is_listing = True
+            first = self._unlisted[0].index
+            self._spawn(lambda: self._put_hashes(first))
+
+    def _put_hashes(self, first: int) -> None:
+        hashes: Mapping[Chunk, str] = {}
+        try:
+            hashes = self._list_from(first).listed()
+        except RecoveryFailed as error:
+            fields = {"round": self._manifest.round, "why": str(error)}
+            _log.debug("no more hashes of a round", extra={"fields": fields})
+        finally:
+            self._events.put(_Listed(hashes))
+
+    def _note(self, event: _Arrived | _Ended | _Enlisted | _Listed, on_chunk: Callable[[int, int], None]) -> None:
         match event:
             case _Arrived():
                 self._tally.count(event.donor, event.sent_bytes)
@@ -209,6 +267,11 @@ class StateTransfer:
             case _Enlisted():
                 self._asked -= 1
                 self._note_answer(event.donor, event.answer)
+            case _Listed():
+                self._is_listing = False
+                with self._changed:
+                    self._take_hashes(event.hashes)
+                    self._changed.notify_all()
 
     def _note_answer(self, donor: Donor, answer: StateManifest | Refusal) -> None:
         if isinstance(answer, Refusal):
@@ -251,7 +314,7 @@ class StateTransfer:
     def _put_answer(self, donor: Donor) -> None:
         answer: StateManifest | Refusal = Refusal("this node failed to ask it")
         try:
-            answer = self._inquiry.manifest_of(donor, self._manifest.round)
+            answer = self._inquiry.manifest_of(donor, self._manifest.round, self._manifest.first)
         finally:
             self._events.put(_Enlisted(donor, answer))
 
@@ -272,7 +335,7 @@ class StateTransfer:
         """No chunk is written after this; threads that still wait for a donor end by themselves."""
         with self._changed:
             self._is_over.set()
-            self.missing = self._chunks.missing
+            self.missing = tuple(chunk for chunk in self.missing if chunk not in self._done)
             self._changed.notify_all()
         for source in self._sources.values():
             source.drop("the fetch is over")
@@ -310,7 +373,7 @@ class StateTransfer:
     def _take(self, source: _Source) -> Chunk | None:
         """The next chunk, waited for while others are at the last ones; None when there is nothing to do any more."""
         with self._changed:
-            while not (self._is_over.is_set() or source.why or self._chunks.is_done):
+            while not (self._is_over.is_set() or source.why or (self._chunks.is_done and not self._unlisted)):
                 chunk = self._chunks.take(source.donor.member_id, time.monotonic())
                 if chunk is not None:
                     return chunk
@@ -334,7 +397,7 @@ class StateTransfer:
             why = f"{path}: {reason_of(error)}"
         except RecoveryFailed as error:
             why, is_final = str(error), True
-        if not why and chunk_hash(data) != self._manifest.hashes[chunk.section][chunk.index]:
+        if not why and chunk_hash(data) != self._hashes[chunk]:
             why, is_final = f"{path} does not match its hash", True
         with self._changed:
             if why:
@@ -343,6 +406,7 @@ class StateTransfer:
                 is_new = self._chunks.finish(member_id, chunk, time.monotonic())
                 if is_new:
                     target[:] = data
+                    self._done.add(chunk)
                 self._events.put(_Arrived(source.donor, len(data), is_new))
             self._changed.notify_all()
         return why, is_final

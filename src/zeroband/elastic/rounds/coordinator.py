@@ -26,7 +26,9 @@ from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, 
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
+from zeroband.elastic.rounds.journal import JournalEntry
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
+from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
@@ -139,6 +141,11 @@ class RoundCoordinator(ABC):
         self._offered_steps = 0
         """Inner steps in a round that the state does not hold yet."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
+        self._is_awaited = False
+        """Training stands still for a round."""
+        self._travel: Travel | None = None
+        """Contributions that are on their way."""
+        self._travelled_at_s = -math.inf
         self._loss_sum = 0.0
         self._is_left_out = False
 
@@ -290,6 +297,12 @@ class RoundCoordinator(ABC):
         self._background = offer, BackgroundRound(partial(self._attempt, offer))
 
     @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        travel = self._travel
+        return self._is_awaited and travel is not None and travel.has_link(time.monotonic())
+
+    @property
     def _is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
@@ -365,7 +378,11 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            costs.add(self.exchange.run(opening, turn))
+            self._travel = Travel(time.monotonic(), self._travelled_at_s)
+            try:
+                costs.add(self.exchange.run(opening, turn))
+            finally:
+                self._travel, self._travelled_at_s = None, time.monotonic()
             faults.at("reduced", round)
             result = self.exchange.result_of(turn)
             committed = self._vote(opening, digest_of(result) if self._local.rank == 0 else "", costs, result=result)
@@ -413,6 +430,7 @@ class RoundCoordinator(ABC):
 
     def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict]) -> Committed:
         """Have a round committed that this node is in. `bring`: the first attempt."""
+        self._is_awaited = True
         try:
             outcome = bring()
             while not isinstance(outcome, Committed):
@@ -427,6 +445,8 @@ class RoundCoordinator(ABC):
         except (Fenced, RolledBack):
             self.exchange.conclude(counts=False)
             raise
+        finally:
+            self._is_awaited = False
         self.exchange.conclude(counts=offer.weight > 0)
         return outcome
 
@@ -443,19 +463,32 @@ class RoundCoordinator(ABC):
             raise Fenced(f"this node was late and cannot catch up: {error}") from error
 
     def catch_up(self, round: int) -> None:
-        """Replay the rounds up to this one from the others' journals.
+        """Replay the rounds up to this one from the others' journals, and keep those that verify in this node's.
 
         Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
         """
+        on_disk: list[Tensor] = []
+
+        def room(nbytes: int) -> Tensor:
+            try:
+                on_disk.append(self._parts.journal.room(nbytes))
+            except OSError as error:
+                _log.warning("no room for the journal, so memory is used", extra={"fields": {"error": str(error)}})
+                return torch.empty(nbytes, dtype=torch.uint8)
+            return on_disk[-1]
+
         for number in range(self.round + 1, round + 1):
             turn = self._turn
-            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
+            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn, room=room))
             self.exchange.unpack(turn, fetched.update)
             has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
             result, record, digest = self.exchange.result_of(turn), fetched.record, fetched.state_digest
             found = self.replay(MissedRound(number, result, record, digest, has_already))
+            update = on_disk.pop() if on_disk else None
             if self._is_one_state:
                 verify(found, digest, f"the state after round {number}", self._local)
+                if update is not None:
+                    self._parts.journal.add(JournalEntry(number, update, record, digest))
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 

@@ -57,10 +57,10 @@ class Exchange(Protocol):
         """
         ...
 
-    def room(self, turn: int, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 for what a round that this node missed was made from. Local rank 0.
+    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
+        """(nbytes,) uint8 for what a round that this node missed was made from: what `room` gives, or the result's.
 
-        Raises RecoveryFailed where that never has so many bytes.
+        Local rank 0. Raises RecoveryFailed where that never has so many bytes.
         """
         ...
 
@@ -116,11 +116,11 @@ class MeanExchange:
     def pack(self, result: Tensor, room: Room) -> Tensor:
         return pack_mean(result, self._codec, room)
 
-    def room(self, turn: int, nbytes: int) -> Tensor:
+    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
         result = self.result_of(turn)
         if nbytes not in packed_sizes(result.numel(), self._codec):
             raise RecoveryFailed(f"no mean of {result.numel()} values takes {nbytes} bytes")
-        return result.view(torch.uint8) if nbytes == 4 * result.numel() else torch.empty(nbytes, dtype=torch.uint8)
+        return result.view(torch.uint8) if nbytes == 4 * result.numel() else room(nbytes)
 
     def unpack(self, turn: int, update: Tensor | None) -> None:
         result = self.result_of(turn)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from zeroband.data.ledger import SHARED, Range
@@ -47,8 +46,8 @@ class StateCopy:
     state_digest: str
     is_gone = False
 
-    def read(self, part: Tensor) -> Tensor:
-        """A part of a section."""
+    def read(self, part: Tensor, room: Tensor) -> Tensor:
+        """A part of a section, where it lies."""
         return part
 
 
@@ -68,14 +67,14 @@ class LiveState:
     def is_gone(self) -> bool:
         return self.round_now() != self.round
 
-    def read(self, part: Tensor) -> Tensor | None:
-        """A copy of a part of a section, of at least a byte; None where it is gone.
-
-        In pages of its own: from malloc, each thread that serves would keep some chunks' worth.
-        """
-        copy = torch.frombuffer(mmap.mmap(-1, part.nbytes), dtype=part.dtype)
+    def read(self, part: Tensor, room: Tensor) -> Tensor | None:
+        """A part of a section, (n,) uint8, copied into `room`; None where it is gone."""
+        copy = room[: part.numel()]
         with self.lock:
-            return None if self.is_gone else copy.copy_(part)
+            if self.is_gone:
+                return None
+            np.copyto(copy.numpy(), part.numpy())  # by this thread alone: torch would have several of its own for each
+        return copy
 
 
 LaterPart = tuple[int, int, int]
@@ -335,6 +334,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
 
         Raises RunOver where the run ended with the last of them, RecoveryFailed where nobody keeps them.
         """
+        ...
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
         ...
 
     def copy_state(self) -> StateCopy:

@@ -102,7 +102,7 @@ class Journal:
             self.add(JournalEntry(round, update, record, state))
 
     def room(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 on disk, after making way for it. Raises OSError where the disk is full."""
+        """(nbytes,) uint8 on disk, after making way for it. Raises OSError where the disk is full. Any thread."""
         with self._changed:
             self._keep(self._bounds.max_rounds - 1, self._bounds.max_bytes - nbytes)
         if nbytes == 0:

@@ -1,8 +1,12 @@
-"""Phase length: how many inner steps this node makes in a round, a fixed number or what fits into a time. Pure."""
+"""Phase length: how many inner steps this node makes in a round, a fixed number or what fits into a time. Pure.
+
+Between two phases contributions travel, and have the link for a time.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 _FIRST_STEPS = 8
 """Steps of a round that only shows how fast this node is."""
@@ -48,3 +52,16 @@ class PhaseLength:
         if self._step_s is None:
             return min(_FIRST_STEPS, self._steps)
         return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Contributions of a round on their way. Times are of one clock."""
+
+    began_at_s: float
+    before_at_s: float
+    """When those of the round before had travelled."""
+
+    def has_link(self, now_s: float) -> bool:
+        """Whether the link is theirs alone: as long as they had left it to others, joiners among them."""
+        return now_s - self.began_at_s < self.began_at_s - self.before_at_s

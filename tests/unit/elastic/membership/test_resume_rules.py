@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.epoch import Rules, Wait, next_opening
 from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, from_json, to_json
-from zeroband.elastic.membership.resume_rules import is_abandoned, pending, restart_point_after, restarts_with, way_in
+from zeroband.elastic.membership.resume_rules import (
+    begins_on_checkpoint,
+    is_abandoned,
+    pending,
+    restart_point_after,
+    restarts_with,
+    rounds_since,
+    way_in,
+)
 
 A, B, C = "a#1", "b#1", "c#1"
 ALIVE = st.frozensets(st.sampled_from([A, B, C]))
@@ -132,3 +140,24 @@ def test_member_of_the_dead_run_that_comes_back_is_preferred_to_the_checkpoint()
 
 def test_beginning_comes_back_from_its_record() -> None:
     assert from_json(RestartPoint, to_json(a_restart_point())) == a_restart_point()
+
+
+@pytest.mark.parametrize(
+    ("session", "round", "missed"),
+    [("s1", 4, 0), ("s1", 1, 3), ("s1", 5, None), ("s0", 4, None), ("", 4, None)],
+    ids=["newest", "earlier", "ahead of the run", "another line of rounds", "no session"],
+)
+def test_rounds_lead_on_from_a_checkpoint_of_their_session(session: str, round: int, missed: int | None) -> None:
+    view = View(None, Verdict(an_opening(A), "d", {"session": "s1"}), frozenset(), {}, {}, None)
+    assert rounds_since(view, session=session, round=round) == missed
+
+
+def test_no_rounds_lead_on_where_no_verdict_is_known() -> None:
+    assert rounds_since(a_view(), session="s1", round=4) is None
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 99))
+def test_joiner_begins_on_a_checkpoint_where_that_is_less_to_fetch(missed: int, entry: int, state: int) -> None:
+    begins = begins_on_checkpoint(missed, entry_bytes=entry, state_bytes=state)
+    assert begins == (sum([entry] * missed) < state)
+    assert begins or missed > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import torch
 from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, shaken
 from torch import Tensor
 
-from zeroband.elastic.recovery import transfer
+from zeroband.elastic.recovery import state_chunks, transfer
 from zeroband.elastic.recovery.client import (
     Donor,
     FetchedState,
@@ -191,11 +192,9 @@ def free_port() -> int:
         return int(server.server_address[1])
 
 
-def only(prefix: str, alter: Callable[[str, bytes], bytes]) -> Callable[[str, bytes], bytes]:
-    """Alter the answers to one path, or to all paths that begin with one that ends in a slash."""
-    return lambda path, body: (
-        alter(path, body) if path == prefix or (prefix.endswith("/") and path.startswith(prefix)) else body
-    )
+def only(paths: str, alter: Callable[[str, bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    """Alter the answers to the paths of this pattern."""
+    return lambda path, body: alter(path, body) if re.fullmatch(paths, path) else body
 
 
 def flip(path: str, body: bytes) -> bytes:
@@ -211,7 +210,7 @@ LIMITS = FetchLimits(connections=2, patience=DonorTimeouts(backoff_s=0.001, sile
 ONE_BY_ONE = replace(LIMITS, connections=1)
 """One connection to each donor, so that a donor is asked for one chunk after the other."""
 
-CHUNKS_OF_7 = "/state/7/"
+CHUNKS_OF_7 = r"/state/7/\w+/\d+"
 STATE_BYTES = 2 * 4 * N
 DEADLINE_S = 10.0
 
@@ -416,10 +415,67 @@ def test_fetch_that_mixes_goes_on_in_another_call_and_its_next_one_is_new(traini
 def test_fetch_that_mixes_from_a_donor_that_always_goes_on_ends(training: tuple[Training, Donor]) -> None:
     member, donor = training
     relay_of_time = Relay("restless", donor)
-    relay_of_time.alter = only("/state/", lambda path, body: (member.go_on(), body)[1])
+    relay_of_time.alter = only(r"/state/.*", lambda path, body: (member.go_on(), body)[1])
     with pytest.raises(RecoveryFailed, match="restless at"):
         StateFetch(DIALLER, zeros(), mixes=True, limits=ONE_BY_ONE).fetch([relay_of_time.donor])
     relay_of_time.die()
+
+
+@pytest.fixture
+def two_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors hash two chunks of each section at a time, of eight."""
+    monkeypatch.setattr(state_chunks, "STRETCH", 2)
+
+
+@pytest.mark.usefixtures("two_by_two")
+def test_hashes_are_fetched_stretch_by_stretch_beside_the_chunks(interpose: Interpose) -> None:
+    relay, totals = interpose("honest"), set[int]()
+    fetched, sections = fetch(relay.donor, limits=no_straggler(LIMITS), on_chunk=lambda _, total: totals.add(total))
+    require_honest(fetched, sections)
+    assert (fetched.received_bytes, totals) == ({"honest": STATE_BYTES}, {STATE_BYTES})
+    assert [path for path in relay.sent if path.count("/") == 3] == [f"/state/7/{first}" for first in (0, 2, 4, 6)]
+    assert relay.sent.index("/state/7/6") < len(relay.sent) - 4, "asked for before the chunks up to it were there"
+    entry = fetch_entry([relay.donor], DIALLER, 5, room, limits=LIMITS)
+    assert torch.equal(entry.update, update_of(5))
+
+
+@pytest.mark.usefixtures("two_by_two")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_lie_about_later_hashes_is_outvoted(interpose: Interpose, serve: Serve, place: int) -> None:
+    lies = {name: {"bytes": 4 * N, "hashes": ["lie", "lie"]} for name in zeros()}
+    liar = interpose("liar", alter=only("/state/7/4", changed(sections=lies)))
+    donors = [serve("a"), serve("b")]
+    donors.insert(place, liar.donor)
+    require_honest(*fetch(*donors))
+
+
+@pytest.mark.usefixtures("two_by_two")
+def test_state_that_nobody_serves_to_its_end_is_fetched_anew(interpose: Interpose, serve: Serve) -> None:
+    changed_meanwhile = changed(state_digest="digest of another 7")
+    odd = interpose("odd", alter=only("/state/7/4", changed_meanwhile))
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
+    with pytest.raises(RecoveryFailed, match=r"no member has the hashes of round 7 from chunk 4 of momentum on"):
+        state.fetch([odd.donor])
+    require_honest(state.fetch([serve()]), sections)
+    assert set(Counter(odd.chunks_sent()).values()) == {1}
+
+
+@pytest.mark.usefixtures("two_by_two")
+@pytest.mark.parametrize("asked", range(0, 8, 2))
+def test_fetch_goes_on_with_the_next_round_whenever_hashes_are_asked_for(
+    training: tuple[Training, Donor], interpose: Interpose, asked: int
+) -> None:
+    member, donor = training
+    relay, sections = interpose("honest", donor), zeros()
+    relay.alter = only(f"/state/7/{asked}", lambda path, body: (member.go_on(), body)[1])
+    fetched = StateFetch(DIALLER, sections, mixes=True, limits=no_straggler(LIMITS)).fetch([relay.donor])
+    expected = after(fetched.round)
+    for start, stop, newest in fetched.later:
+        for name, value in after(newest).items():
+            expected[name][start:stop] = value[start:stop]
+    for name, section in sections.items():
+        assert torch.equal(section, expected[name])
 
 
 def test_state_without_values_is_fetched(serve: Serve) -> None:
@@ -581,7 +637,7 @@ def test_donor_that_is_silent_is_passed_over(interpose: Interpose, serve: Serve)
         return body
 
     silent = interpose("silent", alter=only(CHUNKS_OF_7, say_nothing))
-    impatient = replace(LIMITS, patience=DonorTimeouts(silent_s=0.02, retries=1, backoff_s=0.001))
+    impatient = replace(LIMITS, patience=DonorTimeouts(silent_s=0.25, retries=0))
     with pytest.raises(RecoveryFailed, match=r"silent at .*timed out"):
         fetch(silent.donor, limits=impatient)
     require_honest(*fetch(silent.donor, serve(), limits=impatient))
@@ -593,7 +649,7 @@ def test_donor_that_is_gone_is_passed_over(serve: Serve, free_port: int) -> None
 
 
 def test_donor_that_dropped_its_copy_is_dropped_itself(interpose: Interpose, serve: Serve) -> None:
-    forgetful = interpose("forgetful", alter=only("/state/7", changed(round=8)))
+    forgetful = interpose("forgetful", alter=only("/state/7/0", changed(round=8)))
     with pytest.raises(RecoveryFailed, match="it answers with round 8 where round 7 was asked for"):
         fetch(forgetful.donor)
     require_honest(*fetch(forgetful.donor, serve()))
@@ -760,7 +816,8 @@ def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serv
     [
         ({"sections": {"params": {"bytes": 4, "hashes": ["h"]}}}, "this node needs"),
         ({"chunk_bytes": 0}, "0 is no whole number"),
-        ({"chunk_bytes": 256}, "it lists 8 chunks"),
+        ({"chunk_bytes": 1024}, "it lists 8 chunks of '\\w+' from 0, 4012 bytes have 4"),
+        ({"first": 1}, "it lists 8 chunks of '\\w+' from 1, 4012 bytes have 7"),
         ({"chunk_bytes": 1 << 50}, "is no whole number"),
         ({"state_digest": None}, "None is no text"),
         ({"record": 3}, "3 is no mapping"),
@@ -770,7 +827,7 @@ def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serv
 def test_manifest_that_makes_no_sense_is_refused_and_the_next_donor_taken(
     serve: Serve, interpose: Interpose, manifest: dict[str, Any], why: str
 ) -> None:
-    liar = interpose(alter=only("/state/7", changed(**manifest)))
+    liar = interpose(alter=only("/state/7/0", changed(**manifest)))
     with pytest.raises(RecoveryFailed, match=f"liar at .*{why}"):
         fetch(liar.donor)
     require_honest(*fetch(liar.donor, serve()))
@@ -785,13 +842,13 @@ def test_donor_that_talks_nonsense_is_passed_over(serve: Serve, interpose: Inter
     assert fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).state_digest == "digest of 5"
 
 
-@pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/", "/state/7/momentum/"])
+@pytest.mark.parametrize("path", ["/state", "/state/7/0", r"/state/7/params/\d", r"/state/7/momentum/\d"])
 @pytest.mark.parametrize("length", [1 << 40, None], ids=["huge", "unknown"])
 def test_answer_of_a_length_that_was_not_agreed_on_is_not_read(
     serve: Serve, interpose: Interpose, path: str, length: int | None
 ) -> None:
     def say_length(asked: str, altered: bytes) -> int | None:
-        return length if asked == path or (path.endswith("/") and asked.startswith(path)) else len(altered)
+        return length if re.fullmatch(path, asked) else len(altered)
 
     liar = interpose(length=say_length)
     with pytest.raises(RecoveryFailed, match=r"liar at .* has (an unknown number of|1099511627776) bytes, "):
@@ -877,7 +934,7 @@ def test_entry_of_another_round_is_refused_and_the_next_donor_taken(serve: Serve
 
 
 def test_flipped_bit_of_an_entry_is_noticed_and_the_next_donor_taken(serve: Serve, interpose: Interpose) -> None:
-    liar = interpose(alter=only("/journal/5/update/", flip))
+    liar = interpose(alter=only(r"/journal/5/update/\d", flip))
     with pytest.raises(RecoveryFailed, match=r"liar at .*/journal/5/update/\d does not match its hash"):
         fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
     assert torch.equal(fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).update, update_of(5))
@@ -885,7 +942,7 @@ def test_flipped_bit_of_an_entry_is_noticed_and_the_next_donor_taken(serve: Serv
 
 def test_entry_of_other_sections_is_refused(interpose: Interpose) -> None:
     other = {"bytes": 4, "hashes": ["h"]}
-    liar = interpose(alter=only("/journal/5", changed(sections={"result": other})))
+    liar = interpose(alter=only("/journal/5/0", changed(sections={"result": other})))
     with pytest.raises(RecoveryFailed, match=r"the journal of round 5 has sections {'result': 4}"):
         fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
 
@@ -893,7 +950,7 @@ def test_entry_of_other_sections_is_refused(interpose: Interpose) -> None:
 def test_entry_that_a_donor_no_longer_keeps_is_fetched_from_the_next(serve: Serve) -> None:
     forgetful = serve("forgetful", journal=lambda round: None)
     assert fetch_entry([forgetful, serve()], DIALLER, 5, room, limits=LIMITS).round == 5
-    with pytest.raises(RecoveryFailed, match=r"forgetful at .*/journal/5 answered 404"):
+    with pytest.raises(RecoveryFailed, match=r"forgetful at .*/journal/5/0 answered 404"):
         fetch_entry([forgetful], DIALLER, 5, room, limits=LIMITS)
 
 

@@ -1,5 +1,6 @@
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery import serving
-from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
-from zeroband.elastic.recovery.state_chunks import parse_manifest
+from zeroband.elastic.recovery import serving, state_chunks
+from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Manifests
+from zeroband.elastic.recovery.state_chunks import StateManifest, chunk_hash, parse_manifest
 from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
+from zeroband.elastic.rounds.journal import JournalEntry
 
 PATIENCE_S = 10.0
 
@@ -69,10 +71,14 @@ def copies(clock: Clock, hasher: Hasher, trainer: Trainer) -> Copies:
     return Copies(trainer.copy_state, hasher, lambda: trainer.round)
 
 
-def kept(promise: Promise | None) -> Promise:
+def manifest_of(manifests: Manifests | None, first: int = 0) -> StateManifest:
+    """What they say from a chunk on, once it is hashed."""
+    assert manifests is not None
+    promise = manifests.at(first)
     assert promise is not None
-    assert promise.await_json(PATIENCE_S) is not None
-    return promise
+    data = promise.await_json(PATIENCE_S)
+    assert data is not None
+    return parse_manifest(data, None)
 
 
 def is_held(copies: Copies, round: int) -> bool:
@@ -91,9 +97,9 @@ def test_one_copy_of_a_round_serves_all_who_ask_at_once(copies: Copies, trainer:
 
 @pytest.mark.defect(9)
 def test_newest_copy_follows_the_rounds(copies: Copies, trainer: Trainer) -> None:
-    assert kept(copies.newest()).round == 3
+    assert manifest_of(copies.newest()).round == 3
     trainer.round = 4
-    assert kept(copies.newest()).round == 4
+    assert manifest_of(copies.newest()).round == 4
     assert trainer.copied == [3, 4]
     assert is_held(copies, 3)
 
@@ -102,18 +108,18 @@ def test_at_most_two_copies_are_kept_and_the_one_unused_for_longest_goes(
     copies: Copies, trainer: Trainer, clock: Clock
 ) -> None:
     for trainer.round in (3, 4):
-        kept(copies.newest())
+        manifest_of(copies.newest())
         clock.now_s += IDLE_S + 1
-    kept(copies.at(3))
+    manifest_of(copies.at(3))
     clock.now_s += IDLE_S + 1
     trainer.round = 5
-    kept(copies.newest())
+    manifest_of(copies.newest())
     assert [round for round in range(10) if is_held(copies, round)] == [3, 5]
 
 
 def test_copies_in_use_are_not_given_up_for_a_third(copies: Copies, trainer: Trainer, clock: Clock) -> None:
     for trainer.round in (3, 4):
-        kept(copies.newest())
+        manifest_of(copies.newest())
     trainer.round = 5
     assert copies.newest().round == 4
     with copies.sending(3), copies.sending(4):
@@ -137,19 +143,19 @@ def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher) -> Non
         return copy
 
     copies = Copies(copy_state, hasher)
-    kept(copies.newest())
+    manifest_of(copies.newest())
     thread = threading.Thread(target=copies.newest)
     thread.start()
     assert is_copying.wait(PATIENCE_S)
     assert is_held(copies, 3)
-    assert kept(copies.at(3)).round == 3
+    assert manifest_of(copies.at(3)).round == 3
     go_on.set()
     thread.join(PATIENCE_S)
     assert is_held(copies, 4)
 
 
 def test_copy_that_nobody_asks_for_is_dropped(copies: Copies, clock: Clock) -> None:
-    kept(copies.newest())
+    manifest_of(copies.newest())
     clock.now_s += COPY_LIFE_S
     copies.drop_unused()
     assert is_held(copies, 3)
@@ -179,20 +185,18 @@ def test_round_that_is_about_to_come_is_awaited(
     copies: Copies, trainer: Trainer, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, "sleep", lambda pause_s: setattr(trainer, "round", 4))
-    assert kept(copies.at(4)).round == 4
+    assert manifest_of(copies.at(4)).round == 4
 
 
 def test_round_is_found_out_by_a_copy_where_nothing_tells_it(hasher: Hasher, trainer: Trainer) -> None:
     copies = Copies(trainer.copy_state, hasher)
     assert copies.at(2) is None
-    assert kept(copies.at(3)).round == 3
+    assert manifest_of(copies.at(3)).round == 3
     assert trainer.copied == [3]
 
 
 def test_manifest_is_of_the_copy(copies: Copies) -> None:
-    data = copies.newest().await_json(PATIENCE_S)
-    assert data is not None
-    manifest = parse_manifest(data, {"params": 20})
+    manifest = manifest_of(copies.newest())
     assert (manifest.round, manifest.state_digest, manifest.chunk_bytes) == (3, "digest", 8)
     assert len(manifest.hashes["params"]) == 3
 
@@ -213,13 +217,32 @@ def test_state_itself_is_served_until_its_next_round_and_makes_room_at_once(cloc
     training = Training()
     copies = Copies(training.live_state, hasher, lambda: training.round)
     for training.round in range(3, 8):
-        assert kept(copies.newest()).round == training.round
+        assert manifest_of(copies.newest()).round == training.round
         with copies.sending(training.round) as state:
             assert state is not None
             assert state.sections["params"].data_ptr() == training.sections["params"].data_ptr()
             training.round += 1
-            assert state.read(state.sections["params"]) is None
+            assert state.read(state.sections["params"].view(torch.uint8), torch.empty(20, dtype=torch.uint8)) is None
         assert copies.at(training.round - 1) is None
+
+
+def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
+    hasher: Hasher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_chunks, "STRETCH", 2)
+    hashed = list[bytes]()
+    monkeypatch.setattr(serving, "chunk_hash", lambda view: (hashed.append(bytes(view)), chunk_hash(view))[1])
+    data = torch.arange(10.0).view(torch.uint8).numpy().tobytes()
+    state = hasher.of_state(Copy(3, {"params": torch.arange(10.0), "short": torch.arange(3.0)}))
+    assert hashed == []
+    for first, seen in ((0, [(0, 8), (8, 16), (0, 8), (8, 12)]), (1, [(16, 24)]), (0, []), (4, [(32, 40)])):
+        hashed.clear()
+        manifest = manifest_of(state, first)
+        assert hashed == [data[start:stop] for start, stop in seen]
+        assert manifest.first == first and len(manifest.hashes["params"]) == min(2, 5 - first)
+        assert manifest.hashes["params"][0] == chunk_hash(data[8 * first : 8 * first + 8])
+        assert len(manifest.hashes["short"]) == max(2 - first, 0)
+    assert state.at(5) is None
 
 
 def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,26 +253,24 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
-    promise = hasher.start(training.live_state())
-    assert promise.await_json(PATIENCE_S) is None and promise.is_given_up
-
-
-def entry_of(round: int) -> Any:
-    return (
-        None
-        if round > 5
-        else type("Entry", (), {"round": round, "update": torch.ones(2), "record": {}, "state_digest": "s"})
-    )
+    promise = hasher.of_state(training.live_state()).at(0)
+    assert promise is not None and promise.await_json(PATIENCE_S) is None and promise.is_given_up
 
 
 def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
-    journal: Callable[[int], Any] = entry_of
-    entries = Entries(lambda round: journal(round), hasher)
-    assert kept(entries.at(5)) is entries.at(5)
+    journal = {5: JournalEntry(5, torch.ones(2).view(torch.uint8), {}, "digest")}
+    entries, lives = Entries(journal.get, hasher), weakref.ref(journal[5])
+    assert manifest_of(entries.at(5)).round == 5
+    assert entries.at(5) is entries.at(5)
     assert entries.at(6) is None
-    journal = lambda round: None  # noqa: E731
+    del journal[5]
     assert entries.at(5) is None
     assert entries.sections(5) == {}
+    entries.drop_forgotten()
+    has_let_go = threading.Event()
+    hasher.start(lambda room: has_let_go.set())
+    assert has_let_go.wait(PATIENCE_S)
+    assert lives() is None
 
 
 def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,15 +282,16 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)
-    promises = [hasher.start(Copy(round)) for round in (3, 4)]
-    assert [promise.await_json(0.02) for promise in promises] == [None, None]
+    states = [hasher.of_state(Copy(round)) for round in (3, 4)]
+    promises = [state.at(0) for state in states]
+    assert [promise and promise.await_json(0.02) for promise in promises] == [None, None]
     assert len(begun) == 1
     go_on.set()
-    for promise in promises:
-        kept(promise)
+    assert [manifest_of(state).round for state in states] == [3, 4]
 
 
 def test_closed_hasher_promises_nothing_more() -> None:
     hasher = Hasher(chunk_bytes=8)
     hasher.close()
-    assert hasher.start(Copy(3)).await_json(0.02) is None
+    promise = hasher.of_state(Copy(3)).at(0)
+    assert promise is not None and promise.await_json(0.02) is None

@@ -125,7 +125,11 @@ def re_proven(hello: bytes) -> bytes:
         "/state/7/other/0",
         "/state/8/params/0",
         "/state/x/params/0",
+        "/state/6/0",
+        "/state/7/4",
         "/journal/1",
+        "/journal/1/0",
+        "/journal/4/4",
         "/journal/x",
         "/journal/1/update/0",
         "/journal/4/other/0",
@@ -137,9 +141,7 @@ def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
     assert get(server, path) == (404, b"")
 
 
-@pytest.mark.parametrize(
-    ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "update", 4)]
-)
+@pytest.mark.parametrize(("path", "section", "round"), [("/state/7/0", "params", 7), ("/journal/4/0", "update", 4)])
 def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, section: str, round: int) -> None:
     status, body = get(server, path)
     manifest = parse_manifest(body, {section: len(DATA)})
@@ -156,16 +158,39 @@ def test_copy_is_made_when_it_is_asked_for_and_not_before(server: OpenServer) ->
     assert get(server, "/state/7/params/0")[0] == 200
 
 
-def test_round_is_told_while_the_hashes_are_computed(server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_is_told_without_hashes_and_a_manifest_when_these_are_there(
+    server: OpenServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "HASHES_AWAITED_S", 0.01)
     go_on = threading.Event()
     monkeypatch.setattr(serving, "chunk_hash", lambda view: chunk_hash(view) if go_on.wait(10) else "")
     status, body = get(server, "/state")
-    assert (status, json.loads(body)) == (202, {"round": 7})
-    assert get(server, "/state/7")[0] == 202
+    assert (status, json.loads(body)) == (200, {"round": 7})
+    assert get(server, "/state/7/0") == (202, b"")
     go_on.set()
     monkeypatch.setattr(serving, "HASHES_AWAITED_S", 5.0)
-    assert get(server, "/state/7")[0] == 200
+    assert get(server, "/state/7/0")[0] == 200
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_joiner_gets_a_record_now_and_then_while_a_round_needs_the_link(
+    monkeypatch: pytest.MonkeyPatch, is_patient: bool
+) -> None:
+    monkeypatch.setattr(serving, "RECORD_BYTES", 250)
+    monkeypatch.setattr(serving, "MADE_WAY_S", 1000.0 if is_patient else 0.0)
+    asked = list[bool]()
+
+    def needs_link() -> bool:
+        asked.append(not is_patient or len(asked) < 3)
+        return asked[-1]
+
+    server = OpenServer("honest", Copy, lambda round: Entry(), current_round=lambda: 7, needs_link=needs_link)
+    get(server, "/state")
+    assert asked == []
+    for path in ("/state/7/params/0", "/journal/4/update/0"):
+        assert get(server, path) == (200, DATA)
+    assert asked == ([True] * 3 + [False] * 32 if is_patient else [True] * 32)
+    server.close()
 
 
 def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:

@@ -53,6 +53,14 @@ def test_difference_names_the_value_and_makes_another_claim(changes: dict[str, A
     assert MANIFEST.difference(other).startswith(difference)
 
 
+def test_stretch_lists_some_chunks_and_the_whole_is_the_same_in_all() -> None:
+    later = replace(MANIFEST, first=2, hashes={"params": ("p2",), "momentum": ()})
+    parsed = parse_manifest(later.to_json(), LENGTHS)
+    assert (parsed, parsed.listed()) == (later, {Chunk("params", 2): "p2"})
+    assert (parsed.whole, len(list(parsed.chunks()))) == (MANIFEST.whole, 5)
+    assert MANIFEST.difference(later) == "its first is 2, the others' is 0"
+
+
 def test_chunks_cover_the_sections_and_the_last_one_is_cut() -> None:
     data = memoryview(bytes(range(10)))
     parts = [MANIFEST.part(chunk, data) for chunk in MANIFEST.chunks() if chunk.section == "params"]
@@ -103,7 +111,9 @@ HASHES = {"bytes": 10, "hashes": ["a", "b", "c"]}
         (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": ["a"]}}), "lists 1 chunks of 'mom"),
         (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": [1, 2]}}), "1 is no text"),
         (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": 2}}), "nonsense"),
-        (altered(chunk_bytes=1), "lists 2 chunks of 'momentum', 8 bytes are 8"),
+        (altered(chunk_bytes=1), "lists 2 chunks of 'momentum' from 0, 8 bytes have 8"),
+        (altered(first=-1), "-1 is no whole number from 0"),
+        (altered(first=1), "lists 2 chunks of 'momentum' from 1, 8 bytes have 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

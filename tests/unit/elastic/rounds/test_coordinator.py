@@ -1,5 +1,6 @@
 """A round as a transaction, with real algorithms on it: what a lost, slow or wrong member may do to the others."""
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -7,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
-from zeroband.errors import Fenced, PeerLost
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.state.flat import FlatLayout, digest_of
 
 DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
 DDP = DdpConfig(type="ddp")
+SPARSE = SparseLocoConfig(type="sparseloco", inner_steps=1, k=2, chunk=4)
 Algorithm = DilocoConfig | DdpConfig
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]
@@ -327,6 +329,55 @@ def test_journal_replayed_gives_the_state_of_those_who_were_there(
     assert joiner.outer.progress == run["a"].outer.progress
     assert joiner.inner.step_count == run["a"].inner.step_count
     assert torch.equal(joiner.params, run["a"].params)
+
+
+def test_rounds_that_were_replayed_are_kept_for_others_once_the_state_is_verified(
+    start_run: StartRun, noise: Noise
+) -> None:
+    run = start_run(SPARSE, "a", "b")
+    joiner = run.add("c")
+    joiner.receive(run["a"])
+    run.round(a=noise(1), b=noise(2))
+    run.damage = lambda update: torch.cat([update[:-1], update[-1:] ^ 1])
+    with pytest.raises(RecoveryFailed):
+        run.catch_up("c")
+    assert joiner.journal.await_entry(1, patience_s=0) is None
+    run.damage = torch.clone
+    joiner.receive(run["a"])
+    run.round(a=noise(3), b=noise(4))
+    run.catch_up("c")
+    run.settle_journals()
+    kept, theirs = (run[name].journal.await_entry(2, patience_s=0) for name in "ca")
+    assert (kept.record, kept.state_digest) == (theirs.record, theirs.state_digest)
+    assert torch.equal(kept.update, theirs.update)
+
+
+def test_link_is_needed_while_contributions_travel_for_which_training_stands_still(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(DILOCO, "a", "b")
+    outer, seen = run["a"].outer, list[bool]()
+    travel = outer.exchange.run
+    monkeypatch.setattr(outer.exchange, "run", lambda *of: (seen.append(outer.needs_link), travel(*of))[1])
+    assert not outer.needs_link
+    run.round(a=noise(1), b=noise(2))
+    assert seen == [True] and not outer.needs_link
+
+
+def test_node_whose_disk_is_full_replays_from_memory_and_keeps_nothing(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(SPARSE, "a", "b")
+    joiner = run.add("c")
+    joiner.receive(run["a"])
+    run.round(a=noise(1), b=noise(2))
+
+    def no_space(nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(joiner.journal, "room", no_space)
+    assert run.catch_up("c") == run["a"].outer.state_digest
+    assert joiner.journal.await_entry(1, patience_s=0) is None
 
 
 @ALGORITHMS

@@ -1,10 +1,11 @@
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.rounds.phase import PhaseLength
+from zeroband.elastic.rounds.phase import PhaseLength, Travel
 
 MANY = 1_000_000
 seconds = st.floats(0.01, 1000.0)
@@ -76,3 +77,9 @@ def test_no_other_number_of_steps_is_nearer_to_the_time_and_samples_suffice(roun
     assert abs(steps * step_s - round_s) == pytest.approx(nearest, abs=1e-9 * round_s)
     pace.learn(steps * step_s, steps)
     assert steps <= pace.wanted_steps() <= 1.5 * round_s / step_s * (1 + 1e-9) + 2
+
+
+def test_travel_has_the_link_as_long_as_others_had_it_before() -> None:
+    travel = Travel(began_at_s=100.0, before_at_s=90.0)
+    assert [travel.has_link(now_s) for now_s in (100.0, 109.9, 110.0, 200.0)] == [True, True, False, False]
+    assert Travel(100.0, -math.inf).has_link(1e9)
