@@ -179,13 +179,19 @@ def _opening_to(
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
-        losses=tuple(r.loss for r in ready),
+        loss=mean_loss(ready),
         sessions=() if view.committed is None else view.committed.sessions,
         trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
         sites=sites,
     )
+
+
+def mean_loss(ready: Sequence[Ready]) -> float | None:
+    """The mean over the members whose update counts and whose loss is finite; None: there are none."""
+    told = [(r.weight, r.loss) for r in ready if r.weight > 0 and r.loss is not None]
+    return sum(weight * loss for weight, loss in told) / sum(weight for weight, _ in told) if told else None
 
 
 def _sites_of(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping[str, LinkRates]) -> Groups:

@@ -90,8 +90,9 @@ class Opening:
     """Norm of what each member contributes; none: nothing is clipped."""
     skips_data: bool = False
     """With a rollback: what was learned from since that checkpoint is not learned from again."""
-    losses: tuple[float | None, ...] = ()
-    """One for each member, as in its `Ready`."""
+    loss: float | None = None
+    """Mean of the members' losses, in nats per token, by the weight of those that count; None: nobody has a finite
+    one."""
     sessions: tuple[str, ...] = ()
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
     trained: tuple[float, ...] = ()

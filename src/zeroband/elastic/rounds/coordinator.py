@@ -42,8 +42,6 @@ _log = get_logger(__name__)
 
 _ABANDON_S = 5.0
 _ALL_VERSIONS = 2**62
-_LOSS_DIGITS = 6
-"""Every member reads the losses of all."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ class Offer:
     norm: float = 0.0
     """Length of the contribution; 0: nobody asks."""
     loss: float | None = None
-    """Mean loss of its steps, in nats per token, in so many digits as are told; None: there are none, or it is not
-    finite."""
+    """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
     """Training behind the contribution, as `Ready.trained` says."""
     is_joining: bool = False
@@ -271,7 +268,7 @@ class RoundCoordinator(ABC):
             steps=steps,
             steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
-            loss=float(f"{nats / tokens:.{_LOSS_DIGITS}g}") if tokens and math.isfinite(nats) else None,
+            loss=nats / tokens if tokens and math.isfinite(nats) else None,
             trained=trained,
             is_joining=is_joining,
             is_leaving=is_leaving,

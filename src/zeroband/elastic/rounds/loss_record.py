@@ -67,10 +67,7 @@ def loss_of(opening: Opening) -> float | None:
     """
     if not any(opening.steps):
         return None
-    pairs = zip(opening.weights, opening.losses, strict=True)
-    counting = [(weight, loss) for weight, loss in pairs if weight > 0 and loss is not None]
-    total = sum(weight for weight, _ in counting)
-    return sum(weight * loss for weight, loss in counting) / total if total else math.nan
+    return math.nan if opening.loss is None else opening.loss
 
 
 def reason_to_go_back(record: LossRecord, config: RollbackConfig | None) -> str:

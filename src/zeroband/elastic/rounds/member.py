@@ -42,8 +42,9 @@ from zeroband.observe.log import get_logger
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.25
 _LOOK_S = 1.0
 """Longest wait for news, of which some do not come: leases run out, and words are lost."""
-_STEP_IN_S = 0.25
-"""So much later than the one before it proposes a member what is due, if nobody else has done so."""
+_STEP_IN_S, _STEP_IN_MEMBERS = 0.25, 64
+"""So much later than the one before it proposes a member what is due, if nobody else has done so; in proportion later
+where there are more members than so many, since it takes them longer to work out."""
 _REMIND_S = 10.0
 
 _log = get_logger(__name__)
@@ -368,7 +369,8 @@ class Member:
                     "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
                 )
             due_at_s = None if not rule.is_due(view) else now_s if due_at_s is None else due_at_s
-            left_s = _LOOK_S if due_at_s is None else due_at_s + self._place(rule, view) * _STEP_IN_S - now_s
+            step_s = _STEP_IN_S * max(1.0, len(view.alive) / _STEP_IN_MEMBERS)
+            left_s = _LOOK_S if due_at_s is None else due_at_s + self._place(rule, view) * step_s - now_s
             if left_s > 0:  # it is for others to propose
                 within_s = min(left_s, _LOOK_S, max(rule.left_s(), _POLL_MIN_S))
                 view = self._await_change(round, view, within_s=within_s, whole=False)
@@ -381,11 +383,8 @@ class Member:
         proposers = sorted(rule.proposers(view))
         return proposers.index(self.member_id) if self.member_id in proposers else len(proposers)
 
-    def _await_change(
-        self, round: int, view: View | None, *, within_s: float, whole: bool, ends_with: Opening | None = None
-    ) -> View:
-        found = self.store.await_change(round, view, within_s=within_s, whole=whole, ends_with=ends_with)
-        return self._checked(found, round)
+    def _await_change(self, round: int, view: View | None, *, within_s: float, whole: bool) -> View:
+        return self._checked(self.store.await_change(round, view, within_s=within_s, whole=whole), round)
 
     def _take_first_look(self, round: int) -> View | None:
         seen, self._first_look = self._first_look, None
@@ -440,7 +439,10 @@ class Member:
 
     def await_news(self, opening: Opening, seen: View | None) -> View:
         """Wait a moment for news of an opening. The view shows all that its end takes. The watcher's thread."""
-        view = self._await_change(opening.round, seen, within_s=_LOOK_S, whole=False, ends_with=opening)
+        view = self.store.await_change(opening.round, seen, within_s=_LOOK_S, whole=False, ends_with=opening)
+        if self._memory.is_more_than(view, opening.round):  # the main thread may have seen more meanwhile
+            view = self.store.await_change(opening.round, None, within_s=0.0, whole=False)
+        view = self._checked(view, opening.round)
         return self.look(opening.round) if view.unseen_votes and view.lost(opening) else view
 
     def report_failure(self, opening: Opening, reason: str) -> None:

@@ -250,6 +250,7 @@ class RedisStore(Store):
         """The member that speaks through this store; empty: none did yet."""
         self._era = 0
         """Grows with each session: what counts in one may not in another."""
+        self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._known_word = ""
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
         self._patience_s = patience_s
@@ -740,7 +741,7 @@ class RedisStore(Store):
         """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
         with self._seeing:
             seen, now_s = self._seen, time.monotonic()
-            leases = _WHOLE_LEASES * max(1.0, len(seen.alive) / _WHOLE_MEMBERS)
+            leases = self._whole_leases * max(1.0, len(seen.alive) / _WHOLE_MEMBERS)
             if seen.era != self._era or now_s - seen.began_at_s > leases * self._lease_ms / 1000:
                 seen = self._seen = Known(era=self._era, began_at_s=now_s)
             return seen.fork()

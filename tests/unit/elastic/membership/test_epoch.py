@@ -41,9 +41,9 @@ PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
 
 
 def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
-    each: dict[str, Any] = {"weights": 10, "steps": 4, "steps_requested": 6, "losses": 2.5}
+    each: dict[str, Any] = {"weights": 10, "steps": 4, "steps_requested": 6}
     usual = {name: (value,) * len(members) for name, value in each.items()}
-    return Opening(version, epoch, round, members, **{**usual, **fields})
+    return Opening(version, epoch, round, members, **{**usual, "loss": 2.5, **fields})
 
 
 def a_verdict(*members: str, round: int = 2, version: int = 4, **fields: Any) -> Verdict:
@@ -156,7 +156,7 @@ def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
 
 def test_next_opening_takes_the_words_in_the_order_of_members() -> None:
     view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5, loss=3.5), A: Ready(3, 0, "s", 1, 0)})
-    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), steps_requested=(0, 5), losses=(None, 3.5))
+    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), steps_requested=(0, 5), loss=3.5)
 
 
 def test_next_opening_goes_with_the_state_of_most_members() -> None:
@@ -222,7 +222,7 @@ def test_founding_waits_for_start_nodes() -> None:
 
 def test_founding_opens_with_all_who_are_there() -> None:
     decision = decide(founders(A, B, C), FOUNDING_ROUND, start_nodes=2)
-    assert decision == an_opening(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0))
+    assert decision == an_opening(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0), loss=None)
 
 
 def test_founding_goes_on_with_fewer_after_its_time_out() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.epoch import mean_loss
+from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds.loss_record import LossRecord, loss_of, reason_to_go_back
 
 ON = RollbackConfig(on_spike=2.0)
@@ -20,7 +21,8 @@ LOSSES = st.floats(0.01, 20.0)
 def opening(losses: Sequence[float | None], weights: Sequence[int], steps: Sequence[int] | None = None) -> Opening:
     members = tuple("abc"[: len(losses)])
     made = tuple(steps or [1] * len(losses))
-    return Opening(1, 1, 7, members, tuple(weights), made, made, losses=tuple(losses))
+    ready = [Ready(7, weight, "s", loss=loss) for weight, loss in zip(weights, losses, strict=True)]
+    return Opening(1, 1, 7, members, tuple(weights), made, made, loss=mean_loss(ready))
 
 
 def after(losses: Sequence[float | None]) -> LossRecord:
