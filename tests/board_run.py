@@ -129,6 +129,7 @@ class ScriptedRun:
             "total_steps": TOTAL_STEPS,
             "round": rounds - 1 if rounds else None,
             "epoch": epoch_at(t) if rounds else None,
+            "store": None,
             "tokens": rounds * STEPS_PER_ROUND * TOKENS_PER_STEP * 4,
             "tokens_per_s": rate_at(t) if rounds else None,
             "mfu": mfu_at(t) if rounds else None,

@@ -163,7 +163,9 @@ def watched(record_run: RecordRun) -> Watched:
             page.evaluate(NOTE)
             found["said"] = tell(story, page)
             found["seen"] = page.evaluate("window.seen")
-            found["links"] = page.locator("#links tbody td:has(b)").all_inner_texts()
+            links = page.locator("#links tbody td:has(b)")  # a node that came back takes its turns at measuring
+            story.until(lambda: all(cell[:1].isdigit() for cell in links.all_inner_texts()), "all links are measured")
+            found["links"] = links.all_inner_texts()
             found["divergence"] = page.locator(".promise").first.get_attribute("data-state")
             page.close()
         story.end()

@@ -66,8 +66,9 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
         while received := os.read(asked, 1):
             if received[0] == _SIGNAL:
                 file.write(_stacks_of_all_threads())
-            elif before != -1:  # whoever listened to signals before
-                os.write(before, received)
+            elif before != -1:
+                with contextlib.suppress(OSError):  # whoever listened to signals before may be gone
+                    os.write(before, received)
 
     writer = threading.Thread(target=answer, name="stacks", daemon=True)
     writer.start()

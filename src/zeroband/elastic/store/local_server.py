@@ -189,7 +189,7 @@ class RedisServer:
             "dir": str(self._data),
             "save": "",
             "appendonly": "yes" if self._is_persistent else "no",
-            "appendfsync": "everysec",  # it writes before it confirms; a lost machine is not what is simulated
+            "appendfsync": "no",  # it writes before it confirms; with "everysec" it may not while the disk is slow
             "daemonize": "no",
         }
         if self._host:

@@ -7,18 +7,21 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.elastic.conftest import HOST, tcp_pair
+from tests.unit.elastic.conftest import DEADLINE_S, HOST, tcp_pair
 
 from zeroband.elastic.transport import meeting
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.meeting import SIGHT_BYTES, may_meet, meet, note_met, share_port, sight_of
 
+OWN_HOST = "127.84.3.1"
+
 
 @pytest.fixture
 def relayed() -> Iterator[socket.socket]:
-    """A connection to a relay, from a port that others may leave from, too."""
+    """A connection to a relay, from a port that others may leave from, too; of an address where no other program is."""
     with socket.create_server((HOST, 0)) as relay, socket.socket() as end:
         share_port(end)
+        end.bind((OWN_HOST, 0))
         end.connect(relay.getsockname())
         yield end
 
@@ -27,7 +30,8 @@ def padded(sight: str) -> bytes:
     return sight.encode().ljust(SIGHT_BYTES, b"\0")
 
 
-def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket) -> None:
+def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_MEET_S", DEADLINE_S)
     with socket.create_server((HOST, 0)) as other:
         met = asyncio.run(meet(relayed.getsockname(), padded(f"{HOST} {other.getsockname()[1]}"), keep_alive))
         assert met is not None
