@@ -166,8 +166,8 @@ def test_fault_stops_bytes_of_a_connection_without_an_error_until_it_is_healed(
     assert _is_silent(far) and _is_silent(near)
     network.heal_all()
     near.sendall(b"3")  # the gap before it makes the kernel send what was lost at once
-    assert far.recv(1, socket.MSG_PEEK) == b"2"
-    assert far.recv(2, socket.MSG_WAITALL) == b"23"
+    with far.makefile("rb") as file:  # a socket with a time-out gives what has come, whatever MSG_WAITALL says
+        assert file.read(2) == b"23"
 
 
 def test_drop_outgoing_lets_a_connection_go_on_in_the_other_direction(
