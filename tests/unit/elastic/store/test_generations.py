@@ -139,26 +139,24 @@ def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_fo
     assert open_store(stack, *reversed(servers)).address == store.address
 
 
-def test_store_that_is_not_in_use_tells_where_the_run_goes_on(
-    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
-) -> None:
-    idle = servers[1] if store.address == servers[0].url else servers[0]
+@pytest.fixture
+def idle(stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore) -> RedisStore:
+    """The one of two stores that is not in use, asked by somebody who knows of no other; it was told of the other."""
     store.tell_whereabouts()
-    tool = RedisStore(idle.url, RUN_ID, lease_s=2.0, patience_s=5.0)
-    stack.callback(tool.close)
-    tool.find_run()
-    assert (tool.address, tool.generation) == (store.address, store.generation) and tool.view(0).alive == {A, B}
+    (address,) = {server.url for server in servers} - {store.address}
+    asked = RedisStore(address, RUN_ID, lease_s=2.0, patience_s=5.0)
+    stack.callback(asked.close)
+    return asked
 
 
-def test_node_with_one_address_of_several_is_refused(
-    stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
-) -> None:
-    idle = servers[1] if store.address == servers[0].url else servers[0]
-    store.tell_whereabouts()
-    node = RedisStore(idle.url, RUN_ID, lease_s=2.0, patience_s=5.0)
-    stack.callback(node.close)
+def test_store_that_is_not_in_use_tells_where_the_run_goes_on(idle: RedisStore, store: RedisStore) -> None:
+    idle.find_run()
+    assert (idle.address, idle.generation) == (store.address, store.generation) and idle.view(0).alive == {A, B}
+
+
+def test_node_with_one_address_of_several_is_refused(idle: RedisStore) -> None:
     with pytest.raises(ConfigError, match="one of several stores of this run"):
-        node.reach(patience_s=5.0)
+        idle.reach(patience_s=5.0)
 
 
 def test_tool_at_the_only_store_of_a_run_leaves_nothing_there(servers: tuple[RedisServer, RedisServer]) -> None:
