@@ -7,11 +7,10 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.faults.arena import TINY
-from tests.faults.test_several_stores import generation, newest, reach_round, told
+from tests.faults.test_several_stores import generation, newest, reach_round, require_one_history, told
 from tests.integration import dropin_peer
 from tests.integration.peers import Peers
 from tests.stores import free_port
@@ -19,7 +18,6 @@ from tests.stores import free_port
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.network import Network
-from zeroband.tools.data.audit import audit, read_rounds
 
 NODES = 3
 
@@ -46,16 +44,6 @@ def holder(cluster: LocalCluster, node: str) -> str:
 
 def committed_at_s(cluster: LocalCluster, node: str) -> dict[int, float]:
     return {event["round"]: event["at_s"] for event in told(cluster.run_dir / node, "round_committed")}
-
-
-def require_one_history(cluster: LocalCluster, *nodes: str) -> None:
-    """These nodes say the same of each round that several of them know, and nothing was trained twice or left out."""
-    history: dict[int, Any] = {}
-    for node in nodes:
-        for event in told(cluster.run_dir / node, "round_committed"):
-            said = (event["digest"], event["members"], event["progress"]["inner_step"])
-            assert history.setdefault(event["round"], said) == said, (node, event["round"])
-    assert audit(read_rounds(cluster.run_dir)).is_exact
 
 
 @pytest.mark.soak
