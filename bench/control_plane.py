@@ -15,6 +15,7 @@ import argparse
 import multiprocessing
 import queue
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -54,6 +55,8 @@ START_S = 600.0
 SHARED = {f"section.key_{i}": str(i) for i in range(40)}
 TIME_OUTS = TimeOuts.following(5.0, dict.fromkeys(TIME_OUT_NAMES))
 PER_PROCESS = 32
+TURN_S = 0.1
+"""For which a thread that computes keeps the interpreter; by default each that waits for it looks every 5 ms."""
 JOIN_AT_ONCE, LEAVE_PART = 50, 0.3
 JOIN_ROUNDS, JOIN_ROUND_S = 6, 1.0
 """Rounds in which those that join at once have to come in, and how long their transfers last."""
@@ -216,6 +219,7 @@ class Node:
 
 def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool) -> None:
     """A process that carries some members: does what it is told with those that are meant, all at once."""
+    sys.setswitchinterval(TURN_S)
     nodes: dict[int, Node] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(numbers)) as threads:
 

@@ -582,6 +582,17 @@ def test_member_of_a_session_sees_no_record_of_another_one(server: Server) -> No
     assert (view.committed, view.orders, view.is_known) == (None, Orders(), False)
 
 
+def test_what_nodes_share_is_of_the_session_that_a_verdict_begins(server: Server) -> None:
+    founder, other, opening = server.open(), server.open(), an_opening(A)
+    founder.found_or_match(SHARED)
+    hold(founder, A)
+    assert founder.propose_opening(opening, current=None)
+    assert founder.propose_verdict(Verdict(opening, "d", {"session": "new"}))
+    other.session = "new"
+    assert other.view(0).is_known, "nobody has to bring it back for the session"
+    assert other.found_or_match(SHARED) == record_of(SHARED)
+
+
 def test_member_writes_over_another_session_however_many_rounds_that_has(server: Server) -> None:
     other, ours = server.open(), server.open()
     old, new = of_session("old", round=500), replace(of_session("new", "new"))

@@ -1,12 +1,15 @@
 """The store that a node holds beside its trainer, in a run whose members hold the stores themselves.
 
-It is there from before the node looks for the run until the node ends, and keeps nothing on disk. Local rank 0 owns it.
+It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by itself
+comes back empty. Local rank 0 owns it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
 from typing import cast
@@ -30,6 +33,8 @@ _ALL_ADDRESSES = ("::", "0.0.0.0")
 _LAST_WORDS_S = 2.0
 """In which the others see the round with which a node left."""
 _LOOK_S = 0.1
+_AGAIN_S = 1.0
+"""Between two attempts to bring back one that ended."""
 
 _log = get_logger(__name__)
 
@@ -68,15 +73,42 @@ class OwnStore:
                 f"this node's store at {host} would let in everybody who reaches it: set run.token on all nodes, in "
                 "ZERO_BAND_RUN__TOKEN or run.token_file"
             )
-        self._server = RedisServer(
-            host="* -::*" if bind_host in _ALL_ADDRESSES else bind_host,
-            port=config.store.port,
-            password=self._key.store_password,
-        )
+        self._bind_hosts = "* -::*" if bind_host in _ALL_ADDRESSES else bind_host
+        self._is_over = threading.Event()
+        started = Future[None]()
+        self._keeper = threading.Thread(target=self._keep, args=[started], name="own-store", daemon=True)
+        self._keeper.start()
         try:
-            self._server.start()
+            started.result()
         except ConfigError as error:
             raise ConfigError(f"store.port={config.store.port}: this node cannot hold a store there: {error}") from None
+
+    @property
+    def pid(self) -> int:
+        """Process id, for tests that end it."""
+        return self._server.pid
+
+    def _start_server(self) -> RedisServer:
+        port, password = self._config.store.port, self._key.store_password
+        return RedisServer(host=self._bind_hosts, port=port, password=password).start()
+
+    def _keep(self, started: Future[None]) -> None:
+        """Have a server until `close`; it would end with the thread that started it."""
+        try:
+            self._server = self._start_server()
+        except ConfigError as error:
+            return started.set_exception(error)
+        started.set_result(None)
+        while not self._is_over.wait(_LOOK_S):
+            if self._server.is_running:
+                continue
+            _log.warning("this node's store ended by itself; starting it again, empty")
+            self._server.close()
+            try:
+                self._server = self._start_server()
+            except ConfigError as error:
+                _log.warning("the store cannot be started again yet", extra={"fields": {"error": str(error)}})
+                self._is_over.wait(_AGAIN_S)
 
     def close(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -86,6 +118,8 @@ class OwnStore:
             if kind is None or issubclass(kind, (RunOver, Leaving)):
                 self.outlast_others(self._config.run.id, _is_complete)
         finally:
+            self._is_over.set()
+            self._keeper.join()
             self._server.close()
 
     def outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from tests.servers import until
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
 
 from zeroband.config import RunConfig, load_config
@@ -69,6 +72,26 @@ def test_port_that_is_taken_is_named(stack: ExitStack) -> None:
     start(stack, port)
     with pytest.raises(ConfigError, match=f"store.port={port}: this node cannot hold a store there"):
         OwnStore(config_of(port), HOST, Departure(5.0))
+
+
+def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitStack) -> None:
+    port = free_port()
+    own = OwnStore(config_of(port), HOST, Departure(5.0))
+    stack.callback(own.close, RuntimeError, None, None)
+    store, pid = run_in(stack, port, is_complete=False), own.pid
+    (candidate,) = store.candidates
+    before = candidate.look_at_candidate("", None)
+    os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        with suppress(StoreLost):
+            return candidate.look_at_candidate("", None).store != before.store
+        return False
+
+    until(is_back, "the store is back")
+    after = candidate.look_at_candidate("", None)
+    assert own.pid != pid
+    assert (before.generation, after.generation) == (Generation(1, before.store), None)
 
 
 def test_it_stays_until_the_others_have_ended_with_the_run(stack: ExitStack) -> None:

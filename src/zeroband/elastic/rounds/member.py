@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
 import uuid
@@ -217,9 +218,10 @@ class Member:
         ready = replace(ready, site=self.identity.site)
         self._memory.announced(ready)
         self._tell_links(links or {})
-        committed = self._memory.known.committed
-        expected = 0 if committed is None else sum(m in self._alive for m in committed.members)
-        view = self.store.announce_ready(self.member_id, ready, enough=expected)
+        committed, enough = self._memory.known.committed, sys.maxsize  # only who founds a run has to know who is there
+        if committed is not None:
+            enough = sum(m in self._alive for m in committed.members)
+        view = self.store.announce_ready(self.member_id, ready, enough=enough)
         self._first_look = ready.round, self._checked(view, ready.round)
 
     def _tell_links(self, seen: Mapping[str, int]) -> None:

@@ -126,10 +126,10 @@ class Store(Protocol):
         """
         ...
 
-    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         """Say that a member stands at the boundary of a round, and look; the first word counts.
 
-        `enough`: the view need have who else is there only if there are so many; 0: it has everybody.
+        `enough`: the view need have who else is there only if there are so many; None: it has everybody.
         """
         ...
 
@@ -173,7 +173,10 @@ class Store(Protocol):
         ...
 
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
-        """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
+        """Commit a round if its opening is the current one and did not fail. False: it was settled already.
+
+        What all nodes share is of the session that begins with a verdict, where this node has compared it.
+        """
         ...
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:

@@ -297,8 +297,9 @@ class Judge:
             return Orders()
         return self._read(Orders, name, raw, record) or Orders()
 
-    def seal_run(self, shared: Mapping[str, str]) -> str:
-        label = Label(id=self.token_check, sessions=self._lineage)
+    def seal_run(self, shared: Mapping[str, str], sessions: tuple[str, ...] | None = None) -> str:
+        """`sessions`: those of a verdict with which another one begins; None: this node is in it already."""
+        label = Label(id=self.token_check, sessions=self._lineage if sessions is None else sessions)
         return self._seals.seal(to_json(dict(shared)), "run", label=label)
 
     def run(self, name: str, raw: bytes | None) -> dict[str, str] | None:

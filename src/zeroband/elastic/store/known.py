@@ -136,6 +136,11 @@ class Known:
         words = {name: getattr(self, name).fork() for name in ("ready", "votes", "peers", "links")}
         return replace(self, **words)
 
+    def in_another_session(self, era: int) -> Known:
+        """Give what is seen of the store there: raw records are judged anew, and words that name a session told anew."""
+        words = {"ready": Words[Ready](), "votes": Words[str](), "links": Words[LinkRates]()}
+        return replace(self.fork(), era=era, view=None, links_change=0, **words)
+
     def ask_for_round(self, round: int) -> None:
         """Have `ready` be of this round."""
         if self.round != round:

@@ -129,7 +129,7 @@ _ELSEWHERE_LEASES = 4
 """So long counts what a store was told that the run does not use; it is told once a lease."""
 
 _NEVER = 1 << 31
-"""More members than there are."""
+"""More than members can be."""
 
 _WHOLE_LEASES, _WHOLE_MEMBERS = 6, 64
 """A look takes nothing for known after so many leases, and after more of them in proportion where there are more
@@ -249,7 +249,9 @@ class RedisStore(Store):
         self._own = ""
         """The member that speaks through this store; empty: none did yet."""
         self._era = 0
-        """Grows with each session: what counts in one may not in another."""
+        """Grows with each session and each store: what was seen in one is not learned from in another."""
+        self._shared: Mapping[str, str] | None = None
+        """What all nodes share; None: this node has not compared it."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._known_word = ""
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
@@ -317,7 +319,9 @@ class RedisStore(Store):
     @session.setter
     def session(self, session: str) -> None:
         self._judge.session = session
-        self._era += 1
+        with self._seeing:
+            self._era += 1
+            self._seen = self._seen.in_another_session(self._era)
 
     @property
     def _silence_ms(self) -> int:
@@ -607,6 +611,7 @@ class RedisStore(Store):
             theirs = self._judge.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)
+                self._shared = record
                 return record
             has_another_token = self._names_another_token(raw or self._judge.junk(self.keys.run))
             if has_another_token and not waits:
@@ -726,10 +731,10 @@ class RedisStore(Store):
         wait_ms = int(1000 * min(within_s, self._answer_s / 2))
         return self._look(round, whole=whole, seen=seen, wait_ms=wait_ms, ends_with=ends_with)
 
-    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         self._own = member_id
         said = _Said(self.keys.ready(ready.round), self._judge.seal_ready(member_id, ready))
-        return self._look(ready.round, said, whole=not enough, enough_ready=enough or _NEVER)
+        return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id
@@ -786,7 +791,7 @@ class RedisStore(Store):
         if said is not None:
             names.append(said.key)
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
-        waits = wait_ms > 0 and seen is known.view  # else another thread has seen more already
+        waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
         told = self._run(self._view, names, args, wait=wait)
         if puts_off and told[2] == _EXPECTED and (newest := self._known().view) is not None:
@@ -919,11 +924,12 @@ class RedisStore(Store):
         opening, keys, judge = verdict.opening, self.keys, self._judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
-        names += [keys.generation, keys.committed_patch]
+        names += [keys.generation, keys.committed_patch, keys.run]
         before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening)), _stamp_of(generation)]
-        args.append(patch_of(before, after))
+        begins = self._shared is not None and verdict.session != self.session
+        args += [patch_of(before, after), judge.seal_run(self._shared, verdict.sessions) if begins else ""]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])

@@ -250,11 +250,12 @@ return 1
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string hash stream hash string string",
+    "string string list string zset hash hash hash hash string hash stream hash string string string",
     """
--- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation patch
--- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch orders
+-- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation patch run
+-- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch run orders
 --   next_orders listed ...
+-- run: what all nodes share, for the session that begins here; empty: none does.
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 if not is_current(KEYS[14], ARGV[10]) then return 0 end
 local silence = tonumber(ARGV[6])
@@ -263,10 +264,11 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[5], KEYS[7], silenc
 local round = label(committed)
 if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 if judged(redis.call('GET', KEYS[4]), ARGV[9]) then return 0 end
-if ARGV[13] ~= '' then
-  if redis.call('GET', KEYS[10]) ~= ARGV[12] then return 2 end
-  redis.call('SET', KEYS[10], ARGV[13], 'EX', ARGV[4])
+if ARGV[14] ~= '' then
+  if redis.call('GET', KEYS[10]) ~= ARGV[13] then return 2 end
+  redis.call('SET', KEYS[10], ARGV[14], 'EX', ARGV[4])
 end
+if ARGV[12] ~= '' then redis.call('SET', KEYS[16], ARGV[12], 'EX', ARGV[4]) end
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
 redis.call('SET', KEYS[15], ARGV[11], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
@@ -277,7 +279,7 @@ for _, words in ipairs({KEYS[8], KEYS[9]}) do
   redis.call('EXPIRE', times_of(words), ARGV[7])
 end
 local listed = {}
-for i = 14, #ARGV do listed[ARGV[i]] = true end
+for i = 15, #ARGV do listed[ARGV[i]] = true end
 local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
@@ -458,7 +460,7 @@ end
 if changed then redis.call('HSET', KEYS[4], 'settled', time_ms() + tonumber(ARGV[2])) end
 redis.call('EXPIRE', KEYS[4], ARGV[1])
 if changed or is_older_file then redis.call('HSET', KEYS[9], 'born', time_ms()) end -- it may count them a second time
-tell(KEYS[9], KEYS[10])
+if changed or is_older_file then tell(KEYS[9], KEYS[10]) end
 return changed and 1 or 0
 """,
 )

@@ -110,6 +110,8 @@ class MemoryStore(Store):
     def __init__(self, record: MemoryRecord, *, lease_s: float = 5.0) -> None:
         self.record = record
         self._session = ""
+        self._ours: dict[str, str] | None = None
+        """What all nodes share; None: this node has not compared it."""
         self._lineage: tuple[str, ...] = ()
         """Session of the newest verdict that was seen, and those before it."""
         self._lease_ms = int(1000 * lease_s)
@@ -179,6 +181,7 @@ class MemoryStore(Store):
                 self.record.changed.notify_all()
             else:
                 require_equal(theirs, ours)
+        self._ours = ours
         return ours
 
     def forget_dead_run(self) -> bool:
@@ -353,7 +356,7 @@ class MemoryStore(Store):
         with self.record.changed:
             return dict(self.record.links)
 
-    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         with self.record.changed:
             self.record.ready[ready.round].setdefault(member_id, self._say(ready))
             self.record.changed.notify_all()
@@ -426,6 +429,8 @@ class MemoryStore(Store):
                 record.orders = self._say(replace(orders, rollback=None, version=orders.version + 1))
             record.committed = verdict
             record.verdicts.append(verdict)
+            if self._ours is not None and verdict.session != self._session:
+                record.shared = Said(self._ours, verdict.sessions)
             gone = record.leases.keys() - self._alive() - {*opening.members, *opening.late}
             for member in gone:  # the dead that cannot return
                 del record.leases[member]

@@ -404,6 +404,24 @@ def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_clien
     assert sent_bytes(lambda: renew(store, members[0])) - info < 300
 
 
+def test_who_enters_a_session_is_told_its_words_and_not_again_where_all_are(
+    store: RedisStore, redis_client: redis.Redis
+) -> None:
+    members = [f"n{i}#1" for i in range(50)]
+    hold(store, *members)
+    opening = an_opening(*members)
+    assert open_next(store, opening)
+    assert store.propose_verdict(replace(a_verdict(opening), record={"session": "new"}))
+    before = store.view(0)
+    store.session = "new"
+    store.announce_ready(members[0], Ready(1, 1, "s"))
+    info = redis_client.info("stats")["total_net_output_bytes"]
+    after = store.view(1)
+    assert redis_client.info("stats")["total_net_output_bytes"] - info < 3000
+    assert (after.peers, after.alive, after.committed) == (before.peers, before.alive, before.committed)
+    assert after.ready.keys() == {members[0]}
+
+
 @pytest.fixture
 def reader(redis_url: str) -> Iterator[RedisStore]:
     """Another node of the run."""
