@@ -7,6 +7,7 @@ the times to a decision are those of members that share the processors of this m
     python bench/control_plane.py --nodes 4 16 64
     python bench/control_plane.py --nodes 128 --churn     # then 30 % leave at once, and 50 join at once
     python bench/control_plane.py --nodes 128 --probe     # members probe one another, too, as their guardians do
+    python bench/control_plane.py --nodes 512 --detect-s 30   # leases that hold though members wait for a processor
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ KEY, HOST = RunKey(b"k" * 32), "127.0.0.1"
 SHAPE = RunShape(total_steps=10**9, batch_size=32)
 STEPS = 50
 START_S = 600.0
+DETECT_S = 5.0
 SHARED = {f"section.key_{i}": str(i) for i in range(40)}
-TIME_OUTS = TimeOuts.following(5.0, dict.fromkeys(TIME_OUT_NAMES))
 PER_PROCESS = 32
 TURN_S = 0.1
 """For which a thread that computes keeps the interpreter; by default each that waits for it looks every 5 ms."""
@@ -132,10 +133,12 @@ def links_of(member: str, members: tuple[str, ...]) -> dict[str, int]:
 class Node:
     """One member, and what a node has beside it."""
 
-    def __init__(self, url: str, number: int, folder: Path, *, probes: bool) -> None:
+    def __init__(self, url: str, number: int, folder: Path, *, probes: bool, detect_s: float) -> None:
         self._probes = probes
-        self._store = RedisStore(url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
-        self._url, self.number = url, number
+        time_outs = TimeOuts.following(detect_s, dict.fromkeys(TIME_OUT_NAMES))
+        self._open_store = partial(RedisStore, url, RUN_ID, lease_s=time_outs.lease_s, patience_s=60.0)
+        self._store = self._open_store()
+        self.number = number
         self._flags = SharedFlags(folder / f"flags-{number}", create=True)
         self.lease: Lease | None = None
         access = RunAccess(
@@ -144,12 +147,11 @@ class Node:
         identity = NodeIdentity(
             f"node-{number:04d}", ListenAddress(f"10.0.{number // 250}.{number % 250}"), (), 0, folder
         )
-        self.member = Member(access, identity, self._flags, TIME_OUTS, Departure(grace_s=1e6))
+        self.member = Member(access, identity, self._flags, time_outs, Departure(grace_s=1e6))
         self.verdict: Verdict | None = None
 
     def _guard(self, order: GuardianOrder) -> Lease:
-        store = RedisStore(self._url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
-        self.lease = Lease(store, order, probes=self._probes)
+        self.lease = Lease(self._open_store(), order, probes=self._probes)
         return self.lease
 
     def join(self, last: int) -> None:
@@ -217,7 +219,7 @@ class Node:
         self._store.close()
 
 
-def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool) -> None:
+def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, detect_s: float) -> None:
     """A process that carries some members: does what it is told with those that are meant, all at once."""
     sys.setswitchinterval(TURN_S)
     nodes: dict[int, Node] = {}
@@ -225,7 +227,7 @@ def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool) -
 
         def act(what: str, number: int, arguments: Sequence[Any]) -> None:
             if what == "start":
-                nodes[number] = Node(url, number, Path(folder), probes=probes)
+                nodes[number] = Node(url, number, Path(folder), probes=probes, detect_s=detect_s)
             elif number in nodes:  # else it has not started, or is not there any more
                 getattr(nodes[number], what)(*arguments)
 
@@ -242,9 +244,9 @@ def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool) -
 class Crowd:
     """Members of one run, in processes that carry them, and the store between them."""
 
-    def __init__(self, server: RedisServer, *groups: range, probes: bool = False) -> None:
+    def __init__(self, server: RedisServer, *groups: range, probes: bool = False, detect_s: float = DETECT_S) -> None:
         """`groups`: members that are told what to do together; no process carries members of two."""
-        work = partial(carry, probes=probes)
+        work = partial(carry, probes=probes, detect_s=detect_s)
         self._client = redis.Redis.from_url(server.local_url)
         spawn = multiprocessing.get_context("spawn")
         self._workers: list[tuple[range, Connection]] = []
@@ -356,14 +358,14 @@ def row(found: Figures) -> str:
     )
 
 
-def churn(crowd: Crowd, nodes: int) -> None:
+def churn(crowd: Crowd, nodes: int, detect_s: float) -> None:
     """30 % leave at once between two rounds; then 50 join at once."""
     dead, left = range(int(LEAVE_PART * nodes)), range(int(LEAVE_PART * nodes), nodes)
     crowd.have("die", dead)
     took = crowd.cost_of(lambda: crowd.have("round", left, 0.0))
     print(
         f"{len(dead)} of {nodes} gone at once: the others' next round took {took.seconds:.1f} s, of which "
-        f"{TIME_OUTS.lease_s:g} s until the leases ran out; the store sent {took.sent_bytes / 1e6:.1f} MB",
+        f"{detect_s:g} s until the leases ran out; the store sent {took.sent_bytes / 1e6:.1f} MB",
         flush=True,
     )
     new = range(nodes, nodes + JOIN_AT_ONCE)
@@ -391,6 +393,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--train-s", type=float, default=5.0)
     parser.add_argument("--transfer-s", type=float, default=1.0)
+    parser.add_argument("--detect-s", type=float, default=DETECT_S, help="how long a lease lasts")
     parser.add_argument("--probe", action="store_true", help="have members probe one another")
     parser.add_argument("--churn", action="store_true", help="then have some leave, and others join, at once")
     options = parser.parse_args()
@@ -398,13 +401,13 @@ def main() -> None:
     for nodes in options.nodes:
         with RedisServer() as server, ExitStack() as stack:
             joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
-            crowd = Crowd(server, range(nodes), joiners, probes=options.probe)
+            crowd = Crowd(server, range(nodes), joiners, probes=options.probe, detect_s=options.detect_s)
             stack.callback(crowd.close)
             found = figures(crowd, nodes, rounds=options.rounds, train_s=options.train_s, transfer_s=options.transfer_s)
             require(found.round_bytes > 0, "the store sent nothing")
             print(row(found), flush=True)
             if options.churn:
-                churn(crowd, nodes)
+                churn(crowd, nodes, options.detect_s)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,15 @@ class Ledger:
         """Learned from, or skipped on purpose; sorted and disjoint."""
         return holes(self.owed, self.next)
 
-    def allocate(self, member: str, samples: int) -> Ledger:
-        """Give a member so many samples behind those that it has, returned ones first."""
-        taken, left = take(self.returned, samples)
-        fresh = samples - count(taken)
-        if fresh:
-            taken = (*taken, (self.next, self.next + fresh))
-        spans = (*self.assigned.get(member, ()), *_merge(taken))
-        return Ledger(self.next + fresh, left, {**self.assigned, member: spans})
+    def allocate(self, wanted: Mapping[str, int]) -> Ledger:
+        """Give members so many samples behind those that they have, in their order, returned ones first."""
+        reached, left, assigned = self.next, self.returned, {**self.assigned}
+        for member, samples in wanted.items():
+            taken, left = take(left, samples) if left else ((), ())
+            if fresh := samples - count(taken):
+                taken, reached = (*taken, (reached, reached + fresh)), reached + fresh
+            assigned[member] = (*assigned.get(member, ()), *_merge(taken))
+        return Ledger(reached, left, assigned)
 
     def settle(self, used: Mapping[str, int], kept: Mapping[str, tuple[Range, ...]]) -> Ledger:
         """Close a round: what its members neither used of their ranges nor keep goes back to the pool.
@@ -63,8 +64,8 @@ class Ledger:
         """
         left: list[Range] = []
         for member, spans in self.assigned.items():
-            rest = take(spans, used.get(member, 0))[1]
-            left += take(rest, count(rest) - count(kept.get(member, ())))[0]
+            if rest := take(spans, used.get(member, 0))[1]:
+                left += take(rest, count(rest) - count(kept.get(member, ())))[0]
         staying = {member: kept[member] for member in self.assigned if member in kept}
         return Ledger(self.next, _merge([*self.returned, *left]), staying)
 
@@ -74,11 +75,12 @@ def allocate(ledgers: Mapping[str, Ledger], wanted: Mapping[str, int], corpora: 
 
     The order must be the same on all nodes: the epoch's. `corpora`: of each member.
     """
-    dealt = dict(ledgers)
+    of_corpus = dict[str, dict[str, int]]()
     for member, samples in wanted.items():
         if samples > 0:
-            dealt[corpora[member]] = dealt.get(corpora[member], Ledger()).allocate(member, samples)
-    return dealt
+            of_corpus.setdefault(corpora[member], {})[member] = samples
+    dealt = {corpus: ledgers.get(corpus, Ledger()).allocate(each) for corpus, each in of_corpus.items()}
+    return {**ledgers, **dealt}
 
 
 def settle(

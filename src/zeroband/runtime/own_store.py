@@ -1,7 +1,7 @@
 """The store that a node holds beside its trainer, in a run whose members hold the stores themselves.
 
-It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by itself
-comes back empty. Local rank 0 owns it.
+It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by
+itself comes back empty. Local rank 0 owns it.
 """
 
 from __future__ import annotations

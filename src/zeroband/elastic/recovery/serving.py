@@ -49,9 +49,8 @@ MAX_COPIES = 2
 _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
 
-MADE_WAY_S = 1.0
-"""A connection sends a record in so long while a round needs the link: 0.5 Mbit/s, by which the joiner knows that it
-lives."""
+MADE_WAY_S, SIGN_BYTES = 1.0, 1 << 10
+"""While a round needs the link a connection sends so many bytes in so long, by which the joiner knows that it lives."""
 
 _UNSENT_BYTES = 1 << 17
 """What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
@@ -429,11 +428,14 @@ class _Library:
         self.chunk_bytes = chunk_bytes
         self._needs_link = needs_link
 
-    def make_way(self) -> None:
-        """Wait while a round needs the link, for a moment."""
+    def is_free(self) -> bool:
+        """Whether no round needs the link; waits a moment until none does."""
         until_s = time.monotonic() + MADE_WAY_S
-        while self._needs_link() and time.monotonic() < until_s:
+        while is_needed := self._needs_link():
+            if time.monotonic() >= until_s:
+                break
             time.sleep(_POLL_S)
+        return not is_needed
 
     def chunk(self, sections: Mapping[str, Tensor], section: str, index: int) -> Tensor | None:
         """(nbytes,) uint8, where it lies; None where there is none."""
@@ -537,9 +539,11 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             return self._send_none(HTTPStatus.NOT_FOUND)
         self._begin(HTTPStatus.OK, data.numel())
-        for record in data.split(RECORD_BYTES):
-            library.make_way()
-            self.wfile.write(bytes_of(record))
+        rest = bytes_of(data)
+        while rest:
+            size = RECORD_BYTES if library.is_free() else SIGN_BYTES
+            self.wfile.write(rest[:size])
+            rest = rest[size:]
 
     def _send(self, data: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self._begin(status, len(data))

@@ -40,6 +40,8 @@ from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
 
+_CLEARS_S = 1.0
+"""So long before contributions travel, at most, is the link theirs: what is on its way to joiners has come by then."""
 _ABANDON_S = 5.0
 _ALL_VERSIONS = 2**62
 
@@ -329,6 +331,8 @@ class RoundCoordinator(ABC):
         if parts.auto_rollback is not None and not offer.is_joining:
             parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
         parts.journal.settle()  # the result's memory is the next one's
+        if not offer.is_joining:
+            self._travel = Travel(time.monotonic(), self._travelled_at_s, at_most_s=_CLEARS_S)
         self._announce(round, offer)
         try:
             return self._bring_to_verdict(round, is_member=not offer.is_joining)
@@ -336,6 +340,8 @@ class RoundCoordinator(ABC):
             if not offer.is_joining or parts.mesh.is_fenced:
                 raise
             raise RoundsMissed(round) from fence
+        finally:
+            self._travel = None
 
     def _announce(self, round: int, offer: Offer) -> None:
         faults, passes = self._parts.faults, not offer.is_joining

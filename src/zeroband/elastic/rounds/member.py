@@ -216,13 +216,14 @@ class Member:
         `links`: Mbit/s to other members, as transfers showed them.
         """
         ready = replace(ready, site=self.identity.site)
-        self._memory.announced(ready)
         self._tell_links(links or {})
         committed, enough = self._memory.known.committed, sys.maxsize  # only who founds a run has to know who is there
         if committed is not None:
             enough = sum(m in self._alive for m in committed.members)
-        view = self.store.announce_ready(self.member_id, ready, enough=enough)
-        self._first_look = ready.round, self._checked(view, ready.round)
+        with self._memory.saying():
+            self._memory.announced(ready)
+            view = self.store.announce_ready(self.member_id, ready, enough=enough)
+        self._first_look = ready.round, self._checked(view, ready.round, whole=False)
 
     def _tell_links(self, seen: Mapping[str, int]) -> None:
         """Tell the store what is known of the links, where that is news. Of two rates the higher counts.
@@ -297,9 +298,10 @@ class Member:
 
         `record`: what it would write into the verdict; None: not known yet.
         """
-        generation = self._memory.voted(opening, digest, record)
-        view = self.store.vote(opening, self.member_id, digest, generation=generation)
-        self._first_look = opening.round, self._checked(view, opening.round)
+        with self._memory.saying():
+            generation = self._memory.voted(opening, digest, record)
+            view = self.store.vote(opening, self.member_id, digest, generation=generation)
+        self._first_look = opening.round, self._checked(view, opening.round, whole=False)
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record` is what this member would write into the verdict.
@@ -386,7 +388,8 @@ class Member:
         return proposers.index(self.member_id) if self.member_id in proposers else len(proposers)
 
     def _await_change(self, round: int, view: View | None, *, within_s: float, whole: bool) -> View:
-        return self._checked(self.store.await_change(round, view, within_s=within_s, whole=whole), round)
+        seen = self.store.await_change(round, view, within_s=within_s, whole=whole)
+        return self._checked(seen, round, whole=whole)
 
     def _take_first_look(self, round: int) -> View | None:
         seen, self._first_look = self._first_look, None
@@ -396,7 +399,7 @@ class Member:
         """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
         return self._checked(self.store.view(round), round)
 
-    def _checked(self, view: View, round: int) -> View:
+    def _checked(self, view: View, round: int, *, whole: bool = True) -> View:
         until_s = self._clock() + self._time_outs.store_s
         while self._mover is not None and view.generation != self._memory.generation:
             if self._departure.is_overdue(self._clock()):
@@ -405,6 +408,8 @@ class Member:
                 raise StoreLost("the store lost the run's record, and too few members went on with another one")
             self._mover.recover()
             view = self.store.view(round)
+        if self._memory.is_more_than(view, round):  # the main thread may have seen or said more meanwhile
+            view = self.store.await_change(round, None, within_s=0.0, whole=whole)
         if self._memory.is_more_than(view, round):
             if self.store.restore(self._memory.to_restore):
                 self._told_links = LinkRates()
@@ -442,9 +447,7 @@ class Member:
     def await_news(self, opening: Opening, seen: View | None) -> View:
         """Wait a moment for news of an opening. The view shows all that its end takes. The watcher's thread."""
         view = self.store.await_change(opening.round, seen, within_s=_LOOK_S, whole=False, ends_with=opening)
-        if self._memory.is_more_than(view, opening.round):  # the main thread may have seen more meanwhile
-            view = self.store.await_change(opening.round, None, within_s=0.0, whole=False)
-        view = self._checked(view, opening.round)
+        view = self._checked(view, opening.round, whole=False)
         return self.look(opening.round) if view.unseen_votes and view.lost(opening) else view
 
     def report_failure(self, opening: Opening, reason: str) -> None:

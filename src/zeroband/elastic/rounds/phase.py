@@ -61,7 +61,9 @@ class Travel:
     began_at_s: float
     before_at_s: float
     """When those of the round before had travelled."""
+    at_most_s: float = math.inf
+    """For how long the link is theirs at most."""
 
     def has_link(self, now_s: float) -> bool:
         """Whether the link is theirs alone: as long as they had left it to others, joiners among them."""
-        return now_s - self.began_at_s < self.began_at_s - self.before_at_s
+        return now_s - self.began_at_s < min(self.began_at_s - self.before_at_s, self.at_most_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +48,16 @@ class LiveBackup:
         self.generation: Generation | None = None
         """The generation of the store in use, in a run of several."""
         self._promised: Generation | None = None
+        self._is_saying = False
+
+    @contextmanager
+    def saying(self) -> Generator[None]:
+        """What this member says meanwhile is on its way: a store that does not show it has not lost it."""
+        self._is_saying = True
+        try:
+            yield
+        finally:
+            self._is_saying = False
 
     @property
     def known(self) -> StoreBackup:
@@ -135,12 +146,17 @@ class LiveBackup:
             self._known = replace(known, opening=opening, committed=committed, orders=orders)
 
     def is_more_than(self, view: View, round: int) -> bool:
-        """Whether the store, looked at for `round`, has lost something of what this member saw or said."""
+        """Whether the store, looked at for `round`, has lost something of what this member saw or said.
+
+        Of what is said by now: it may also be that the look is older.
+        """
         known = self.to_restore
         if _is_of_another_session(view, known):
             return False  # it is learned first; rounds of two sessions are not compared
         if not view.is_known or _is_behind(view, known):
             return True
+        if self._is_saying:
+            return False
         if known.ready is not None and known.ready.round == round and known.member_id not in view.ready:
             return True
         return known.vote is not None and known.vote[0] == view.opening and known.member_id not in view.votes

@@ -173,10 +173,11 @@ def test_round_is_told_without_hashes_and_a_manifest_when_these_are_there(
 
 
 @pytest.mark.parametrize("is_patient", [True, False])
-def test_joiner_gets_a_record_now_and_then_while_a_round_needs_the_link(
+def test_joiner_gets_some_bytes_now_and_then_while_a_round_needs_the_link(
     monkeypatch: pytest.MonkeyPatch, is_patient: bool
 ) -> None:
     monkeypatch.setattr(serving, "RECORD_BYTES", 250)
+    monkeypatch.setattr(serving, "SIGN_BYTES", 125)
     monkeypatch.setattr(serving, "MADE_WAY_S", 1000.0 if is_patient else 0.0)
     asked = list[bool]()
 
@@ -189,7 +190,7 @@ def test_joiner_gets_a_record_now_and_then_while_a_round_needs_the_link(
     assert asked == []
     for path in ("/state/7/params/0", "/journal/4/update/0"):
         assert get(server, path) == (200, DATA)
-    assert asked == ([True] * 3 + [False] * 32 if is_patient else [True] * 32)
+    assert asked == ([True] * 3 + [False] * 32 if is_patient else [True] * 64)
     server.close()
 
 

@@ -1,6 +1,7 @@
 """A round as a transaction, with real algorithms on it: what a lost, slow or wrong member may do to the others."""
 
 import errno
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
+from zeroband.elastic.rounds.phase import Travel
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.state.flat import FlatLayout, digest_of
 
@@ -357,11 +359,23 @@ def test_link_is_needed_while_contributions_travel_for_which_training_stands_sti
 ) -> None:
     run = start_run(DILOCO, "a", "b")
     outer, seen = run["a"].outer, list[bool]()
-    travel = outer.exchange.run
-    monkeypatch.setattr(outer.exchange, "run", lambda *of: (seen.append(outer.needs_link), travel(*of))[1])
+
+    def look_before(owner: object, name: str) -> None:
+        act = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *of, **options: (seen.append(outer.needs_link), act(*of, **options))[1])
+
+    look_before(run["a"].mesh, "announce_ready")
+    look_before(outer.exchange, "run")
+    look_before(run["a"].mesh, "vote")
     assert not outer.needs_link
     run.round(a=noise(1), b=noise(2))
-    assert seen == [True] and not outer.needs_link
+    assert seen == [True, True, False] and not outer.needs_link
+
+
+def test_link_is_free_again_where_the_others_are_not_there_in_time() -> None:
+    announced, travelling = (Travel(100.0, 50.0, at_most_s) for at_most_s in (1.0, math.inf))
+    assert [announced.has_link(at_s) for at_s in (100.5, 101.5)] == [True, False]
+    assert [travelling.has_link(at_s) for at_s in (149.0, 151.0)] == [True, False]
 
 
 def test_node_whose_disk_is_full_replays_from_memory_and_keeps_nothing(

@@ -20,7 +20,7 @@ from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, Stragglers, new_member_id
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
@@ -157,6 +157,33 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
     verdict = last(lambda: b.vote(opening, "d"), lambda: b.await_verdict(opening, {}))
     assert a.await_verdict(opening, {}) == verdict
     assert trips.count(True) == STORE_TRIPS
+
+
+def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bringing it back would have every member read all of the run anew."""
+    member, restored, looks = make_member("a"), list[object](), list[threading.Thread]()
+    opening = found(member)
+    monkeypatch.setattr(member.store, "restore", restored.append)
+    vote, await_change = member.store.vote, member.store.await_change
+
+    def look_before(*of: Any, **options: Any) -> View:
+        member.look_after_record()
+        return vote(*of, **options)
+
+    def vote_after_look(*of: Any, **options: Any) -> View:
+        seen = await_change(*of, **options)
+        if not looks:
+            looks.append(threading.Thread(target=member.vote, args=[opening, "d"]))
+            looks[0].start()
+            looks[0].join()
+        return seen
+
+    monkeypatch.setattr(member.store, "vote", look_before)
+    monkeypatch.setattr(member.store, "await_change", vote_after_look)
+    member.look_after_record()
+    assert looks and member.look(0).votes == {member.member_id: "d"} and restored == []
 
 
 @pytest.mark.parametrize("proposer", ["a", "b", "c"])

@@ -111,6 +111,9 @@ def test_memory_is_more_than_a_store_that_misses_a_part(
 def test_memory_is_more_when_its_word_is_missing(memory: LiveBackup) -> None:
     memory.announced(WORD)
     assert memory.is_more_than(a_view(ready={B: WORD}), 6)
+    with memory.saying():
+        assert not memory.is_more_than(a_view(ready={B: WORD}), 6), "it is on its way"
+        assert memory.is_more_than(EMPTY, 6)
     assert not memory.is_more_than(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
 
 
