@@ -1,6 +1,9 @@
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,6 +246,13 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
         assert manifest.hashes["params"][0] == chunk_hash(data[8 * first : 8 * first + 8])
         assert len(manifest.hashes["short"]) == max(2 - first, 0)
     assert state.at(5) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_hashes_leave_the_cores_to_the_inner_steps(hasher: Hasher) -> None:
+    own, theirs = os.getpriority(os.PRIO_PROCESS, 0), Future[int]()
+    hasher.start(lambda room: theirs.set_result(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert theirs.result(timeout=30.0) == max(own, 10) and os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, monkeypatch: pytest.MonkeyPatch) -> None:
