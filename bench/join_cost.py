@@ -2,8 +2,8 @@
 
 Two real nodes in namespaces, whose state is too large to be copied; their inner steps sleep, so that two cores carry
 them. A third one fetches the state and the journal, with what a joiner fetches them with, as fast as its link goes and
-without an end, in every other pair of rounds. It has the cores when the members leave them, since a joiner has a machine
-of its own. Linux as root.
+without an end, in every other pair of rounds. It has the cores when the members leave them: a joiner has a machine of
+its own. Linux as root.
 
     python bench/join_cost.py [--rounds 32] [--mbit 100] [--phase-s 10]
 """

@@ -124,9 +124,9 @@ class Guardian:
             self.close()
             if said not in (b"", _WAITING):
                 raise ConfigError(said.decode().strip())
-            raise StoreLost(
-                f"the guardian of {order.member_id} took no lease within {max(order.store_s, _START_DEADLINE_S):g} s"
-            )
+            silent = f"ended, or said nothing for {_START_DEADLINE_S:g} s, before it held a lease; see this node's log"
+            why = silent if not said else f"waited {order.store_s:g} s for the store; check store.url"
+            raise StoreLost(f"the guardian of {order.member_id} {why}")
 
     @property
     def _output(self) -> IO[bytes]:

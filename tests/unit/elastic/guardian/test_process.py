@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import redis
 
+from zeroband.elastic.guardian import process
 from zeroband.elastic.guardian.link_report import LinkReader, PartnersWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
+    Guardian,
     GuardianOrder,
     ListenAddress,
     LivenessRule,
@@ -45,6 +47,7 @@ from zeroband.elastic.transport.handshake import (
     RunKey,
     StreamKeys,
 )
+from zeroband.errors import StoreLost
 from zeroband.node.shared_flags import SharedFlags
 
 MEMBER, OTHER = "a#1", "b#1"
@@ -282,6 +285,17 @@ def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: 
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as output:
         assert (last_word(output, store_s=store_s) == b"holding\n") == holds
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [(b"waiting\n", "waited 1000 s for the store"), (b"", "ended, or said nothing for 60 s")]
+)
+def test_trainer_is_told_why_its_guardian_holds_no_lease(
+    order: GuardianOrder, monkeypatch: pytest.MonkeyPatch, said: bytes, why: str
+) -> None:
+    monkeypatch.setattr(process, "last_word", lambda *_, **__: said)
+    with closing(SharedFlags(Path(order.flags), create=True)), pytest.raises(StoreLost, match=why):
+        Guardian(replace(order, store_s=1000.0))
 
 
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
