@@ -928,8 +928,8 @@ class RedisStore(Store):
         before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening)), _stamp_of(generation)]
-        begins = self._shared is not None and verdict.session != self.session
-        args += [patch_of(before, after), judge.seal_run(self._shared, verdict.sessions) if begins else ""]
+        shared = self._shared if verdict.session != self.session else None
+        args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])
