@@ -319,7 +319,7 @@ def _gathered(job: Job, link: Link, method: Method, sends: _Payload, steps: int,
     sent = payload * (others if job.relay == "none" else min(1, others))
     received = payload * others
     if job.relay == "aggregator" and others:
-        received = sends.combined(job.senders, weighted=method == "sparseloco")
+        received = sends.combined(job.nodes, weighted=method == "sparseloco")
     transfer_s = all_gather_s(sent, received, job.senders, link, ways=1 if job.relay == "none" else 2)
     moved = (float(sent), float(received), float(sent))
     return _forecast(job, link, method, sends.values, steps, payload, moved, transfer_s, overlap_s)

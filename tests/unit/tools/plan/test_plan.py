@@ -251,7 +251,7 @@ def test_machines_that_take_longer_than_the_constants_take_so_for_all_of_it() ->
     assert slow.beside_s - AGREES_S == pytest.approx(3 * (usual.beside_s - AGREES_S))
 
 
-@pytest.mark.parametrize("relay", ["none", "store", "aggregator"])
+@pytest.mark.parametrize("relay", ["none", "store"])
 def test_bytes_of_a_node_do_not_grow_with_the_nodes_of_a_site(relay: Relay) -> None:
     few, many = (replace(JOB, nodes=nodes, sites=4, relay=relay) for nodes in (8, 512))
     for here, there in zip(forecasts(few, LINK), forecasts(many, LINK), strict=True):
@@ -259,6 +259,15 @@ def test_bytes_of_a_node_do_not_grow_with_the_nodes_of_a_site(relay: Relay) -> N
         assert here.transfer_s == there.transfer_s
     alone = of("sparseloco", "two_bit", replace(JOB, nodes=512))
     assert alone.sent_bytes == 511 / 3 * of("sparseloco", "two_bit", many).sent_bytes or relay != "none"
+
+
+def test_what_an_aggregator_sends_a_site_is_made_of_the_payloads_of_all_nodes() -> None:
+    few, many, all_apart = (
+        of("demo", "sign", replace(JOB, nodes=nodes, sites=sites, relay="aggregator"))
+        for nodes, sites in ((8, 4), (64, 4), (64, None))
+    )
+    assert few.sent_bytes == many.sent_bytes
+    assert few.received_bytes < many.received_bytes == all_apart.received_bytes
 
 
 def test_demo_is_not_warned_of_payloads_that_sites_keep_off() -> None:
