@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from tests.integration import dropin_peer
 from tests.integration.peers import Peers
 from tests.stores import free_port
 
-from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.local_server import RedisServer, find_redis_server
+from zeroband.node.processes import pids_with
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.network import Network
 
@@ -40,6 +42,13 @@ def holder(cluster: LocalCluster, node: str) -> str:
     """The node that holds the store which a node uses."""
     place = told(cluster.run_dir / node, "store_in_use")[-1]["store"].removeprefix("redis://")
     return next(other for other in cluster.nodes if cluster.store_place(other) == place)
+
+
+def store_pid(cluster: LocalCluster, node: str) -> int:
+    """The process of the store that a node holds."""
+    ours = set(pids_with("ZERO_BAND_RUN__ID", cluster.run_id)) & set(pids_with("ZERO_BAND_NODE__ID", node))
+    (server,) = (pid for pid in ours if Path(f"/proc/{pid}/exe").resolve() == find_redis_server().resolve())
+    return server
 
 
 def committed_at_s(cluster: LocalCluster, node: str) -> dict[int, float]:
@@ -106,6 +115,17 @@ def test_trainer_that_is_started_again_brings_an_empty_store_and_comes_back(tmp_
         reach_round(cluster, crashed, newest(cluster, other) + 2, members=NODES)
         assert {generation(cluster.run_dir / node) for node in cluster.nodes} == {2}
         require_one_history(cluster, *cluster.nodes)
+
+
+@pytest.mark.soak
+def test_store_that_dies_alone_costs_no_member_and_serves_again(cluster: LocalCluster) -> None:
+    """More often than there are nodes, so that one is used that had died."""
+    for number in range(NODES + 1):
+        os.kill(store_pid(cluster, holder(cluster, "node0")), signal.SIGKILL)
+        reach_round(cluster, "node0", newest(cluster, "node0") + 3, members=NODES)
+        assert generation(cluster.run_dir / "node0") == number + 2
+    assert not any(told(cluster.run_dir / node, "fenced") for node in cluster.nodes)
+    require_one_history(cluster, *cluster.nodes)
 
 
 @pytest.mark.soak
