@@ -27,7 +27,8 @@ from typing import Any
 import redis
 
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Keys, RedisStore
+from zeroband.elastic.store.redis_run import Keys
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.seals import id_of
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster

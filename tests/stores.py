@@ -10,7 +10,8 @@ import redis
 from zeroband.elastic.membership.records import Opening, Peer, Verdict
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
-from zeroband.elastic.store.redis_store import Keys, RedisStore
+from zeroband.elastic.store.redis_run import Keys
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 RUN_ID = "run"

@@ -36,7 +36,7 @@ TARGETS_FOLDER = ".prometheus"
 
 For `file_sd_configs`, whose patterns know one folder."""
 
-_WATCHED_PARTS = ("elastic.store.redis_store", "observe.jsonl", "observe.sinks")
+_WATCHED_PARTS = ("elastic.store.redis_run", "observe.jsonl", "observe.sinks")
 """Parts whose warnings are counted from 0 on, so that the first one shows as an increase."""
 _DIGEST_DIGITS = 12
 """A digit is 4 bits, and a double holds 53."""

@@ -206,14 +206,14 @@ def test_age_of_a_checkpoint_counts_from_the_start_until_there_is_one(node: Node
 
 
 def test_warnings_of_the_log_are_counted_by_who_speaks(node: Node, tmp_path: Path) -> None:
-    store, level = get_logger("zeroband.elastic.store.redis_store"), logging.getLogger("zeroband").level
-    assert node.value("log_warnings_total", "elastic.store.redis_store") == 0
+    store, level = get_logger("zeroband.elastic.store.redis_run"), logging.getLogger("zeroband").level
+    assert node.value("log_warnings_total", "elastic.store.redis_run") == 0
     server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
     store.warning("Redis is out of reach; trying again")
     store.info("Redis answers")
     server.close()
     store.warning("not heard any more")
-    assert node.value("log_warnings_total", "elastic.store.redis_store") == 1
+    assert node.value("log_warnings_total", "elastic.store.redis_run") == 1
     assert logging.getLogger("zeroband").level == level
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from zeroband.elastic.store.connection import is_refusal
 from zeroband.elastic.store.fact_records import SHORT_LINE_BYTES, FactBatch, FactLine, shortened
-from zeroband.elastic.store.redis_store import FACTS_BYTES, Appended, FactEntry, RedisStore
+from zeroband.elastic.store.redis_run import FACTS_BYTES, Appended, FactEntry
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import LineTail, Place, decode_line

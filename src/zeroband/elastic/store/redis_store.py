@@ -1,13 +1,11 @@
-"""The only file that speaks to Redis: every key, every time to live; what runs inside it is in `scripts`.
+"""The store of a run in Redis, or in one of several: leases, rounds, and which one is in use.
 
-All writes that decide something are compare-and-set, fenced by the opening that they build on. What is found there
-counts if it was sealed by a node of this run (`judge`). May be called from any thread. Raises StoreLost when Redis does
-not answer within `patience_s`, and ConfigError when it refuses this node.
+All writes that decide something are compare-and-set, fenced by the opening that they build on; what runs inside Redis
+is in `scripts`. What is found there counts if it was sealed by a node of this run (`judge`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 import time
@@ -18,8 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
-
-import redis
 
 from zeroband.config.store_url import addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.orders import Orders
@@ -47,37 +43,16 @@ from zeroband.elastic.membership.succession import (
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
-    Shape,
-    StoreScript,
     connect,
-    forget_connections,
-    is_refusal,
-    is_temporary,
 )
-from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.interface import Store, record_of, require_equal
-from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.known import RECORDS, Known, pairs, text_of
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
+from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, ROUND_TTL_S, SPENT_TTL_S, RedisRun
 from zeroband.elastic.store.scripts import RUN_TTL_S
-from zeroband.elastic.store.seals import Seals, id_of
+from zeroband.elastic.store.seals import id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
-
-ROUND_TTL_S = 7 * 24 * 3600
-"""Life of what belongs to one round: longer than any pause a run may sit through."""
-
-SPENT_TTL_S = 3600
-"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
-
-GROUP_TTL_S = 3600
-"""Life of the keys through which the processes of one group find each other."""
-
-FACTS_TTL_S = ROUND_TTL_S
-"""Life of what a node recorded, after its last line."""
-
-FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
-"""At most so much of what a node recorded is kept; the newest stays."""
 
 MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
 """At most so many links of a run are measured at one time, each for so long."""
@@ -85,13 +60,8 @@ MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
 HISTORY_LENGTH = 1000
 """Verdicts kept for readers of the run's history."""
 
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
-_REMIND_S = 5.0
 _ASK_AGAIN = 8
 """Times that a compare-and-set is tried at once while somebody changes what it builds on."""
-
-_PAGE, _LOOKED = 64, 16
-"""Entries of facts that are read at once, and that are looked at to find one that counts."""
 
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
@@ -138,22 +108,6 @@ members than so many: what somebody damages without a trace is seen by then."""
 _log = get_logger(__name__)
 
 
-class Appended(NamedTuple):
-    """An entry was added to a node's stream of facts."""
-
-    id: str
-    is_known: bool
-    """Whether the node is listed among those that recorded something."""
-
-
-class FactEntry(NamedTuple):
-    """An entry of a node's stream of facts."""
-
-    id: str
-    batch: FactBatch | None
-    """None: it does not count."""
-
-
 class _Said(NamedTuple):
     """What a member writes for itself."""
 
@@ -161,65 +115,8 @@ class _Said(NamedTuple):
     word: str
 
 
-class Keys:
-    """Every key of a run. Hash tags keep a run on one shard of a cluster.
-
-    All values are sealed records, but for the leases and the clock, which the store's own scripts write.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self.prefix = f"zeroband:{{{run_id}}}"
-        self.run = f"{self.prefix}:run"  # string: what all nodes must share
-        self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
-        self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
-        self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
-        self.opening = f"{self.prefix}:opening"  # string: the current opening
-        self.committed = f"{self.prefix}:committed"  # string: the newest verdict
-        self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
-        self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
-        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
-        self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
-        self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
-        self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
-        self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
-        self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
-        self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
-        self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
-        self.generation = f"{self.prefix}:generation"  # string: the generation that began here last, of several stores
-        self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
-        self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
-        self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
-        self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
-        self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
-
-    def ready(self, round: int) -> str:
-        return f"{self.prefix}:ready:{round}"
-
-    def gradients(self, round: int, member_id: str) -> str:
-        return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
-
-    def votes(self, opening: Opening) -> str:
-        return f"{self.prefix}:votes:{opening.id}"
-
-    def failed(self, opening: Opening) -> str:
-        return f"{self.prefix}:failed:{opening.id}"
-
-    def saving(self, attempt: str) -> str:
-        """Hash: node id -> what its writer last said of this save of a checkpoint."""
-        return f"{self.prefix}:saving:{attempt}"
-
-    def facts(self, node_id: str) -> str:
-        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
-        return f"{self.prefix}:facts:{node_id}"
-
-    def group(self, opening: Opening, lane: int) -> str:
-        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
-        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
-        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
-
-
-class RedisStore(Store):
-    """The store of real runs. It also keeps the words of checkpoint writers, and the keys of process groups.
+class RedisStore(RedisRun, Store):
+    """The store of real runs.
 
     `url`: of several stores, with blanks between them or held by nodes, the one in use is found at the first call
     (`reach`).
@@ -240,8 +137,12 @@ class RedisStore(Store):
         answer_s: float | None = None,
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
-        self.keys = Keys(run_id)
-        self._judge = Judge(Seals(key, run_id, self.keys.prefix))
+        answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
+        password = key.store_password if key is not None and are_of_nodes(url) else ""
+        listed = addresses_in(url, password=password) or (url,)
+        super().__init__(
+            listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
+        )
         self._seen = Known()
         self._seeing = threading.Lock()
         self._expected = b""
@@ -253,24 +154,12 @@ class RedisStore(Store):
         self._shared: Mapping[str, str] | None = None
         """What all nodes share; None: this node has not compared it."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
-        self._known_word = ""
-        """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
-        self._patience_s = patience_s
-        self._before_retry = before_retry
-        self._has_answered = False
         self._lease_ms = int(lease_s * 1000)
-        self._answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
-        self._password = key.store_password if key is not None and are_of_nodes(url) else ""
-        self._listed = addresses_in(url, password=self._password) or (url,)
-        self._are_of_nodes = are_of_nodes(url)
-        self._redis = connect(self._listed[0], timeout_s=self._answer_s)
-        self.address = self._listed[0]
-        """Address of the store in use."""
+        self._password, self._listed, self._are_of_nodes = password, listed, are_of_nodes(url)
         self.generation: Generation | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
         self.on_silence: Callable[[], None] = self.follow
         """Called while the store in use, of several, has been silent for a lease: finds another one, if it can."""
-        self._answered_at_s = time.monotonic()
         self._following = threading.RLock()
         self._others: tuple[str, ...] = ()
         """Addresses of stores that are not listed, and that members hold or told of."""
@@ -283,42 +172,32 @@ class RedisStore(Store):
         self._load_scripts()
 
     def _load_scripts(self) -> None:
-        self._view = self._script(scripts.VIEW, _VIEW)
+        self._view = self.script(scripts.VIEW, _VIEW)
         self._open, self._begin, self._fail, self._order = (
-            self._script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
+            self.script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
         )
         self._clear, self._end_lease, self._tell_links, self._measure = (
-            self._script(text, _FLAG)
-            for text in (scripts.CLEAR, scripts.END_LEASE, scripts.TELL_LINKS, scripts.MEASURE)
+            self.script(text, _FLAG) for text in (scripts.CLEAR, scripts.END_LEASE, scripts.TELL_LINKS, scripts.MEASURE)
         )
-        self._commit, self._restore = (self._script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
-        self._renew = self._script(scripts.RENEW, _RENEWAL)
-        self._leave = self._script(scripts.LEAVE, (list, list))
-        self._found = self._script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
-        self._read = self._script(scripts.READ, (_TEXT, _TEXT, _TEXT))
-        self._read_history = self._script(scripts.READ_HISTORY, list)
-        self._read_links = self._script(scripts.READ_LINKS, (_TIMES, _WORDS))
-        self._add_once = self._script(scripts.ADD_ONCE, int)
-        self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
-        self._read_facts = self._script(scripts.READ_FACTS, list)
-        self._read_nodes = self._script(scripts.READ_NODES, list)
-        self._tell_account = self._script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
-        self._begin_generation = self._script(scripts.BEGIN_GENERATION, _FLAG)
-        self._tell_whereabouts = self._script(scripts.TELL_WHEREABOUTS, _FLAG)
-        self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
-
-    def _script(self, text: str, answer: Shape) -> StoreScript:
-        """A script that says which keys it mended, and gives an answer of this shape."""
-        return self._redis.script(text, (list, answer))
+        self._commit, self._restore = (self.script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
+        self._renew = self.script(scripts.RENEW, _RENEWAL)
+        self._leave = self.script(scripts.LEAVE, (list, list))
+        self._found = self.script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
+        self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
+        self._read_history = self.script(scripts.READ_HISTORY, list)
+        self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
+        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
+        self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
+        self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
 
     @property
     def session(self) -> str:
         """Session of the run that this node is in; records of another one do not count. Empty: it is in none yet."""
-        return self._judge.session
+        return self.judge.session
 
     @session.setter
     def session(self, session: str) -> None:
-        self._judge.session = session
+        self.judge.session = session
         with self._seeing:
             self._era += 1
             self._seen = self._seen.in_another_session(self._era)
@@ -335,9 +214,9 @@ class RedisStore(Store):
         and none is.
         """
         if not self.has_several:
-            self._call(self._redis.ping, patience_s)
-            raw = self._call(lambda: self._redis.get(self.keys.elsewhere))
-            if (told := self._judge.whereabouts(self.keys.elsewhere, raw)) is not None:
+            self.call(self._redis.ping, patience_s)
+            raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
+            if (told := self.judge.whereabouts(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
                     f"store.url names one of several stores of this run, which uses {told.store}: name all"
                 )
@@ -358,12 +237,12 @@ class RedisStore(Store):
             if time.monotonic() > until_s:
                 raise StoreLost(self._why_not_reached(silent))
             self._say_waits(self._why_not_reached(silent))
-            time.sleep(_PAUSE_MAX_S)
+            time.sleep(PAUSE_MAX_S)
 
     def _say_waits(self, why: str) -> None:
         """Say why no run is begun here, where that is another reason than before and stays for a moment."""
         said, since_s = self._said
-        if why != said and time.monotonic() - since_s > _REMIND_S:
+        if why != said and time.monotonic() - since_s > REMIND_S:
             self._said = why, time.monotonic()
             _log.warning("begins nothing yet", extra={"fields": {"why": why}})
 
@@ -431,11 +310,11 @@ class RedisStore(Store):
 
     def look_at_candidate(self, member_id: str, account: Account | None) -> Candidate:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
-        keys, judge = self.keys, self._judge
+        keys, judge = self.keys, self.judge
         names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
         word = "" if account is None else judge.seal_account(member_id, account)
         args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed, elsewhere = self._run(self._tell_account, names, args)
+        id, generation, said, committed, elsewhere = self.run_script(self._tell_account, names, args)
         verdict = judge.verdict(keys.committed, committed)
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
@@ -460,21 +339,23 @@ class RedisStore(Store):
 
     def take_whereabouts(self, word: Whereabouts) -> None:
         """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
-        key, sealed = self.keys.elsewhere, self._judge.seal_whereabouts(word)
-        self._run(self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self._judge.junk(key)])
+        key, sealed = self.keys.elsewhere, self.judge.seal_whereabouts(word)
+        self.run_script(
+            self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self.judge.junk(key)]
+        )
 
     def find_run(self) -> None:
         """Go to the store that the run uses, if this one tells that it has several: one address of them is enough."""
         if not self.has_several:
             names = [self.keys.generation, self.keys.elsewhere]
-            begun, elsewhere = self._call(lambda: self._redis.mget(names))
+            begun, elsewhere = self.call(lambda: self._redis.mget(names))
             if begun is None and elsewhere is None:
                 return
         self.follow()
 
     def begin(self, generation: Generation, legacy: Legacy | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
-        keys, judge = self.keys, self._judge
+        keys, judge = self.keys, self.judge
         opening = None if legacy is None else legacy.opening
         votes, failed = (
             (f"{keys.prefix}:votes:none", f"{keys.prefix}:failed:none")
@@ -491,7 +372,7 @@ class RedisStore(Store):
             records.append(judge.seal_orders(legacy.orders))
         args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
         args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
-        return bool(self._run(self._begin_generation, names, args))
+        return bool(self.run_script(self._begin_generation, names, args))
 
     def follow(self) -> None:
         """Go to the store that the run uses, if it is seen to use another one."""
@@ -542,56 +423,13 @@ class RedisStore(Store):
         """The generation as scripts compare it."""
         return _stamp_of(self.generation)
 
-    def trust_address(self) -> None:
-        """Take no refusal for final any more: another process of this node was answered at this address."""
-        self._has_answered = True
-
-    def _call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
-        patience_s = self._patience_s if patience_s is None else patience_s
+    def _find_way(self) -> None:
         if self.has_several and self.generation is None:
             self.follow()
-        started_at_s, pause_s, reminded_at_s = time.monotonic(), _PAUSE_MIN_S, time.monotonic()
-        while True:
-            try:
-                answer = call()
-                self._has_answered, self._answered_at_s = True, time.monotonic()
-                return answer
-            except Exception as error:
-                refusal = is_refusal(error)
-                if refusal is not None and not self._has_answered:  # later on, the server's settings may come back
-                    raise ConfigError(refusal) from error
-                is_known = refusal is not None or is_temporary(error)
-                if not is_known and (not isinstance(error, redis.RedisError) or isinstance(error, redis.DataError)):
-                    raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
-                now_s = time.monotonic()
-                what = "Redis did not answer" if is_known else "Redis answered with an error"
-                if now_s + pause_s > started_at_s + patience_s:
-                    raise StoreLost(f"{what} for {patience_s:g} s: {error}; check store.url") from error
-                if now_s - reminded_at_s > _REMIND_S:
-                    reminded_at_s = now_s
-                    what = "Redis is out of reach" if is_known else what
-                    _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
-            forget_connections(self._redis)
-            self._before_retry()
-            if self.has_several and time.monotonic() - self._answered_at_s > self._lease_ms / 1000:
-                self.on_silence()
-            time.sleep(random.uniform(0.5, 1.0) * pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
-    def _run(
-        self,
-        script: StoreScript,
-        keys: Sequence[str],
-        args: Sequence[str | bytes | int],
-        patience_s: float | None = None,
-        wait: Sequence[str | int] = (),
-    ) -> Any:
-        """The result of a script; says which keys it found to be of a wrong kind. `wait`: a command before it."""
-        mended, result = self._call(lambda: script(keys=keys, args=args, wait=wait), patience_s)
-        for key in mended:
-            fields = {"key": text_of(key)}
-            _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
-        return result
+    def _note_silence(self, silent_s: float) -> None:
+        if self.has_several and silent_s > self._lease_ms / 1000:
+            self.on_silence()
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -602,54 +440,54 @@ class RedisStore(Store):
             keys, is_first = [self.keys.run, self.keys.leases, self.keys.clock], time.monotonic() < deadline_s
             if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
                 raise JoinRefused("run.token", "another", "this one")
-            args: list[str | bytes | int] = [self._judge.seal_run(record), RUN_TTL_S, self._judge.junk(self.keys.run)]
+            args: list[str | bytes | int] = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run)]
             args += [self._silence_ms, int(is_first)]
-            raw, other_protocol, is_alive = self._run(self._found, keys, args)
+            raw, other_protocol, is_alive = self.run_script(self._found, keys, args)
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
                 raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
-            theirs = self._judge.run(self.keys.run, raw)
+            theirs = self.judge.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)
                 self._shared = record
                 return record
-            has_another_token = self._names_another_token(raw or self._judge.junk(self.keys.run))
+            has_another_token = self._names_another_token(raw or self.judge.junk(self.keys.run))
             if has_another_token and not waits:
                 raise JoinRefused("run.token", "another", "this one")
             if waits:
-                time.sleep(min(_PAUSE_MAX_S, self._lease_ms / 10_000))
+                time.sleep(min(PAUSE_MAX_S, self._lease_ms / 10_000))
 
     def _names_another_token(self, raw: bytes) -> bool:
         """Whether a record of the run was sealed with a token that this node does not have."""
-        return id_of(raw) not in ("", self._judge.token_check)
+        return id_of(raw) not in ("", self.judge.token_check)
 
     def require_token(self) -> None:
         """Raise ConfigError where the run's record was sealed with another token than this one's."""
-        raw, _, _ = self._run(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
-        if raw and self._names_another_token(raw) and self._judge.run(self.keys.run, raw) is None:
+        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        if raw and self._names_another_token(raw) and self.judge.run(self.keys.run, raw) is None:
             raise ConfigError(
                 "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
             )
 
     def record(self) -> dict[str, str] | None:
         """Return what the run's nodes share, as its first one wrote it. None: there is no such run, or it is forged."""
-        raw, _, _ = self._run(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
-        return self._judge.run(self.keys.run, raw)
+        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        return self.judge.run(self.keys.run, raw)
 
     def forget_dead_run(self) -> bool:
         keys = [self.keys.run, self.keys.leases, self.keys.clock]
-        return bool(self._run(self._clear, keys, [self._lease_ms, self._silence_ms]))
+        return bool(self.run_script(self._clear, keys, [self._lease_ms, self._silence_ms]))
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
-        judge, keys = self._judge, self.keys
+        judge, keys = self.judge, self.keys
         names, news = [keys.restart_point, keys.opening, keys.committed], [keys.changes, keys.news]
         before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
         before.append(judge.seal_verdict(view.committed))
         args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
-        return bool(self._run(self._begin, [*names, keys.clock, keys.leases, *news], args))
+        return bool(self.run_script(self._begin, [*names, keys.clock, keys.leases, *news], args))
 
     def restore(self, known: StoreBackup) -> bool:
-        keys, judge, member = self.keys, self._judge, known.member_id
+        keys, judge, member = self.keys, self.judge, known.member_id
         ready_key = keys.ready(0 if known.ready is None else known.ready.round)
         vote_key = keys.votes(known.vote[0]) if known.vote is not None else f"{keys.prefix}:votes:none"
         ours = [
@@ -662,7 +500,7 @@ class RedisStore(Store):
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
         names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
         names += [keys.changes, keys.news, keys.generation]
-        return self._run(self._restore, names, [*args, _stamp_of(known.generation)]) == 1
+        return self.run_script(self._restore, names, [*args, _stamp_of(known.generation)]) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -672,14 +510,14 @@ class RedisStore(Store):
         names = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
         names += [self.keys.changes, self.keys.news]
         args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
-        args += [self._judge.seal_peer(member_id, peer), RUN_TTL_S]
+        args += [self.judge.seal_peer(member_id, peer), RUN_TTL_S]
         refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
             seen = [refuted, known.changes, known.alive_tag, known.peers.change]
-            granted, against, *living = self._run(self._renew, names, [*args, *seen])
+            granted, against, *living = self.run_script(self._renew, names, [*args, *seen])
             if granted:
                 return self._living(known, *living)
-            opening = self._judge.opening(self.keys.opening, against, None)
+            opening = self.judge.opening(self.keys.opening, against, None)
             is_newer = opening is not None and opening.version > listed_version
             if opening is not None and is_newer and member_id not in (*opening.members, *opening.late):
                 return None
@@ -690,7 +528,7 @@ class RedisStore(Store):
         """The living members, as a renewal tells what is new of them."""
         known.learn_times(*times)
         known.learn_alive(alive)
-        if known.peers.learn(peers, known.change, lambda new: self._judge.peers(self.keys.peers, new)):
+        if known.peers.learn(peers, known.change, lambda new: self.judge.peers(self.keys.peers, new)):
             self._find_stores_of(known.peers.read)
         known.view = None
         self._keep(known)
@@ -705,10 +543,10 @@ class RedisStore(Store):
     def _end(self, member_id: str, *, forget: bool) -> None:
         keys = self.keys
         names = [keys.leases, keys.peers, keys.clock, keys.changes, keys.news, keys.links]
-        self._run(self._end_lease, names, [member_id, int(forget)])
+        self.run_script(self._end_lease, names, [member_id, int(forget)])
 
     def lease_ends_ms(self) -> dict[str, int]:
-        leases = self._call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
+        leases = self.call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
         return {text_of(member): int(end) for member, end in leases if abs(end) < float("inf")}
 
     def is_renewed(self, before_ms: int, end_ms: int) -> bool:
@@ -716,9 +554,9 @@ class RedisStore(Store):
 
     def say_leaving(self, member_id: str) -> frozenset[str]:
         keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
-        args = [member_id, self._silence_ms, ROUND_TTL_S, self._judge.seal_leaving(member_id)]
-        alive, leaving = self._run(self._leave, keys, args)
-        return frozenset(map(text_of, alive)) - self._judge.leaving(self.keys.leaving, pairs(leaving))
+        args = [member_id, self._silence_ms, ROUND_TTL_S, self.judge.seal_leaving(member_id)]
+        alive, leaving = self.run_script(self._leave, keys, args)
+        return frozenset(map(text_of, alive)) - self.judge.leaving(self.keys.leaving, pairs(leaving))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -733,12 +571,12 @@ class RedisStore(Store):
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         self._own = member_id
-        said = _Said(self.keys.ready(ready.round), self._judge.seal_ready(member_id, ready))
+        said = _Said(self.keys.ready(ready.round), self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id
-        said = _Said(self.keys.votes(opening), self._judge.seal_vote(member_id, opening, digest))
+        said = _Said(self.keys.votes(opening), self.judge.seal_vote(member_id, opening, digest))
         enough, stamp = len(opening.members), _stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
@@ -793,7 +631,7 @@ class RedisStore(Store):
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
         waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
-        told = self._run(self._view, names, args, wait=wait)
+        told = self.run_script(self._view, names, args, wait=wait)
         if puts_off and told[2] == _EXPECTED and (newest := self._known().view) is not None:
             return newest  # another thread may have seen more meanwhile
         try:
@@ -812,15 +650,15 @@ class RedisStore(Store):
         """The opening and the verdict, where they were told by what this node has. Raises ValueError."""
         if isinstance(opening, list):
             opening = patched(known.records.get("opening") or b"", opening[0])
-            self._judge.require_sealed(opening, "opening")
+            self.judge.require_sealed(opening, "opening")
         if isinstance(committed, list):
             committed = patched(known.records.get("committed") or b"", committed[0])
-            self._judge.require_sealed(committed, "verdict")
+            self.judge.require_sealed(committed, "verdict")
         return opening, expected if committed == _EXPECTED else committed
 
     def _learn(self, known: Known, round: int, told: Sequence[Any]) -> View:
         """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
-        keys, judge = self.keys, self._judge
+        keys, judge = self.keys, self.judge
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
         known.learn_times(*times)
         if known.learn_records(records) or known.view is None:
@@ -867,7 +705,7 @@ class RedisStore(Store):
 
     def _judge_records(self, known: Known) -> None:
         """Read the records of which there is one each; some count only beside others."""
-        keys, judge, raw = self.keys, self._judge, known.records.get
+        keys, judge, raw = self.keys, self.judge, known.records.get
         committed = judge.verdict(keys.committed, raw("committed"))
         opening = judge.opening(keys.opening, raw("opening"), committed)
         if opening != known.opening:
@@ -880,22 +718,22 @@ class RedisStore(Store):
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
-        sealed = self._judge.seal_links(member_id, links)
-        self._run(self._tell_links, [self.keys.links, self.keys.changes], [member_id, sealed, RUN_TTL_S])
+        sealed = self.judge.seal_links(member_id, links)
+        self.run_script(self._tell_links, [self.keys.links, self.keys.changes], [member_id, sealed, RUN_TTL_S])
 
     def may_measure(self, member_id: str) -> bool:
-        return bool(self._run(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
+        return bool(self.run_script(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
 
     def has_measured(self, member_id: str) -> None:
-        self._call(lambda: self._redis.zrem(self.keys.measuring, member_id))
+        self.call(lambda: self._redis.zrem(self.keys.measuring, member_id))
 
     def links(self) -> Mapping[str, LinkRates]:
         keys, known = self.keys, self._known()
         if known.links.change != known.links_change or known.links.unseen:
             args = [known.changes, known.links.change]
-            times, links = self._run(self._read_links, [keys.links, keys.changes], args)
+            times, links = self.run_script(self._read_links, [keys.links, keys.changes], args)
             known.learn_times(*times)
-            known.links.learn(links, known.links_change, lambda raw: self._judge.links(keys.links, raw))
+            known.links.learn(links, known.links_change, lambda raw: self.judge.links(keys.links, raw))
             known.view = None  # it may be older than the changes that count as seen now
             self._keep(known)
         return known.links.read
@@ -903,25 +741,25 @@ class RedisStore(Store):
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
-        judge, keys = self._judge, self.keys
+        judge, keys = self.judge, self.keys
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
         args += [_stamp_of(generation), patch_of(before, after)]
         names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
         names += [keys.generation, keys.opening_patch]
-        return bool(self._run(self._open, names, args))
+        return bool(self.run_script(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        judge, keys = self._judge, [self.keys.committed, self.keys.failed(opening)]
+        judge, keys = self.judge, [self.keys.committed, self.keys.failed(opening)]
         args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
-        return bool(self._run(self._fail, [*keys, self.keys.changes, self.keys.news], args))
+        return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news], args))
 
     def expect_verdict(self, verdict: Verdict) -> None:
-        self._expected = self._judge.seal_verdict(verdict).encode()
+        self._expected = self.judge.seal_verdict(verdict).encode()
 
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
-        opening, keys, judge = verdict.opening, self.keys, self._judge
+        opening, keys, judge = verdict.opening, self.keys, self.judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
         names += [keys.generation, keys.committed_patch, keys.run]
@@ -932,7 +770,7 @@ class RedisStore(Store):
         args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
-            outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])
+            outcome = self.run_script(self._commit, names, [*args, *self._done_orders(opening), *listed])
             if outcome != 2:
                 return bool(outcome)
         return False
@@ -944,19 +782,19 @@ class RedisStore(Store):
         raw, orders, _ = self._look_at_orders()
         if orders.rollback != opening.rollback:
             return b"", ""
-        return raw, self._judge.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
+        return raw, self.judge.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
 
     def _look_at_orders(self) -> tuple[bytes, Orders, int]:
         """The orders, as they stand there and as they count; the newest version that a round was opened under."""
-        judge, keys = self._judge, self.keys
+        judge, keys = self.judge, self.keys
         names = [keys.orders, keys.opening, keys.committed]
-        raw, opening, committed = self._run(self._read, names, [])
+        raw, opening, committed = self.run_script(self._read, names, [])
         current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
         return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def history(self) -> list[Verdict]:
-        raw = self._run(self._read_history, [self.keys.history], [])
-        return self._judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
+        raw = self.run_script(self._read_history, [self.keys.history], [])
+        return self.judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
         deadline_s = time.monotonic() + self._lease_ms / 1000
@@ -964,90 +802,17 @@ class RedisStore(Store):
             raw, orders, newest = self._look_at_orders()
             if orders.version < newest:  # the store lost some; those who know them bring them back
                 if time.monotonic() < deadline_s:
-                    time.sleep(_PAUSE_MAX_S)
+                    time.sleep(PAUSE_MAX_S)
                     continue
                 orders = replace(orders, version=newest)
             changed = change(orders)
-            args = [raw, self._judge.seal_orders(changed), RUN_TTL_S]
+            args = [raw, self.judge.seal_orders(changed), RUN_TTL_S]
             names = [self.keys.orders, self.keys.changes, self.keys.news]
-            if changed == orders or self._run(self._order, names, args):
+            if changed == orders or self.run_script(self._order, names, args):
                 return changed
 
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def say_saving(self, attempt: str, node_id: str, word: str, *, patience_s: float) -> None:
-        """Tell the other writers of a checkpoint something; only the newest word of a node counts."""
-        key = self.keys.saving(attempt)
-        sealed = self._judge.seal_saving(key, node_id, word)
-        self._run(self._say, [key], [node_id, sealed, SPENT_TTL_S], patience_s)
-
-    def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
-        """What the writers of a checkpoint last said, by node id."""
-        key = self.keys.saving(attempt)
-        return self._judge.saving(key, pairs(self._run(self._read_said, [key], [], patience_s)))
-
-    # -- what nodes recorded ------------------------------------------------------------------------------------
-
-    def append_facts(
-        self, node_id: str, newest: str, batch: FactBatch, standing: FactBatch | None, *, is_new: bool = True
-    ) -> Appended | Sequence[FactEntry]:
-        """Add to the stream of a node, if its newest entry is the one of this id; empty: it has none.
-
-        Else the newest ones, the newest first, from which a node sees what it has told: the answer to an earlier call
-        may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
-        `is_new`: in place of those that are there.
-        """
-        keys, seal = [self.keys.facts(node_id), self.keys.recorders], self._judge.seal_facts
-        word = "" if standing is None else seal(self.keys.recorders, node_id, standing)
-        args = [newest, seal(keys[0], node_id, batch), node_id, word, int(bool(word) and is_new)]
-        args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
-        is_added, said, listed = self._run(self._append_facts, keys, args)
-        if is_added:
-            return Appended(text_of(said), self._knows_word(node_id, listed))
-        return self._entries(node_id, said)
-
-    def _knows_word(self, node_id: str, said: bytes | int | None) -> bool:
-        """Whether a node is listed; the word is told in full only where it is not the one that was seen last."""
-        if isinstance(said, int):
-            return True
-        is_known = self._judge.facts(self.keys.recorders, node_id, said) is not None
-        self._known_word = _sha1(said) if said and is_known else ""
-        return is_known
-
-    def read_facts(self, node_id: str, behind: str) -> Sequence[FactEntry]:
-        """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
-        raw = self._run(self._read_facts, [self.keys.facts(node_id)], [behind, _PAGE])
-        return self._entries(node_id, raw)
-
-    def _entries(self, node_id: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
-        key = self.keys.facts(node_id)
-        return [FactEntry(text_of(id), self._judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
-
-    def recorders(self) -> dict[str, FactBatch | None]:
-        """The nodes that recorded something, with what stands however long ago they did; None: not with our token."""
-        name = self.keys.recorders
-        said = pairs(self._run(self._read_nodes, [name], []))
-        return {node_id: self._judge.facts(name, node_id, raw) for node_id, raw in said.items()}
-
-    # -- rendezvous of process groups ---------------------------------------------------------------------------
-
-    def group_set(self, key: str, value: bytes) -> None:
-        self._call(lambda: self._redis.set(key, self._judge.seal_value(key, value), ex=GROUP_TTL_S))
-
-    def group_get(self, keys: list[str]) -> list[bytes | None]:
-        raws = cast("list[bytes | None]", self._call(lambda: self._redis.mget(keys)))
-        return [self._judge.value(key, raw) for key, raw in zip(keys, raws, strict=True)]
-
-    def group_add(self, key: str, amount: int) -> int:
-        sign = f"{key}:{uuid.uuid4().hex}"
-        return int(self._run(self._add_once, [key, sign], [amount, GROUP_TTL_S]))
-
-    def group_delete(self, key: str) -> bool:
-        return bool(self._call(lambda: self._redis.delete(key)))
-
     def close(self) -> None:
-        self._redis.connection_pool.disconnect()
-        self._redis.close()
+        super().close()
         for store in self._asked.values():
             store.close()
 
@@ -1058,13 +823,3 @@ def _shown(address: str) -> str:
 
 def _stamp_of(generation: Generation | None) -> str:
     return "" if generation is None else f"{generation.number} {generation.store}"
-
-
-def _sha1(said: bytes) -> str:
-    """As a script computes it, to tell the same again."""
-    return hashlib.sha1(said, usedforsecurity=False).hexdigest()
-
-
-def _facts_of(parts: Sequence[bytes]) -> bytes:
-    """The sealed part of an entry, whatever somebody wrote there."""
-    return parts[3] if len(parts) > 3 else b"-"

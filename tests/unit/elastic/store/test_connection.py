@@ -30,8 +30,7 @@ from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
 from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
-from zeroband.elastic.store import connection, scripts
-from zeroband.elastic.store import redis_store as store
+from zeroband.elastic.store import connection, redis_run, redis_store, scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
     ACL_RULES,
@@ -44,7 +43,8 @@ from zeroband.elastic.store.connection import (
     is_temporary,
 )
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
-from zeroband.elastic.store.redis_store import Appended, RedisStore
+from zeroband.elastic.store.redis_run import Appended
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.observe.jsonl import Place
 
@@ -196,10 +196,11 @@ def test_rules_of_the_docstring_are_those_of_the_code() -> None:
 def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     """Read from the sources: a path that no test takes must not fail for want of a permission either."""
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
-    outside = set(re.findall(r"_redis\.([a-z]+)\b", Path(store.__file__).read_text()))
+    asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store))
+    outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
     spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
-    spoken |= set(map(str.lower, re.findall(r'wait = \("([A-Z]+)"', Path(store.__file__).read_text())))
+    spoken |= set(map(str.lower, re.findall(r'wait = \("([A-Z]+)"', asks)))
     assert spoken == set(COMMANDS)
 
 

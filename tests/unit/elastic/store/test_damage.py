@@ -19,7 +19,7 @@ from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.judge import Judge
-from zeroband.elastic.store.redis_store import Keys
+from zeroband.elastic.store.redis_run import Keys
 from zeroband.elastic.store.seals import Seals
 
 Damage = Callable[[Run, bytes], None]

@@ -18,12 +18,13 @@ from tests.servers import SERVERS, until
 
 from zeroband.config import load_config
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store import fact_publisher, facts, redis_store
+from zeroband.elastic.store import fact_publisher, facts, redis_run
 from zeroband.elastic.store.connection import ACL_RULES, StoreClient
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.fact_records import SHORT_LINE_BYTES, FactBatch, FactLine
 from zeroband.elastic.store.facts import StoreFacts, open_store_facts
-from zeroband.elastic.store.redis_store import FACTS_BYTES, FACTS_TTL_S, Keys, RedisStore
+from zeroband.elastic.store.redis_run import FACTS_BYTES, FACTS_TTL_S, Keys
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact, FolderFacts
@@ -353,7 +354,7 @@ def test_stream_keeps_the_newest_of_so_many_bytes(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that comes late is told what stands since the start of the node."""
-    monkeypatch.setattr(redis_store, "FACTS_BYTES", most := 20_000)
+    monkeypatch.setattr(redis_run, "FACTS_BYTES", most := 20_000)
     publisher = node.publish()
     early = opened()
     given = list[Fact]()
@@ -374,13 +375,13 @@ def test_stream_keeps_the_newest_of_so_many_bytes(
 def test_stream_keeps_the_newest_of_so_many_entries(
     node: Node, client: redis.Redis, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_store, "FACTS_ENTRIES", 10)
+    monkeypatch.setattr(redis_run, "FACTS_ENTRIES", 10)
     with closing(node.open_store()) as store:
         newest = ""
         for end in range(1, 301):
             place = Place("f", end)
             added = store.append_facts("n0", newest, FactBatch((FactLine("m", place, {"n": end}),), {"m": place}), None)
-            assert isinstance(added, redis_store.Appended)
+            assert isinstance(added, redis_run.Appended)
             newest = added.id
     assert 10 <= client.xlen(STREAM) <= 110  # whole nodes of its tree go
 

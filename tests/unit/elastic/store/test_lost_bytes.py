@@ -17,7 +17,7 @@ import pytest
 from tests.relay import Damage, Relay, Wound
 
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.store import redis_store as store_module
+from zeroband.elastic.store import redis_run
 from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
@@ -62,7 +62,7 @@ class Way:
 
 @pytest.fixture
 def ways(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Way]]:
-    monkeypatch.setattr(store_module, "connect", lambda url, timeout_s: connect(url, timeout_s=ANSWER_S))
+    monkeypatch.setattr(redis_run, "connect", lambda url, timeout_s: connect(url, timeout_s=ANSWER_S))
     with contextlib.ExitStack() as stack:
         opened: list[Way] = []
         for _ in range(WAYS):

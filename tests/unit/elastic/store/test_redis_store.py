@@ -29,14 +29,8 @@ from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.judge import Judge
-from zeroband.elastic.store.redis_store import (
-    HISTORY_LENGTH,
-    MEASURED_AT_ONCE,
-    MEASURING_MS,
-    ROUND_TTL_S,
-    SPENT_TTL_S,
-    RedisStore,
-)
+from zeroband.elastic.store.redis_run import ROUND_TTL_S, SPENT_TTL_S
+from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURED_AT_ONCE, MEASURING_MS, RedisStore
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
@@ -257,7 +251,7 @@ def test_call_waits_for_a_server_that_restarts(program: Path) -> None:
 def test_call_waits_where_the_store_answers_with_an_error_that_nobody_knows(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    monkeypatch.setattr("zeroband.elastic.store.redis_store._REMIND_S", 0.0)
+    monkeypatch.setattr("zeroband.elastic.store.redis_run.REMIND_S", 0.0)
     hold(store, A)
     errors, execute = [error, error], StoreClient.execute_command
 

@@ -1,0 +1,315 @@
+"""A run's records in Redis: their keys, how Redis is asked, and what nodes tell each other there that decides nothing.
+
+May be called from any thread. Raises StoreLost when Redis does not answer in time, and ConfigError when it refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import redis
+
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store import scripts
+from zeroband.elastic.store.connection import (
+    Shape,
+    StoreScript,
+    connect,
+    forget_connections,
+    is_refusal,
+    is_temporary,
+)
+from zeroband.elastic.store.fact_records import FactBatch
+from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.known import pairs, text_of
+from zeroband.elastic.store.seals import Seals
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.observe.log import get_logger
+
+ROUND_TTL_S = 7 * 24 * 3600
+"""Life of what belongs to one round: longer than any pause a run may sit through."""
+
+SPENT_TTL_S = 3600
+"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
+
+GROUP_TTL_S = 3600
+"""Life of the keys through which the processes of one group find each other."""
+
+FACTS_TTL_S = ROUND_TTL_S
+"""Life of what a node recorded, after its last line."""
+
+FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
+"""At most so much of what a node recorded is kept; the newest stays."""
+
+PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.5
+REMIND_S = 5.0
+
+_PAGE, _LOOKED = 64, 16
+"""Entries of facts that are read at once, and that are looked at to find one that counts."""
+
+_FLAG = frozenset((0, 1))
+
+_log = get_logger(__name__)
+
+
+class Keys:
+    """Every key of a run. Hash tags keep a run on one shard of a cluster.
+
+    All values are sealed records, but for the leases and the clock, which the store's own scripts write.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"zeroband:{{{run_id}}}"
+        self.run = f"{self.prefix}:run"  # string: what all nodes must share
+        self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
+        self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
+        self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
+        self.opening = f"{self.prefix}:opening"  # string: the current opening
+        self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
+        self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
+        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
+        self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
+        self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
+        self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
+        self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
+        self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
+        self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
+        self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
+        self.generation = f"{self.prefix}:generation"  # string: the generation that began here last, of several stores
+        self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
+        self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
+        self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
+        self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
+        self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
+
+    def ready(self, round: int) -> str:
+        return f"{self.prefix}:ready:{round}"
+
+    def gradients(self, round: int, member_id: str) -> str:
+        return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
+
+    def votes(self, opening: Opening) -> str:
+        return f"{self.prefix}:votes:{opening.id}"
+
+    def failed(self, opening: Opening) -> str:
+        return f"{self.prefix}:failed:{opening.id}"
+
+    def saving(self, attempt: str) -> str:
+        """Hash: node id -> what its writer last said of this save of a checkpoint."""
+        return f"{self.prefix}:saving:{attempt}"
+
+    def facts(self, node_id: str) -> str:
+        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
+        return f"{self.prefix}:facts:{node_id}"
+
+    def group(self, opening: Opening, lane: int) -> str:
+        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
+        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
+        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
+
+
+class Appended(NamedTuple):
+    """An entry was added to a node's stream of facts."""
+
+    id: str
+    is_known: bool
+    """Whether the node is listed among those that recorded something."""
+
+
+class FactEntry(NamedTuple):
+    """An entry of a node's stream of facts."""
+
+    id: str
+    batch: FactBatch | None
+    """None: it does not count."""
+
+
+class RedisRun:
+    """The records of one run in one Redis.
+
+    `key`: of the run, made of its token; None: it has none. `patience_s`: how long a call is retried, with jittered
+    back-off, before it raises StoreLost; one attempt takes no longer than `answer_s`. `before_retry`: called before
+    every further attempt; what it raises ends the call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        *,
+        key: RunKey | None,
+        patience_s: float,
+        answer_s: float,
+        before_retry: Callable[[], None],
+    ) -> None:
+        self.keys = Keys(run_id)
+        self.judge = Judge(Seals(key, run_id, self.keys.prefix))
+        self.address = address
+        """Address of the store in use."""
+        self._redis = connect(address, timeout_s=answer_s)
+        self._patience_s, self._answer_s = patience_s, answer_s
+        self._before_retry = before_retry
+        self._has_answered, self._answered_at_s = False, time.monotonic()
+        self._known_word = ""
+        """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
+        self._add_once = self.script(scripts.ADD_ONCE, int)
+        self._append_facts = self.script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
+        self._read_facts = self.script(scripts.READ_FACTS, list)
+        self._read_nodes = self.script(scripts.READ_NODES, list)
+        self._say, self._read_said = self.script(scripts.SAY, int), self.script(scripts.READ_SAID, list)
+
+    # -- how Redis is asked -----------------------------------------------------------------------------------
+
+    def script(self, text: str, answer: Shape) -> StoreScript:
+        """A script that says which keys it mended, and gives an answer of this shape."""
+        return self._redis.script(text, (list, answer))
+
+    def call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
+        """What a call of Redis gives, once it does."""
+        patience_s = self._patience_s if patience_s is None else patience_s
+        self._find_way()
+        started_at_s, pause_s, reminded_at_s = time.monotonic(), PAUSE_MIN_S, time.monotonic()
+        while True:
+            try:
+                answer = call()
+                self._has_answered, self._answered_at_s = True, time.monotonic()
+                return answer
+            except Exception as error:
+                refusal = is_refusal(error)
+                if refusal is not None and not self._has_answered:  # later on, the server's settings may come back
+                    raise ConfigError(refusal) from error
+                is_known = refusal is not None or is_temporary(error)
+                if not is_known and (not isinstance(error, redis.RedisError) or isinstance(error, redis.DataError)):
+                    raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
+                now_s = time.monotonic()
+                what = "Redis did not answer" if is_known else "Redis answered with an error"
+                if now_s + pause_s > started_at_s + patience_s:
+                    raise StoreLost(f"{what} for {patience_s:g} s: {error}; check store.url") from error
+                if now_s - reminded_at_s > REMIND_S:
+                    reminded_at_s = now_s
+                    what = "Redis is out of reach" if is_known else what
+                    _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
+            forget_connections(self._redis)
+            self._before_retry()
+            self._note_silence(time.monotonic() - self._answered_at_s)
+            time.sleep(random.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _find_way(self) -> None:
+        """Before a call: find out whom to ask, where that is not known yet."""
+
+    def _note_silence(self, silent_s: float) -> None:
+        """After an attempt that failed: nobody has answered for so long."""
+
+    def run_script(
+        self,
+        script: StoreScript,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        patience_s: float | None = None,
+        wait: Sequence[str | int] = (),
+    ) -> Any:
+        """The result of a script; says which keys it found to be of a wrong kind. `wait`: a command before it."""
+        mended, result = self.call(lambda: script(keys=keys, args=args, wait=wait), patience_s)
+        for key in mended:
+            fields = {"key": text_of(key)}
+            _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
+        return result
+
+    def trust_address(self) -> None:
+        """Take no refusal for final any more: another process of this node was answered at this address."""
+        self._has_answered = True
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def say_saving(self, attempt: str, node_id: str, word: str, *, patience_s: float) -> None:
+        """Tell the other writers of a checkpoint something; only the newest word of a node counts."""
+        key = self.keys.saving(attempt)
+        sealed = self.judge.seal_saving(key, node_id, word)
+        self.run_script(self._say, [key], [node_id, sealed, SPENT_TTL_S], patience_s)
+
+    def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
+        """What the writers of a checkpoint last said, by node id."""
+        key = self.keys.saving(attempt)
+        return self.judge.saving(key, pairs(self.run_script(self._read_said, [key], [], patience_s)))
+
+    # -- what nodes recorded ------------------------------------------------------------------------------------
+
+    def append_facts(
+        self, node_id: str, newest: str, batch: FactBatch, standing: FactBatch | None, *, is_new: bool = True
+    ) -> Appended | Sequence[FactEntry]:
+        """Add to the stream of a node, if its newest entry is the one of this id; empty: it has none.
+
+        Else the newest ones, the newest first, from which a node sees what it has told: the answer to an earlier call
+        may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
+        `is_new`: in place of those that are there.
+        """
+        keys, seal = [self.keys.facts(node_id), self.keys.recorders], self.judge.seal_facts
+        word = "" if standing is None else seal(self.keys.recorders, node_id, standing)
+        args = [newest, seal(keys[0], node_id, batch), node_id, word, int(bool(word) and is_new)]
+        args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
+        is_added, said, listed = self.run_script(self._append_facts, keys, args)
+        if is_added:
+            return Appended(text_of(said), self._knows_word(node_id, listed))
+        return self._entries(node_id, said)
+
+    def _knows_word(self, node_id: str, said: bytes | int | None) -> bool:
+        """Whether a node is listed; the word is told in full only where it is not the one that was seen last."""
+        if isinstance(said, int):
+            return True
+        is_known = self.judge.facts(self.keys.recorders, node_id, said) is not None
+        self._known_word = _sha1(said) if said and is_known else ""
+        return is_known
+
+    def read_facts(self, node_id: str, behind: str) -> Sequence[FactEntry]:
+        """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
+        raw = self.run_script(self._read_facts, [self.keys.facts(node_id)], [behind, _PAGE])
+        return self._entries(node_id, raw)
+
+    def _entries(self, node_id: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
+        key = self.keys.facts(node_id)
+        return [FactEntry(text_of(id), self.judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
+
+    def recorders(self) -> dict[str, FactBatch | None]:
+        """The nodes that recorded something, with what stands however long ago they did; None: not with our token."""
+        name = self.keys.recorders
+        said = pairs(self.run_script(self._read_nodes, [name], []))
+        return {node_id: self.judge.facts(name, node_id, raw) for node_id, raw in said.items()}
+
+    # -- rendezvous of process groups ---------------------------------------------------------------------------
+
+    def group_set(self, key: str, value: bytes) -> None:
+        self.call(lambda: self._redis.set(key, self.judge.seal_value(key, value), ex=GROUP_TTL_S))
+
+    def group_get(self, keys: list[str]) -> list[bytes | None]:
+        raws = cast("list[bytes | None]", self.call(lambda: self._redis.mget(keys)))
+        return [self.judge.value(key, raw) for key, raw in zip(keys, raws, strict=True)]
+
+    def group_add(self, key: str, amount: int) -> int:
+        sign = f"{key}:{uuid.uuid4().hex}"
+        return int(self.run_script(self._add_once, [key, sign], [amount, GROUP_TTL_S]))
+
+    def group_delete(self, key: str) -> bool:
+        return bool(self.call(lambda: self._redis.delete(key)))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._redis.connection_pool.disconnect()
+        self._redis.close()
+
+
+def _sha1(said: bytes) -> str:
+    """As a script computes it, to tell the same again."""
+    return hashlib.sha1(said, usedforsecurity=False).hexdigest()
+
+
+def _facts_of(parts: Sequence[bytes]) -> bytes:
+    """The sealed part of an entry, whatever somebody wrote there."""
+    return parts[3] if len(parts) > 3 else b"-"
