@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.store.redis_run import RedisRun
 from zeroband.observe.events import EVENTS
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.metrics import METRICS, SERIES, prometheus_name
@@ -80,7 +80,7 @@ def test_alerts_ask_for_what_nodes_export(alerts: list[dict[str, Any]]) -> None:
 
 def test_alerts_name_parts_of_the_package_that_warn(alerts: list[dict[str, Any]]) -> None:
     named = {part for alert in alerts for part in re.findall(r'part="([^"]*)"', alert["expr"])}
-    assert named == {cls.__module__.removeprefix("zeroband.") for cls in (RedisStore, JsonlWriter)}
+    assert named == {cls.__module__.removeprefix("zeroband.") for cls in (RedisRun, JsonlWriter)}
 
 
 def test_every_panel_asks_for_what_nodes_export(dashboard: dict[str, Any]) -> None:

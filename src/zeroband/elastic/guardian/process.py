@@ -124,9 +124,11 @@ class Guardian:
             self.close()
             if said not in (b"", _WAITING):
                 raise ConfigError(said.decode().strip())
-            silent = f"ended, or said nothing for {_START_DEADLINE_S:g} s, before it held a lease; see this node's log"
-            why = silent if not said else f"waited {order.store_s:g} s for the store; check store.url"
-            raise StoreLost(f"the guardian of {order.member_id} {why}")
+            if said:
+                raise StoreLost(f"the guardian of {order.member_id} waited {order.store_s:g} s; check store.url")
+            raise StoreLost(
+                f"the guardian of {order.member_id} ended, or said nothing for {_START_DEADLINE_S:g} s; see its log"
+            )
 
     @property
     def _output(self) -> IO[bytes]:

@@ -51,14 +51,15 @@ MAX_COPIES = 2
 _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
 
-MADE_WAY_S, SIGN_BYTES = 1.0, 1 << 10
+MADE_WAY_S = 1.0
+SIGN_BYTES = 1 << 10
 """While a round needs the link a connection sends so many bytes in so long, by which the joiner knows that it lives."""
 
 _UNSENT_BYTES = 1 << 17
 """What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
 
 _NICENESS = 10
-"""Of the thread that hashes: inner steps have the cores first."""
+"""The thread that hashes has it, since inner steps have the cores first."""
 
 _POLL_S = 0.02
 

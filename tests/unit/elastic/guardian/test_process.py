@@ -288,7 +288,7 @@ def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: 
 
 
 @pytest.mark.parametrize(
-    ("said", "why"), [(b"waiting\n", "waited 1000 s for the store"), (b"", "ended, or said nothing for 60 s")]
+    ("said", "why"), [(b"waiting\n", "waited 1000 s; check store.url"), (b"", "ended, or said nothing for 60 s")]
 )
 def test_trainer_is_told_why_its_guardian_holds_no_lease(
     order: GuardianOrder, monkeypatch: pytest.MonkeyPatch, said: bytes, why: str
