@@ -36,8 +36,8 @@ step ruff check .
 step ruff format --check .
 step pyright
 step hadolint Dockerfile
-# What would fail if it were kept waiting for a core runs by itself.
+# What would fail if it were kept waiting for a core runs when the others are done.
 timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
 step pytest -q --durations=10 "${parallel[@]}" "${timed[@]/#/--ignore=}" "${folders[@]}"
-step pytest -q --durations=10 "${timed[@]}"
+step pytest -q --durations=10 --numprocesses=2 --dist=loadfile "${timed[@]}"

@@ -188,6 +188,7 @@ def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(local: Local
         assert seen.norms == node.norms
 
 
+@pytest.mark.soak
 def test_two_ranks_learn_what_one_learns_within_rounding(local: LocalMesh, tmp_path: Path) -> None:
     (seen,) = train_nodes(tmp_path, "", [2])
     one = reference(local, tmp_path)
