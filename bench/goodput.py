@@ -7,6 +7,9 @@ Defaults: 2.4 million chips in 64 nodes, each of which fails once a year; a node
 parallelism keep the 27 %, and others pause for as long as lets elastic data parallelism keep the 58 %, that were
 published for it beside Decoupled DiLoCo's 88 % (arXiv:2604.21428, in words of others).
 
+With `--by-time` phases end after that time (`outer.inner_seconds`), not after a number of steps; with `--overlap` rounds
+travel beside training (`outer.overlap`).
+
     python bench/goodput.py [--nodes 64] [--mtbf-s 841] [--down-s 35] [--pause-s 5.5] [--phase-s 60] [--grace 0.1]
 """
 
@@ -58,16 +61,20 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}-s", type=float, default=default)
     parser.add_argument("--grace", type=float, default=0.1)
+    parser.add_argument("--by-time", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     waiting = RunModel(
         nodes=(NodeModel(asked.phase_s / STEPS, MBIT_S),) * asked.nodes,
-        inner_steps=STEPS,
+        inner_steps=2 * STEPS if asked.by_time else STEPS,
+        inner_seconds=asked.phase_s if asked.by_time else None,
         encoded_bytes=0,
         state_bytes=0,
         rtt_ms=0,
         agreement_s=asked.transfer_s,
         detect_s=asked.detect_s,
+        overlaps=asked.overlap,
         mtbf_s=asked.mtbf_s,
         away_s=asked.down_s,
     )

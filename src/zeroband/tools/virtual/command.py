@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mbit", required=True, help="Mbit/s of a node's access link in each direction; several are given in turn")
     add("--step-s", default="1", help="seconds of an inner step of a node, or several; default: %(default)s")
     add("--inner-steps", default="50", help="of a round; default: %(default)s")
+    add("--inner-seconds", help="as outer.inner_seconds: after which the steps of a round end")
     add("--codec", choices=list(FORMATS), default="int8", help="of what is sent; default: %(default)s")
     add("--rounds", default="1000", help="default: %(default)s")
     add("--rtt-ms", default="100", help="between two nodes; default: %(default)s")
@@ -105,6 +106,7 @@ def _model(options: argparse.Namespace) -> RunModel:
     return RunModel(
         nodes=tuple(NodeModel(step_s, mbit) for step_s, mbit in zip(steps_s, rates, strict=True)),
         inner_steps=_named("--inner-steps", parse_whole, options.inner_steps),
+        inner_seconds=_if_given("--inner-seconds", options.inner_seconds),
         encoded_bytes=FORMATS[options.codec].encoded_size(round(params)),
         state_bytes=round(_STATE_BYTES * params),
         rtt_ms=rtt_ms,

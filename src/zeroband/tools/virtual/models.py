@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroband.elastic.membership.topology import LinkTable, shard_shares
+from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.transport.shape import WORTH_A_RING
 from zeroband.elastic.transport.times import all_to_all_s, ring_s
 
@@ -66,6 +67,8 @@ class RunModel:
     """For the members to agree on the beginning and the end of a round, half of it each."""
     jitter: float = 0.05
     """Part by which the steps of a round are longer or shorter, at most."""
+    inner_seconds: float | None = None
+    """As `outer.inner_seconds`: a phase ends after so much time, or its steps if that is sooner. None: after these."""
     overlaps: bool = False
     """Nodes train on while a round is on its way."""
     detect_s: float = 10.0
@@ -86,6 +89,19 @@ class RunModel:
     sites: int | None = None
     """Sites at which the nodes are, in turn; None: each is for itself."""
     chaos: Chaos = Chaos()
+
+    def phase_steps(self, step_s: float) -> int:
+        """Steps of a phase in which each takes so long."""
+        phase, steps = PhaseLength(self.inner_steps, self.inner_seconds), 1
+        while steps < self.inner_steps and not phase.is_over(steps * step_s, steps):
+            steps += 1
+        return steps
+
+    def wanted_steps(self, step_s: float) -> int:
+        """Steps for which a node asks samples that takes so long for each."""
+        phase = PhaseLength(self.inner_steps, self.inner_seconds)
+        phase.learn(step_s, 1)
+        return phase.wanted_steps()
 
     def node(self, number: int) -> NodeModel:
         """One of the nodes, or another one like them."""

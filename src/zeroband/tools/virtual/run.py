@@ -40,6 +40,8 @@ class _Node:
     since_s: float = 0.0
     round: int = FOUNDING_ROUND
     """That it takes part in next."""
+    making: int = 0
+    """Inner steps of the phase that it is in."""
     steps: int = 0
     """Inner steps since it said last what it contributes."""
     contributed: int = 0
@@ -302,8 +304,9 @@ class VirtualRun:
     def _train(self, node: _Node) -> None:
         """The inner steps of the next round."""
         model = self._model
-        seconds = model.inner_steps * model.node(node.number).step_s
-        seconds *= 1 + self._chance.uniform(-model.jitter, model.jitter)
+        step_s = model.node(node.number).step_s * (1 + self._chance.uniform(-model.jitter, model.jitter))
+        node.making = model.phase_steps(step_s)
+        seconds = node.making * step_s
         node.is_training = True
         self._turn_to(node, "training")
         freezes = model.freeze_every_s is not None and self._chance.random() < seconds / model.freeze_every_s
@@ -317,7 +320,7 @@ class VirtualRun:
 
     def _has_trained(self, node: _Node) -> None:
         if node.is_training:  # it did not end its phase early, to leave
-            self._end_phase(node, self._model.inner_steps)
+            self._end_phase(node, node.making)
 
     def _end_phase(self, node: _Node, steps: int) -> None:
         node.steps, node.is_training = steps, False
@@ -342,7 +345,7 @@ class VirtualRun:
             node.contributed,
             state,
             steps=node.contributed,
-            steps_requested=0 if node.is_leaving else self._model.inner_steps,
+            steps_requested=0 if node.is_leaving else self._model.wanted_steps(self._model.node(node.number).step_s),
             rate=self._mbit(node),
             missed=node.missed,
             site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
@@ -568,7 +571,7 @@ class VirtualRun:
         node.is_leaving = True
         if node.is_training and not node.is_at_boundary:
             steps = int((self._now_s - node.since_s) / self._model.node(node.number).step_s)
-            self._end_phase(node, min(steps, self._model.inner_steps))
+            self._end_phase(node, min(steps, node.making))
         self._after(self._model.chaos.grace_s if node.is_member else 0.0, self._in_this_life(node, self._leave))
 
     def _leave(self, node: _Node) -> None:

@@ -50,6 +50,16 @@ def test_round_waits_for_the_slowest_unless_there_is_a_deadline() -> None:
     assert 300 < going.members < 320
 
 
+def test_phases_that_end_after_a_time_wait_for_no_slow_node() -> None:
+    nodes = (*FOUR.nodes[:3], NodeModel(4 * STEP_S, 100))
+    timed: dict[str, Any] = {"inner_steps": 2 * INNER_STEPS, "inner_seconds": INNER_STEPS * STEP_S}
+    by_steps, by_time = play(FOUR, 20, nodes=nodes), play(FOUR, 20, nodes=nodes, **timed)
+    assert by_steps.seconds > 3 * by_time.seconds
+    assert by_time.tokens == by_time.trained == 20 * (3 * INNER_STEPS + 2)
+    uneven = play(LOSING, 100, **timed)
+    assert uneven.losses > 20 and uneven.goodput > play(LOSING, 100).goodput
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("straggler_s", [None, 1.0])
 def test_run_outlasts_its_losses_and_each_sample_counts_once(overlaps: bool, straggler_s: float | None) -> None:
