@@ -7,8 +7,8 @@ Defaults: 2.4 million chips in 64 nodes, each of which fails once a year; a node
 parallelism keep the 27 %, and others pause for as long as lets elastic data parallelism keep the 58 %, that were
 published for it beside Decoupled DiLoCo's 88 % (arXiv:2604.21428, in words of others).
 
-With `--by-time` phases end after that time (`outer.inner_seconds`), not after a number of steps; with `--overlap` rounds
-travel beside training (`outer.overlap`).
+With `--by-time` phases end after that time (`outer.inner_seconds`), not after a number of steps; with `--overlap`
+rounds travel beside training (`outer.overlap`).
 
     python bench/goodput.py [--nodes 64] [--mtbf-s 841] [--down-s 35] [--pause-s 5.5] [--phase-s 60] [--grace 0.1]
 """
