@@ -121,9 +121,10 @@ def shown_stores(text: str) -> str:
 def beside(address: str, shown: str) -> str:
     """The address of another store of the same run, as `StoreUrl.shown` tells of it, with the login of this one."""
     scheme, _, place = shown.partition("://")
-    _, _, rest = address.partition("://")
+    own_scheme, _, rest = address.partition("://")
     login, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
-    path = re.search(r"(/[^?]*)?(\?.*)?$", rest) if scheme != "unix" and not scheme.endswith("+sentinel") else None
+    are_alike = {scheme, own_scheme} <= {"redis", "rediss"}  # else the path is no database
+    path = re.search(r"(/[^?]*)?(\?.*)?$", rest) if are_alike else None
     return f"{scheme}://{login}{at}{place}{path[0] if path else ''}"
 
 

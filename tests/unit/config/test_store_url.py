@@ -174,6 +174,8 @@ def test_a_store_that_is_named_twice_is_refused() -> None:
         ("redis://a", "redis://[::1]:3", "redis://[::1]:3"),
         ("rediss://u:p@a:1?ssl_ca_certs=/x", "rediss://c:3", "rediss://u:p@c:3?ssl_ca_certs=/x"),
         ("unix://:p@/tmp/x", "unix:///tmp/y", "unix://:p@/tmp/y"),
+        ("unix://:p@/tmp/x", "redis://b:2", "redis://:p@b:2"),
+        ("redis+sentinel://:p@s:1/main/2", "redis://b:2", "redis://:p@b:2"),
     ],
 )
 def test_store_beside_another_is_reached_with_the_login_of_that(address: str, shown: str, expected: str) -> None:
