@@ -177,7 +177,7 @@ class Node:
         links = {} if self.verdict is None else links_of(member.member_id, self.verdict.members)
         ready = Ready(round, weight, "state", steps=steps, steps_requested=STEPS, rate=900)
         ready = replace(ready, loss=random.uniform(2, 3), took_ms=random.randrange(1000, 2000))
-        member.announce_ready(ready, links)
+        member.announce_ready(ready, links, start_nodes=rules.start_nodes)
         while True:
             turn = member.await_turn(round, rules, is_member=is_member, start_deadline_s=time.monotonic() + START_S)
             if isinstance(turn, Verdict):

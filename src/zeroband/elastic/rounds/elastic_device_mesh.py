@@ -104,7 +104,8 @@ class ElasticDeviceMesh:
 
         def announce() -> None:
             rates = self._plane.measured()
-            self.member.announce_ready(replace(ready, rate=rates.own, took_ms=rates.took_ms), rates.links)
+            measured = replace(ready, rate=rates.own, took_ms=rates.took_ms)
+            self.member.announce_ready(measured, rates.links, start_nodes=self._rules.start_nodes)
 
         on_first_rank(self.local, announce)
 

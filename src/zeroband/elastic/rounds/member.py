@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import time
 import uuid
@@ -210,16 +209,15 @@ class Member:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def announce_ready(self, ready: Ready, links: Mapping[str, int] | None = None) -> None:
+    def announce_ready(self, ready: Ready, links: Mapping[str, int] | None = None, *, start_nodes: int = 1) -> None:
         """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`.
 
-        `links`: Mbit/s to other members, as transfers showed them.
+        `links`: Mbit/s to other members, as transfers showed them. `start_nodes`: so many found a run.
         """
         ready = replace(ready, site=self.identity.site)
         self._tell_links(links or {})
-        committed, enough = self._memory.known.committed, sys.maxsize  # only who founds a run has to know who is there
-        if committed is not None:
-            enough = sum(m in self._alive for m in committed.members)
+        committed = self._memory.known.committed
+        enough = start_nodes if committed is None else sum(m in self._alive for m in committed.members)
         with self._memory.saying():
             self._memory.announced(ready)
             view = self.store.announce_ready(self.member_id, ready, enough=enough)

@@ -159,6 +159,17 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
     assert trips.count(True) == STORE_TRIPS
 
 
+def test_last_of_the_founders_opens_the_run_by_its_first_look(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = make_member("a"), make_member("b")
+    for member in (first, last):
+        member.announce_ready(Ready(0, 0, "s"), start_nodes=2)
+    monkeypatch.setattr(last.store, "await_change", lambda *_, **__: pytest.fail("it has to look again"))
+    opening = turn_of(last, 0, Rules(start_nodes=2))
+    assert isinstance(opening, Opening) and set(opening.members) == {first.member_id, last.member_id}
+
+
 def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
     make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
