@@ -305,7 +305,7 @@ class Figures:
     training_cpu: float
     """Part of a core that one member takes meanwhile."""
     round_bytes: int
-    """Sent by the store in one round, without what training costs in the same time."""
+    """Sent by the store in one round, with what it sends beside it: members that read all anew do so at any time."""
     round_commands: float
     """Of one member."""
     round_cpu_s: float
@@ -333,7 +333,7 @@ def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s
         nodes=nodes,
         training_mbit=8e-6 * training.sent_bytes / training.seconds,
         training_cpu=training.members_cpu_s / training.seconds / nodes,
-        round_bytes=int((spent.sent_bytes - beside * training.sent_bytes) / rounds),
+        round_bytes=spent.sent_bytes // rounds,
         round_commands=(spent.commands - beside * training.commands) / rounds / nodes,
         round_cpu_s=(spent.members_cpu_s - beside * training.members_cpu_s) / rounds / nodes,
         round_s=spent.seconds / rounds - transfer_s,
