@@ -32,12 +32,15 @@ if [[ $env != .venv ]]; then
     step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit
     exit
 fi
+# What would fail if it were kept waiting for a core runs when the others are done.
+timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
+folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
+# Beside the checks of the sources, tests are made ready once: else each worker does it, for half of the time that it starts.
+env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${folders[@]}" >/dev/null 2>&1 &
 step ruff check .
 step ruff format --check .
 step pyright
 step hadolint Dockerfile
-# What would fail if it were kept waiting for a core runs when the others are done.
-timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
-folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
+wait
 step pytest -q --durations=10 "${parallel[@]}" "${timed[@]/#/--ignore=}" "${folders[@]}"
 step pytest -q --durations=10 --numprocesses=2 --dist=loadfile "${timed[@]}"

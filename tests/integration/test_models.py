@@ -98,6 +98,7 @@ def test_adapters_alone_travel_and_another_base_is_refused(base: Path, tmp_path:
     assert code != 0 and "model (frozen parameters)" in said, said
 
 
+@pytest.mark.soak
 def test_module_of_a_file_trains_with_sparse_payloads(tmp_path: Path) -> None:
     model = ("--model.type", "custom", "--model.file", str(OWN_MODEL), "--model.settings", '["width=16"]')
 

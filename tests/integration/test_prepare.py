@@ -258,6 +258,7 @@ def objects_of(url: str) -> dict[str, bytes]:
     return {key.removeprefix(folder): content for key, content in read.items()}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.faults
 def test_preparation_to_a_bucket_that_is_killed_goes_on_to_the_same_bytes(

@@ -69,6 +69,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "sparseloco": ({"outer.type": "sparseloco", "outer.inner_steps": 4}, [4, 8, 12]),
 }
 """Settings, and the inner steps after which evaluations are due every 3."""
+BY_HAND = ("alone bfloat16", "delayed", "eager bfloat16")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def train(local: LocalMesh, redis_url: str, tmp_path: Path) -> Callable[..., Tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [pytest.param(a, marks=[pytest.mark.soak] * (a in BY_HAND)) for a in ALGORITHMS])
 def test_training_with_evaluations_is_the_one_without_to_the_last_bit(
     train: Callable[..., Trained], algorithm: str
 ) -> None:

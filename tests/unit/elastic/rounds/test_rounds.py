@@ -240,7 +240,7 @@ def run_machine(url: str, examples: int, **options: Any) -> None:
 
 @pytest.mark.slow
 def test_members_commit_one_line_of_rounds_whatever_happens(redis_url: str) -> None:
-    run_machine(redis_url, 30, derandomize=True)
+    run_machine(redis_url, 15, derandomize=True)
 
 
 @pytest.mark.soak
