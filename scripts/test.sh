@@ -35,7 +35,7 @@ fi
 # What would fail if it were kept waiting for a core runs when the others are done.
 timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
-# Beside the checks of the sources, tests are made ready once: else each worker does it, for half of the time that it starts.
+# pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
 env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${folders[@]}" >/dev/null 2>&1 &
 step ruff check .
 step ruff format --check .

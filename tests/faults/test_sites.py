@@ -51,7 +51,7 @@ def undisturbed(run_dir: Path, nodes: Iterable[str]) -> list[dict[str, Any]]:
 
 
 @EACH_OUTER
-@pytest.mark.skipif(bool(Network.obstacle()), reason="needs namespaces of its own")
+@pytest.mark.skipif(Network.obstacle() != "", reason=Network.obstacle())
 def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: tuple[str, ...], mbit: float) -> None:
     with (
         Network() as network,

@@ -70,6 +70,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 """Settings, and the inner steps after which evaluations are due every 3."""
 BY_HAND = ("alone bfloat16", "delayed", "eager bfloat16")
+"""Those that not every day has the time for; each has its like among the others."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def train(local: LocalMesh, redis_url: str, tmp_path: Path) -> Callable[..., Tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [pytest.param(a, marks=[pytest.mark.soak] * (a in BY_HAND)) for a in ALGORITHMS])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(a, marks=pytest.mark.soak if a in BY_HAND else ()) for a in ALGORITHMS]
+)
 def test_training_with_evaluations_is_the_one_without_to_the_last_bit(
     train: Callable[..., Trained], algorithm: str
 ) -> None:

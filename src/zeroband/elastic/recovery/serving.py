@@ -52,14 +52,14 @@ _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
 
 MADE_WAY_S = 1.0
-SIGN_BYTES = 1 << 10
-"""While a round needs the link a connection sends so many bytes in so long, by which the joiner knows that it lives."""
+KEEPALIVE_BYTES = 1 << 10
+"""While a round needs the link a connection sends so many bytes in so long: the joiner sees that its donor lives."""
 
 _UNSENT_BYTES = 1 << 17
 """What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
 
 _NICENESS = 10
-"""The thread that hashes has it, since inner steps have the cores first."""
+"""Priority of the thread that hashes, as of `nice`: inner steps have the cores first."""
 
 _POLL_S = 0.02
 
@@ -199,7 +199,7 @@ class Manifests:
 
 
 def _yield_the_cores() -> None:
-    """Have this thread run where no other one wants to; where threads have no priority of their own it keeps its."""
+    """Lower the priority of this thread alone; elsewhere than on Linux that would be the whole process."""
     if sys.platform == "linux":
         niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
@@ -554,7 +554,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(HTTPStatus.OK, data.numel())
         rest = bytes_of(data)
         while rest:
-            size = RECORD_BYTES if library.is_free() else SIGN_BYTES
+            size = RECORD_BYTES if library.is_free() else KEEPALIVE_BYTES
             self.wfile.write(rest[:size])
             rest = rest[size:]
 

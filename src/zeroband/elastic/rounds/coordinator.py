@@ -40,8 +40,8 @@ from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
 
-_CLEARS_S = 1.0
-"""So long before contributions travel, at most, is the link theirs: what is on its way to joiners has come by then."""
+_DRAIN_S = 1.0
+"""Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
 _ALL_VERSIONS = 2**62
 
@@ -332,7 +332,7 @@ class RoundCoordinator(ABC):
             parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
         parts.journal.settle()  # the result's memory is the next one's
         if not offer.is_joining:
-            self._travel = Travel(time.monotonic(), self._travelled_at_s, at_most_s=_CLEARS_S)
+            self._travel = Travel(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
         self._announce(round, offer)
         try:
             return self._bring_to_verdict(round, is_member=not offer.is_joining)

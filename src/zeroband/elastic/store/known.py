@@ -137,7 +137,7 @@ class Known:
         return replace(self, **words)
 
     def in_another_session(self, era: int) -> Known:
-        """Give what is seen of the store there: raw records are judged anew, words that name a session told anew."""
+        """Give what is known, for another session: raw records are kept and verified anew, the rest is fetched."""
         words = {"ready": Words[Ready](), "votes": Words[str](), "links": Words[LinkRates]()}
         return replace(self.fork(), era=era, view=None, links_change=0, **words)
 

@@ -248,7 +248,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
     assert state.at(5) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives threads a priority of their own")
 def test_hashes_leave_the_cores_to_the_inner_steps(hasher: Hasher) -> None:
     own, theirs = os.getpriority(os.PRIO_PROCESS, 0), Future[int]()
     hasher.start(lambda room: theirs.set_result(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
