@@ -112,7 +112,11 @@ def choose_kernel(
         found = tl.dot(folded, across, input_precision="ieee")
         along = _half_waves(row_basis, 2 * r[:, None] + row_parity, r[None, :], rows)  # (frequency, place)
         found = tl.dot(along, found, input_precision="ieee")
-        even_even, even_odd, odd_even, odd_odd = even_odd, odd_even, odd_odd, found
+        # Not handed on from one to the next: Triton 3.6 and 3.7 take carried values that begin alike for one constant.
+        even_even = tl.where(quarter == 0, found, even_even)
+        even_odd = tl.where(quarter == 1, found, even_odd)
+        odd_even = tl.where(quarter == 2, found, odd_even)
+        odd_odd = tl.where(quarter == 3, found, odd_odd)
     even_rows, odd_rows = tl.interleave(even_even, even_odd), tl.interleave(odd_even, odd_odd)
     width: tl.constexpr = 2 * half_width
     numel: tl.constexpr = 2 * half_height * width

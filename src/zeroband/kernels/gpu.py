@@ -54,7 +54,7 @@ def encode_kernel(outer, inner, scales, codes, has_bad, blocks, block: tl.conste
 
 @triton.jit
 def step_kernel(
-    scales, codes, skip, params, momentum, inner, n, lr, mu,
+    scales, codes, skip, outer, momentum, inner, n, lr, mu,
     is_nesterov: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Decode `tile` blocks, take the outer step, and write its result to all three."""
@@ -67,9 +67,9 @@ def step_kernel(
     change = velocity
     if is_nesterov:
         change = velocity * mu + delta
-    theta = tl.load(params + at, mask=mask, other=0.0) - change * lr
+    theta = tl.load(outer + at, mask=mask, other=0.0) - change * lr
     tl.store(momentum + at, velocity, mask=mask)
-    tl.store(params + at, theta, mask=mask)
+    tl.store(outer + at, theta, mask=mask)
     tl.store(inner + at, theta.to(inner.dtype.element_ty), mask=mask)
 
 

@@ -25,27 +25,27 @@ from zeroband.kernels.fused import BLOCK, OuterStep
 CHUNKS = [(64, 64, 4), (52, 16, 4), (1, 64, 4), (13, 16, 4)]
 """Rows, columns, k. Choosing has one form for each pair of 16 and 32 into which half a side fits, and no other."""
 
-_KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32"}
-
 
 @dataclass(frozen=True)
 class Launch:
     """A kernel with what it was launched with."""
 
     kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
 
     def compiled(self, capability: int) -> Any:
-        """What Triton compiles of this launch for a GPU of this compute capability (90: 9.0)."""
-        triton, compiler = importlib.import_module("triton"), importlib.import_module("triton.compiler")
+        """What Triton compiles of this launch for a GPU of this compute capability (90: 9.0).
+
+        Triton's own launcher binds the arguments, so that what it cannot bind on a GPU fails here, too.
+        """
+        jit, compiler = importlib.import_module("triton.runtime.jit"), importlib.import_module("triton.compiler")
         target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-        kinds = {p.name: _kind_of(self.arguments[p.name], p) for p in self.kernel.params}
-        constants = {name: self.arguments[name] for name, kind in kinds.items() if kind == "constexpr"}
-        aligned = [p.num for p in self.kernel.params if _is_aligned(self.arguments[p.name], p)]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-        source = compiler.ASTSource(self.kernel, kinds, constants, attributes)
-        return triton.compile(source, target=target, options=self.options)
+        backend = compiler.make_backend(target)
+        bind = jit.create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, kinds, _ = bind(*self.arguments, **self.named)
+        options, *source = self.kernel._pack_args(backend, self.named, bound, kinds, {})
+        return compiler.compile(compiler.ASTSource(self.kernel, *source), target=target, options=options.__dict__)
 
 
 def launches(module: Any, call: Callable[[], object]) -> list[Launch]:
@@ -60,9 +60,7 @@ def launches(module: Any, call: Callable[[], object]) -> list[Launch]:
             return self._note
 
         def _note(self, *arguments: Any, **named: Any) -> None:
-            names = self._kernel.arg_names
-            given = dict(zip(names, arguments, strict=False)) | {n: named.pop(n) for n in names if n in named}
-            noted.append(Launch(self._kernel, given, named))
+            noted.append(Launch(self._kernel, arguments, named))
 
     kernels = {name: Recorder(found) for name, found in vars(module).items() if name.endswith("_kernel")}
     with mock.patch.dict(vars(module), kernels):
@@ -120,24 +118,6 @@ def usage(compiled: Any) -> dict[str, int]:
         "threads": 32 * compiled.metadata.num_warps,
         "shared": counts["SHARED"] + compiled.metadata.shared,
     }
-
-
-def _kind_of(value: Any, parameter: Any) -> str:
-    """The type that Triton's launcher finds for an argument; a 1 is compiled in."""
-    if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-        return "constexpr"
-    if isinstance(value, Tensor):
-        return _KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32" if value < 1 << 31 else "i64"
-
-
-def _is_aligned(value: Any, parameter: Any) -> bool:
-    """Whether the launcher promises the compiler a multiple of 16; storages begin at one."""
-    if parameter.is_constexpr or parameter.do_not_specialize:
-        return False
-    if isinstance(value, Tensor):
-        return value.storage_offset() * value.itemsize % 16 == 0
-    return isinstance(value, int) and value % 16 == 0
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -114,7 +114,19 @@ def test_numbers_of_values_and_scales_must_fit(kernels: Passes) -> None:
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests above run in this process")
 def test_all_kernels_under_the_interpreter(tmp_path: Path) -> None:
     files = [__file__, str(Path(__file__).with_name("test_dct_gpu.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "--no-cov", "-p", "no:cacheprovider", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:pytest_cov",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     options = [f"--basetemp={tmp_path / 'inner'}", "--tb=short"]
     ran = subprocess.run(
         [*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200

@@ -5,6 +5,7 @@ Compiled in a process of its own, as another test may have told Triton to interp
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -23,8 +24,8 @@ Source: CUDA C++ Programming Guide, technical specifications per compute capabil
 
 REGISTERS = 1 << 16
 
-MOST_STACK_BYTES = 8
-"""For each thread. Triton 3.6 and 3.7 leave none; 3.9 two registers of one form of `choose_kernel`, for 9.0."""
+MOST_STACK_BYTES = 16
+"""For each thread. Triton 3.6 uses none; 3.7 spills four registers of two forms of `choose_kernel`, for 10.0 alone."""
 
 
 @needs_triton
@@ -48,3 +49,44 @@ def test_no_kernel_spills_more_than_a_few_bytes_and_two_programs_fit_on_a_multip
         assert row["stack"] <= MOST_STACK_BYTES, row
         assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
         assert 2 * (row["shared"] + 1024) <= SHARED_KB[row["capability"]] << 10, row
+
+
+ROTATED = """
+@triton.jit
+def rotated_kernel(x):
+    first, second = none, none
+    for _ in tl.range(2):
+        first, second = second, x
+"""
+
+
+def handed_on(source: str) -> list[str]:
+    """Loops of kernels in which one carried value becomes another one.
+
+    Of such values that begin alike, Triton 3.6 and 3.7 take all but the last for the constant that they begin with.
+    """
+    found: list[str] = []
+    kernels = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    loops = [(k, loop) for k in kernels for loop in ast.walk(k) if isinstance(loop, ast.For | ast.While)]
+    for kernel, loop in loops:
+        assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
+        pairs = [
+            (target, value)
+            for node in assigned
+            for targets in [node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets]
+            for target, value in zip(targets, getattr(node.value, "elts", [node.value]), strict=False)
+            if isinstance(target, ast.Name)
+        ]
+        carried = {target.id for target, _ in pairs}
+        found += [
+            f"{kernel.name}: {target.id} = {value.id}"
+            for target, value in pairs
+            if isinstance(value, ast.Name) and value.id in carried - {target.id}
+        ]
+    return found
+
+
+def test_no_loop_of_a_kernel_hands_a_carried_value_on_to_another_one() -> None:
+    assert handed_on(ROTATED) == ["rotated_kernel: first = second"]
+    sources = [path.read_text() for path in Path(*zeroband.kernels.__path__).glob("*.py")]
+    assert not [problem for source in sources if "@triton.jit" in source for problem in handed_on(source)]
