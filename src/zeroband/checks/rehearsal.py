@@ -26,7 +26,7 @@ from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
-from zeroband.model.attention import attend_plain, attend_varlen
+from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
 from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize, set_gradient_sync
@@ -163,7 +163,9 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
     with _fake_ranks(ranks) as local, fake_mode:
         with torch.device("meta"):
             assert isinstance(config.model, LlamaConfig)
-            model = Transformer(config.model, vocab_size, attend_varlen if train.dtype == "bfloat16" else attend_plain)
+            attend = varlen_attention() if train.dtype == "bfloat16" else attend_plain
+            model = Transformer(config.model, vocab_size, attend)
+        _fuse_norms(model)
         parallelize(model, train, local)
         with StorageTracker(fake_mode) as tracker:
             with tracker.making_all("parameters"):
@@ -186,6 +188,31 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
             clip_grad_norm_(model, config.optim.clip_norm)
             inner.step()
             return tracker.peaks()
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Have norms keep what they keep on a GPU. On a CPU torch makes them of many operations, each of which keeps some."""
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = partial(_normed, module)
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return _FusedNorm.apply(x, norm.weight)  # pyright: ignore[reportReturnType]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The sizes of torch's RMSNorm kernel: it keeps its input and a float32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, _rows = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Passes:

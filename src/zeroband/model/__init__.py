@@ -1,7 +1,7 @@
 """The language model: its decoder, initial weights, loss and sampling. Knows no data, no nodes and no optimizer."""
 
 from zeroband.config.model_size import flops_per_token, parameter_count
-from zeroband.model.attention import attend_plain, attend_varlen, attention_on
+from zeroband.model.attention import attend_plain, attention_on, varlen_attention
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.init import init_weights
 from zeroband.model.loss import IGNORE_INDEX, TokenLoss, gradient_scale, linear_loss, next_token_loss
@@ -12,7 +12,6 @@ __all__ = [
     "TokenLoss",
     "Transformer",
     "attend_plain",
-    "attend_varlen",
     "attention_on",
     "evaluating",
     "flops_per_token",
@@ -22,4 +21,5 @@ __all__ = [
     "linear_loss",
     "next_token_loss",
     "parameter_count",
+    "varlen_attention",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,17 +82,27 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor |
     return torch.cat(parts, dim=1).reshape(batch, length, -1, head_size)
 
 
-def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Implement `Attend` with torch's flash attention over packed documents, which needs no mask.
+def varlen_attention() -> Attend:
+    """Return an `Attend` with torch's flash attention over packed documents, which needs no mask.
 
-    bfloat16 or float16 on an NVIDIA GPU of compute capability 8.0 or more; head size at most 256, a multiple of 8.
+    For bfloat16 or float16 on an NVIDIA GPU of compute capability 8.0 or more; head size at most 256, a multiple of 8.
     """
-    if cu_seqlens is None:
-        return attend_plain(query, key, value, None)
-    longest = query.shape[1]  # a bound is enough, and it is the same at every step
-    packed, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    varlen_attn, options = _varlen()
-    return varlen_attn(packed, keys, values, cu_seqlens, cu_seqlens, longest, longest, **options).view(query.shape)
+    # Looked up here, not where it is called: the compiler, which traces the call, refuses an import in it.
+    varlen = _varlen_module()
+    known = inspect.signature(varlen.varlen_attn).parameters
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}  # by release
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    attend_documents: Callable[..., Tensor] = partial(varlen.varlen_attn, **options)
+
+    def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if cu_seqlens is None:
+            return attend_plain(query, key, value, None)
+        longest = query.shape[1]  # a bound is enough, and it is the same at every step
+        packed, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        return attend_documents(packed, keys, values, cu_seqlens, cu_seqlens, longest, longest).view(query.shape)
+
+    return attend_varlen
 
 
 def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) -> tuple[Attend, str]:
@@ -108,18 +118,7 @@ def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) 
         why = f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     elif config.head_size > _LARGEST_FLASH_HEAD or config.head_size % 8:
         why = f"heads have {config.head_size} values, not a multiple of 8 up to 256"
-    return (attend_plain, why) if why else (attend_varlen, "")
-
-
-@cache
-def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Torch's function, and what it is told for causal attention with grouped heads: the words differ by release."""
-    function = _varlen_module().varlen_attn
-    known = inspect.signature(function).parameters
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    return function, options
+    return (attend_plain, why) if why else (varlen_attention(), "")
 
 
 def _varlen_module() -> Any:

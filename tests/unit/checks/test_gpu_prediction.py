@@ -51,7 +51,7 @@ def test_10b_takes_at_most_64_gb_of_each_of_eight_gpus() -> None:
         pytest.param(
             *("1B", ("--train.micro-bs=4",), 24 * GB, "--train.activation_checkpointing full"), marks=pytest.mark.soak
         ),
-        ("150M", (), 16 * GB, "--train.micro_bs 8"),
+        ("150M", (), 16 * GB, "--train.micro_bs 16"),
     ],
 )
 def test_smaller_presets_fit_one_small_card_with_the_setting_that_is_named(

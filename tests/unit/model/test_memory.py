@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroband.config.model import LlamaConfig
-from zeroband.model import Transformer, attend_plain, attend_varlen, linear_loss, next_token_loss
+from zeroband.model import Transformer, attend_plain, linear_loss, next_token_loss, varlen_attention
 from zeroband.model.attention import Attend
 
 T, D, V = 8192, 4096, 128_256
@@ -80,8 +81,9 @@ def test_loss_of_all_logits_at_once_would_take_five_times_as_much() -> None:
 HAS_CUDA, HAS_GPU = torch.version.cuda is not None, torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("attend", [attend_varlen, attend_plain])
-def test_no_path_of_attention_makes_a_mask_of_all_pairs_on_a_gpu(attend: Attend) -> None:
+@pytest.mark.parametrize("attend_of", [varlen_attention, lambda: attend_plain], ids=["varlen", "plain"])
+def test_no_path_of_attention_makes_a_mask_of_all_pairs_on_a_gpu(attend_of: Callable[[], Attend]) -> None:
+    attend = attend_of()
     if HAS_CUDA != HAS_GPU or (attend is attend_plain and not HAS_GPU):
         pytest.skip("fake CUDA tensors need a torch without CUDA, and to choose among torch's kernels a GPU")
     with FakeTensorMode():
@@ -93,14 +95,14 @@ def test_no_path_of_attention_makes_a_mask_of_all_pairs_on_a_gpu(attend: Attend)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attend", [attend_varlen, attend_plain])
+@pytest.mark.parametrize("attend_of", [varlen_attention, lambda: attend_plain], ids=["varlen", "plain"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_pass_of_the_model_makes_one_either(attend: Attend, device: str) -> None:
+def test_no_pass_of_the_model_makes_one_either(attend_of: Callable[[], Attend], device: str) -> None:
     if device == "cuda" and not HAS_GPU:
         pytest.skip("gradients of fake CUDA tensors need a GPU")
     config = LlamaConfig(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64)
     with FakeTensorMode(), torch.device(device):
-        model = Transformer(config, 64, attend)
+        model = Transformer(config, 64, attend_of())
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, torch.nn.Parameter(parameter.to(torch.bfloat16)))
