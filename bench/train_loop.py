@@ -9,6 +9,9 @@ Each loop is a process of its own and gets the same batches; those by hand have 
 turns, the first one changing, so that all see the same noise of the machine: a step at a time on a CPU, several on a
 GPU, whose queue then never runs empty. On a machine that others use as well, believe the ratio of the best turns.
 
+A loop's row is printed when the loop ends; one that dies is a row that says why. Ends with 1 where a loop died or an
+aim that was asked for (--least-ratio, --least-mfu, --memory-within) is missed.
+
     python bench/train_loop.py [--loops zeroband "bare PyTorch" transformers] [--turns 15] [@FILE.toml] [--KEY VALUE]
 """
 
@@ -24,12 +27,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
-from evidence import count, finite, require, require_known
+from evidence import count, finite, require_known
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,11 +42,10 @@ from zeroband.config import RunConfig, load_config
 from zeroband.data.loader import MicroBatch
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.elastic.membership.departure import Departure
-from zeroband.model import Transformer, attend_plain, flops_per_token, init_weights, parameter_count
+from zeroband.model import Transformer, attend_plain, blueprint, flops_per_token, init_weights, parameter_count
 from zeroband.model import loss as loss_module
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.observe.hardware import peak_flops
-from zeroband.runtime import build
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import NoCheckpoints
 from zeroband.runtime.loop import Training, open_world, train_round
@@ -167,11 +170,18 @@ def is_compiled(node: TrainerParts) -> bool:
     return node.local.device.type == "cuda" if compiles is None else compiles
 
 
+def replaced(module: ModuleType, name: str, value: object) -> Mapping[str, Any]:
+    """Have a module use another value; no key of the configuration changes."""
+    assert hasattr(module, name), f"{module.__name__} has no {name}"
+    setattr(module, name, value)
+    return {}
+
+
 VARIANTS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     OURS: dict,
     "no compile": lambda: {"train.compile": False},
-    "all logits": lambda: setattr(loss_module, "LOGITS_BYTES", 1 << 60) or {},
-    "masked attention": lambda: setattr(build, "attention_on", lambda *_: (attend_plain, "")) or {},
+    "all logits": lambda: replaced(loss_module, "LOGITS_BYTES", 1 << 60),
+    "masked attention": lambda: replaced(blueprint, "attention_on", lambda *_: (attend_plain, "")),
     "float8": lambda: {"train.float8": "tensorwise"},
 }
 """Loops of the trainer, and what is changed for them."""
@@ -184,11 +194,14 @@ class Over(Exception):
 
 
 def config_of(arguments: Sequence[str], changes: Mapping[str, Any], folder: str) -> RunConfig:
-    """The configuration of a loop: what was asked for, and the defaults below it where no file was named."""
+    """The configuration of a loop: what was asked for, and the defaults below it where no file was named.
+
+    The learning rate does not warm up, since the loops by hand have a constant one.
+    """
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in arguments}
     below = {} if any(word.startswith("@") for word in arguments) else DEFAULTS
     asked = {**{key: value for key, value in below.items() if key not in given}, **changes}
-    asked |= {"run.dir": folder, "outer": "none", "observe.log_every_steps": 1 << 30}
+    asked |= {"run.dir": folder, "outer": "none", "observe.log_every_steps": 1 << 30, "optim.warmup_steps": 0}
     flags = [f"--{key}={json.dumps(v) if isinstance(v, dict | bool) else v}" for key, v in asked.items()]
     return load_config([*arguments, *flags])
 
@@ -235,40 +248,50 @@ class Turns:
         self._left, self._from_s = int(asked), time.perf_counter()
 
 
+class LoopDied(Exception):
+    """The process of a loop ended before its time. The message is the last line that it wrote."""
+
+
 class Loop:
-    """A loop in a process of its own."""
+    """A loop in a process of its own, which has warmed up. Raises LoopDied."""
 
     def __init__(self, name: str, arguments: Sequence[str], steps: int) -> None:
         command = [sys.executable, __file__, "--work", name, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.name, self.turns = name, list[Turn]()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process; a full pipe would block it
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self.name = name
         if name not in VARIANTS:
             self._ask(steps)
         self._answer()  # the warm-up
 
-    @property
-    def times_s(self) -> list[float]:
-        return [turn.took_s for turn in self.turns]
-
-    def take_turn(self, steps: int) -> None:
+    def take_turn(self, steps: int) -> Turn:
         self._ask(steps)
-        self.turns.append(self._answer())
+        return self._answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with self._errors, self._process as process:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
 
     def _ask(self, number: int) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{number}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # its answer will be missing
+            self._process.stdin.write(f"{number}\n")
+            self._process.stdin.flush()
 
     def _answer(self) -> Turn:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        require(bool(line), f"the loop {self.name} ended")
-        return Turn(**json.loads(line))
+        if line := self._process.stdout.readline():
+            return Turn(**json.loads(line))
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()
+        sys.stderr.write(said[-4000:])
+        last = [line.strip() for line in said.splitlines() if line.strip()][-1:]
+        raise LoopDied(f"exit code {code}: {''.join(last)[:200]}")
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -284,56 +307,144 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         default=not torch.cuda.is_available(),
         help="all loops at a time, in turns; else one after the other, where they do not fit together",
     )
+    parser.add_argument("--least-ratio", type=float, help="aim: tokens/s over those of the faster loop by hand")
+    parser.add_argument("--least-mfu", type=float, help="aim: model FLOPs utilisation, 0 to 1")
+    parser.add_argument("--memory-within", type=float, help="aim: error of the predicted memory, uncompiled, 0 to 1")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     require_known(parser, options.loops, LOOPS)
     return options, rest
 
 
-def measure(options: argparse.Namespace, arguments: Sequence[str]) -> list[Loop]:
+@dataclass(frozen=True)
+class Measured:
+    """A loop's turns, or why it died."""
+
+    name: str
+    turns: Sequence[Turn]
+    failed: str = ""
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(turn.took_s for turn in self.turns)
+
+    @property
+    def best_s(self) -> float:
+        return min(turn.took_s for turn in self.turns)
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> Iterator[list[Measured]]:
+    """Run the loops, and yield those that have ended: those by hand first, which the others are compared with."""
     steps = WARM_UP_STEPS + options.turns * options.steps
-    loops: list[Loop] = []
-    for group in [options.loops] if options.together else [[name] for name in options.loops]:
-        running = [Loop(name, arguments, steps) for name in group]
+    names = sorted(options.loops, key=lambda name: name in VARIANTS)
+    by_hand = [name for name in names if name not in VARIANTS]
+    if options.together:
+        yield run_together(names, options, arguments, steps)
+        return
+    yield [one for name in by_hand for one in run_together([name], options, arguments, steps)]
+    for name in names[len(by_hand) :]:
+        yield run_together([name], options, arguments, steps)
+
+
+def run_together(
+    names: Sequence[str], options: argparse.Namespace, arguments: Sequence[str], steps: int
+) -> list[Measured]:
+    """Have loops take turns, the first one changing. One that dies is left out from there on."""
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    with ExitStack() as stack:
+        running: list[Loop] = []
+        for name in names:
+            try:
+                running.append(Loop(name, arguments, steps))
+                stack.callback(running[-1].close)
+            except LoopDied as error:
+                failed[name] = str(error)
         for turn in range(options.turns):
-            for loop in running if turn % 2 else reversed(running):
-                loop.take_turn(options.steps)
-        for loop in running:
-            loop.close()
-        loops += running
-    return loops
+            for loop in list(running if turn % 2 else reversed(running)):
+                try:
+                    turns[loop.name].append(loop.take_turn(options.steps))
+                except LoopDied as error:
+                    failed[loop.name] = str(error)
+                    running.remove(loop)
+    return [Measured(name, turns[name], failed.get(name, "")) for name in names]
 
 
-def report(loops: Sequence[Loop], config: RunConfig, steps: int) -> None:
-    vocab_size = tokenizer_of(config.data).padded_vocab_size
-    tokens = steps * config.train.batch_size * config.data.seq_length
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if is_gpu else "cpu")
-    flops, peak = flops_per_token(config.model, vocab_size, config.data.seq_length), peak_flops(device)
-    print(
-        f"{parameter_count(config.model, vocab_size) / 1e6:.1f}M parameters, {config.train.batch_size} x "
-        f"{config.data.seq_length} tokens in micro-batches of {config.train.micro_bs}, {config.train.dtype}, "
-        f"{torch.cuda.get_device_name() if is_gpu else 'CPU'}, torch {torch.__version__}, "
-        f"{len(loops[0].turns)} turns of {steps} step(s)\n\n"
-        "| loop | tokens/s, median | best | MFU, median | peak memory | loss after | ratio of medians | of bests |\n"
-        "|---|---|---|---|---|---|---|---|"
-    )
-    by_hand_s = [loop.times_s for loop in loops if loop.name not in VARIANTS] or [loops[0].times_s]
-    median_s, best_s = min(statistics.median(times) for times in by_hand_s), min(min(times) for times in by_hand_s)
-    for loop in loops:
-        middle_s, last = statistics.median(loop.times_s), loop.turns[-1]
-        mfu = "" if peak is None else f"{100 * tokens * flops / middle_s / peak:.1f} %"
+class Table:
+    """The rows of the loops, printed as they come, and what they are held to."""
+
+    def __init__(self, config: RunConfig, options: argparse.Namespace) -> None:
+        self._vocab_size = tokenizer_of(config.data).padded_vocab_size
+        self._config, self._options, self._rows = config, options, dict[str, Measured]()
+        self._tokens = options.steps * config.train.batch_size * config.data.seq_length
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._by_hand: list[Measured] = []
         print(
-            f"| {loop.name} | {tokens / middle_s:,.0f} | {tokens / min(loop.times_s):,.0f} | {mfu} | "
-            f"{last.peak_bytes / 1e9:.2f} GB | {finite(last.loss, f'the loss of {loop.name}'):.5f} | "
-            f"{median_s / middle_s:.3f} | {best_s / min(loop.times_s):.3f} |"
+            f"{parameter_count(config.model, self._vocab_size) / 1e6:.1f}M parameters, {config.train.batch_size} x "
+            f"{config.data.seq_length} tokens in micro-batches of {config.train.micro_bs}, {config.train.dtype}, "
+            f"{torch.cuda.get_device_name() if self._device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
+            f"{options.turns} turns of {options.steps} step(s)\n\n"
+            "| loop | tokens/s, median | best | MFU, median | peak memory | loss after | ratio of medians | bests |\n"
+            "|---|---|---|---|---|---|---|---|",
+            flush=True,
         )
-    print("\nRatios are to the faster of the loops by hand.")
-    if is_gpu:
-        run = GpuRun(config, vocab_size, 1, torch.cuda.get_device_properties(device).total_memory)
-        tensors = sum(predict_gpu(run).tensors.values())
-        uncompiled = next((loop for loop in loops if loop.name == "no compile"), loops[0]).turns[-1].peak_bytes
-        print(f"Predicted memory, uncompiled: {tensors / 1e9:.2f} GB, {tensors / uncompiled:.3f} of what was measured.")
+
+    def add(self, ended: Sequence[Measured]) -> None:
+        """Print rows; ratios are to the faster of the loops by hand, else to the first loop that ran."""
+        self._rows |= {loop.name: loop for loop in ended}
+        ran = [loop for loop in self._rows.values() if not loop.failed]
+        self._by_hand = [loop for loop in ran if loop.name not in VARIANTS] or ran[:1]
+        for loop in ended:
+            print(
+                f"| {loop.name} | failed: {loop.failed} | | | | | | |" if loop.failed else self._row(loop), flush=True
+            )
+
+    def _row(self, loop: Measured) -> str:
+        last, mfu = loop.turns[-1], self._mfu(loop)
+        return (
+            f"| {loop.name} | {self._tokens / loop.median_s:,.0f} | {self._tokens / loop.best_s:,.0f} | "
+            f"{'' if mfu is None else f'{100 * mfu:.1f} %'} | {last.peak_bytes / 1e9:.2f} GB | "
+            f"{finite(last.loss, f'the loss of {loop.name}'):.5f} | {self._ratio(loop):.3f} | "
+            f"{min(other.best_s for other in self._by_hand) / loop.best_s:.3f} |"
+        )
+
+    def _ratio(self, loop: Measured) -> float:
+        return min(other.median_s for other in self._by_hand) / loop.median_s
+
+    def _mfu(self, loop: Measured) -> float | None:
+        flops = flops_per_token(self._config.model, self._vocab_size, self._config.data.seq_length)
+        peak = peak_flops(self._device)
+        return None if peak is None else self._tokens * flops / loop.median_s / peak
+
+    def close(self) -> int:
+        """Print what is held against the aims; returns how many of them are missed, and loops that died."""
+        print("\nRatios are to the faster of the loops by hand.")
+        missed = sum(bool(loop.failed) for loop in self._rows.values())
+        ours, options = self._rows.get(OURS), self._options
+        if ours is not None and not ours.failed:
+            missed += self._is_missed("tokens/s beside the faster loop by hand", self._ratio(ours), options.least_ratio)
+            missed += self._is_missed("MFU", self._mfu(ours), options.least_mfu)
+        plain = self._rows.get("no compile")
+        if self._device.type == "cuda" and plain is not None and not plain.failed:
+            run = GpuRun(self._config, self._vocab_size, 1, torch.cuda.get_device_properties(self._device).total_memory)
+            tensors, measured = sum(predict_gpu(run).tensors.values()), plain.turns[-1].peak_bytes
+            print(
+                f"Predicted memory, uncompiled: {tensors / 1e9:.2f} GB, {tensors / measured:.3f} of what was measured."
+            )
+            if options.memory_within is not None:
+                missed += self._is_missed(
+                    "1 - error of the memory", 1 - abs(tensors / measured - 1), 1 - options.memory_within
+                )
+        return missed
+
+    @staticmethod
+    def _is_missed(what: str, found: float | None, least: float | None) -> bool:
+        if least is None:
+            return False
+        is_met = found is not None and found >= least
+        value = "unknown" if found is None else f"{found:.3f}"
+        print(f"Aim, {what}: at least {least:g}; {'met' if is_met else 'MISSED'}: {value}.")
+        return not is_met
 
 
 def main() -> None:
@@ -342,8 +453,10 @@ def main() -> None:
         work(options.work, arguments)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = config_of(arguments, {}, tempfile.gettempdir())
-    report(measure(options, arguments), config, options.steps)
+    table = Table(config_of(arguments, {}, tempfile.gettempdir()), options)
+    for ended in measure(options, arguments):
+        table.add(ended)
+    sys.exit(1 if table.close() else 0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def test_node_that_crashes_comes_back_and_all_hold_one_state(
     both = first.keys() & second.keys()
     assert len(both) >= 3 and all(first[round] == second[round] for round in both)
     assert list((tmp_path / "ckpt").rglob("step_*"))
+
+
+@pytest.mark.parametrize("overlap", ["0", "full"])
+def test_compiled_ranks_train_beside_rounds_and_checkpoints(device: torch.device, tmp_path: Path, overlap: str) -> None:
+    """One rank for each card: sharded over NCCL, compiled, while rounds and checkpoints are under way."""
+    ranks = torch.cuda.device_count() if device.type == "cuda" else 2
+    arguments = [*SMALL, "--train.compile", "true", "--train.total-steps", "80", "--train.batch-size", str(4 * ranks)]
+    arguments += ["--outer.overlap", overlap, "--ckpt.path", str(tmp_path / "ckpt"), "--ckpt.every-rounds", "2"]
+    with LocalCluster(tmp_path, (*arguments, "--data.cache-dir", str(tmp_path / "cache")), nodes=1) as cluster:
+        cluster.start(ranks=ranks)
+        assert set(cluster.wait(timeout_s=DEADLINE_S).values()) == {0}
+        lines = (cluster.run_dir / "node0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
+    assert len(losses) >= 8 and losses[-1] < losses[0] - 0.5
+    assert sorted((tmp_path / "ckpt").rglob("step_*"))[-1].name == "step_00000080"
 
 
 def test_loop_of_ones_own_trains_on_the_gpu(device: torch.device, redis_url: str) -> None:
