@@ -191,7 +191,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
 
 
 def _fuse_norms(model: nn.Module) -> None:
-    """Have norms keep what they keep on a GPU. On a CPU torch makes them of many operations, each of which keeps some."""
+    """Have norms keep what they keep on a GPU. On a CPU torch makes them of many operations, which keep more."""
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
             module.forward = partial(_normed, module)
