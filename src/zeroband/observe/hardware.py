@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,13 @@ def peak_flops(device: torch.device) -> float | None:
     import torch
 
     return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of_all(device_names: Iterable[str]) -> float | None:
+    """Dense bfloat16 FLOP/s of some GPUs together. None, and so no MFU, for none and where one is not in the table."""
+    each = [peak_flops_of(name) for name in device_names]
+    known = [peak for peak in each if peak is not None]
+    return sum(known) if known and len(known) == len(each) else None
 
 
 def peak_flops_of(device_name: str) -> float | None:
