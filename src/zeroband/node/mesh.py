@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -41,9 +40,6 @@ DATA_TIMEOUT_S = 600.0
 the control group before. What keeps one longer than the others is its first step, in which it compiles for minutes, and
 what rank 0 alone writes between two steps. After that NCCL's watchdog aborts the process (torch's default,
 TORCH_NCCL_ASYNC_ERROR_HANDLING=3), gloo raises in it, and the launcher ends the others."""
-
-_LOOK_S = 0.02
-_REMIND_S = 10.0
 
 _log = get_logger(__name__)
 
@@ -140,7 +136,7 @@ def init_local_mesh(
     if gpus:
         torch.cuda.set_device(device)
     store = _store_of_this_start(environ, rank, world_size, timedelta(seconds=CONTROL_TIMEOUT_S))
-    cards = _meet(store, rank, world_size, card_of(device))
+    cards = _compare_cards(store, rank, world_size, card_of(device))
     backend = "cpu:gloo,cuda:nccl" if are_apart(cards) else "gloo"
     if cards and backend == "gloo" and rank == 0:
         fields = {"ranks": world_size, "cards": len({card.bus for card in cards})}
@@ -175,22 +171,9 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     return replace(local, cards=cards_of([_from_json(each) for each in said]))
 
 
-def _meet(store: Store, rank: int, world_size: int, own: Card | None) -> tuple[Card, ...]:
-    """Tell the other ranks this one's card before there is a process group, and learn theirs.
-
-    Raises ConfigError where a rank does not come, and as `cards_of`.
-    """
+def _compare_cards(store: Store, rank: int, world_size: int, own: Card | None) -> tuple[Card, ...]:
+    """Tell the other ranks this one's card before there is a process group, and learn theirs; as `cards_of`."""
     store.set(f"card/{rank}", _to_json(own))
-    end_s = time.monotonic() + CONTROL_TIMEOUT_S
-    for other in range(world_size):
-        said_at_s = time.monotonic()
-        while not store.check([f"card/{other}"]):
-            if (now_s := time.monotonic()) > end_s:
-                raise ConfigError(f"rank {other} of this node did not come within {CONTROL_TIMEOUT_S:.0f} s")
-            if now_s > said_at_s + _REMIND_S:
-                said_at_s = now_s
-                _log.info("waiting for a rank of this node", extra={"fields": {"rank": other, "of": world_size}})
-            time.sleep(_LOOK_S)
     return cards_of([_from_json(store.get(f"card/{other}")) for other in range(world_size)])
 
 
