@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _NCCL_FOLDER = Path("/dev/shm")
 _NO_GPU = ("", "-1")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
 """Files that drivers make: NVIDIA's, the same under WSL, AMD's."""
 
@@ -154,9 +156,19 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
     from zeroband.checks.gpu_prediction import GpuRun
 
-    ranks = -(-local_world_size // torch.cuda.device_count())
+    ranks = _ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
     vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
     return GpuRun(needs.config, vocab_size, local_world_size, total_bytes // ranks), ranks
+
+
+def _ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:
+    """How many ranks share a GPU, of which each rank sees so many.
+
+    Where a launcher shows each rank a single one, it is taken to be another one for each: they have not compared their
+    cards yet, and a run that fits must not be refused.
+    """
+    is_one_of_many = seen == 1 and any(environ.get(name) for name in _VISIBLE)
+    return 1 if is_one_of_many else -(-local_world_size // seen)
 
 
 def has_gpu(environ: Mapping[str, str]) -> bool:

@@ -86,6 +86,20 @@ def test_shared_memory_leaves_its_part_to_nccl(monkeypatch: pytest.MonkeyPatch, 
     assert not finding(several).stops
 
 
+@pytest.mark.parametrize(
+    ("seen", "environ", "ranks"),
+    [
+        (8, {}, 1),
+        (4, {}, 2),
+        (1, {}, 8),
+        (1, {"CUDA_VISIBLE_DEVICES": "3"}, 1),
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, 4),
+    ],
+)
+def test_eight_ranks_that_see_one_gpu_each_do_not_share_it(seen: int, environ: dict[str, str], ranks: int) -> None:
+    assert memory._ranks_on_gpu(8, seen, environ) == ranks
+
+
 def test_host_memory_has_the_donors_copy_and_each_rank_its_process() -> None:
     alone, joined = needs_of().host_parts(2), needs_of(*DILOCO).host_parts(4)
     assert (alone["donor's copy"], joined["donor's copy"]) == (0, 8 * needs_of().params)
