@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -314,6 +315,8 @@ def test_payloads_are_added_up_and_transformed_on_the_gpu_and_come_back_once(
 
     monkeypatch.setattr(Tensor, "to", note)
     monkeypatch.setattr(torch, "zeros", make)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     expected, found = torch.empty_like(x), torch.empty_like(x)
     plain.decode([plain.check(payload)] * 2, expected, divisor="senders")
     assert not moved and not made
