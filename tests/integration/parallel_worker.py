@@ -40,6 +40,7 @@ from zeroband.node.mesh import (
     barrier,
     broadcast_json,
     clip_grad_norm_,
+    gather_json,
     init_local_mesh,
     make_room,
     parallelize,
@@ -170,6 +171,7 @@ def decisions(mesh: LocalMesh) -> dict[str, Any]:
     barrier(mesh)
     return {
         "broadcast": broadcast_json({"from": mesh.rank, "text": "é" * 1000}, mesh),
+        "gathered": gather_json({"from": mesh.rank}, mesh),
         "all_true": all_ok(True, mesh),
         "last_false": all_ok(mesh.rank != last, mesh),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroband.checks.finding import Finding, size_text
-from zeroband.checks.needs import Needs
+from zeroband.checks.needs import NCCL_BYTES, Needs
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError, MachineUnfit
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_NCCL_FOLDER = Path("/dev/shm")
 _NO_GPU = ("", "-1")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
 """Files that drivers make: NVIDIA's, the same under WSL, AMD's."""
 
@@ -32,8 +35,8 @@ _LESS = 0.9
 """Part of the predicted memory that a run is told to get into where that one ran out."""
 
 
-def shared_memory(needs: Needs) -> Finding:
-    """Room for the canonical state; what this very node holds there already counts as free."""
+def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
+    """Room for the canonical state, and for NCCL; what this very node holds there already counts as free."""
     config, what = needs.config, "shared memory"
     folder = config.node.shm_dir
     if not folder.is_dir():
@@ -41,12 +44,23 @@ def shared_memory(needs: Needs) -> Finding:
         return Finding(what, f"node.shm_dir={str(folder)!r} is no folder", advice, stops="start")
     own = _own_folder(needs)
     free = shutil.disk_usage(folder).free + _held_bytes(own)
-    seen = f"{size_text(free)} free in {folder}, this model needs {size_text(needs.shared_bytes)}"
-    if free >= needs.shared_bytes:
+    left = NCCL_BYTES if _has_nccl(needs, environ) and _is_beside_nccl(folder) else 0
+    and_nccl = f", and NCCL {size_text(left)}" if left else ""
+    seen = f"{size_text(free)} free in {folder}, this model needs {size_text(needs.shared_bytes)}{and_nccl}"
+    if free >= needs.shared_bytes + left:
         return Finding(what, seen)
     return Finding(
         what, seen, "raise it (docker: --shm-size; else remount with size=), or set node.shm_dir", stops="start"
     )
+
+
+def _has_nccl(needs: Needs, environ: Mapping[str, str]) -> bool:
+    return local_world_size(environ) > 1 and needs.config.train.device in (None, "cuda") and has_gpu(environ)
+
+
+def _is_beside_nccl(folder: Path) -> bool:
+    """Whether a folder is on the memory file system that NCCL uses."""
+    return _NCCL_FOLDER.is_dir() and folder.stat().st_dev == _NCCL_FOLDER.stat().st_dev
 
 
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
@@ -142,9 +156,19 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
     from zeroband.checks.gpu_prediction import GpuRun
 
-    ranks = -(-local_world_size // torch.cuda.device_count())
+    ranks = _ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
     vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
     return GpuRun(needs.config, vocab_size, local_world_size, total_bytes // ranks), ranks
+
+
+def _ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:
+    """How many ranks share a GPU, of which each rank sees so many.
+
+    Where a launcher shows each rank a single one, it is taken to be another one for each: they have not compared their
+    cards yet, and a run that fits must not be refused.
+    """
+    is_one_of_many = seen == 1 and any(environ.get(name) for name in _VISIBLE)
+    return 1 if is_one_of_many else -(-local_world_size // seen)
 
 
 def has_gpu(environ: Mapping[str, str]) -> bool:

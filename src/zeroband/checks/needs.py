@@ -23,6 +23,10 @@ but for algorithms whose rounds are steps."""
 PROCESS_BYTES = 3_000_000_000
 """Memory of a rank with torch and CUDA's libraries, pinned batches included. Assumed, until it is measured."""
 
+NCCL_BYTES = 1 << 30
+"""Shared memory (/dev/shm) that is left to NCCL on a node of several ranks: it takes buffers of 10 MB for each
+channel between two GPUs that cannot reach one another directly. What NVIDIA gives its containers (--shm-size=1g)."""
+
 _LEAST_SECTIONS = 1
 """An outer state has the parameters at least."""
 
@@ -47,7 +51,7 @@ class Needs:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes in shared memory, but for encoded values and payloads."""
+        """Bytes in shared memory, but for payloads."""
         return sum(self.shared_parts.values())
 
     @property
@@ -56,7 +60,11 @@ class Needs:
         held, work, inner = self._buffers
         staged = 0 if self.config.ckpt.path is None else held + inner
         values = {"outer state": held, "work buffers": work, "checkpoint staging": staged}
-        return {purpose: _VALUE_BYTES * self.params * each for purpose, each in values.items()}
+        parts = {purpose: _VALUE_BYTES * self.params * each for purpose, each in values.items()}
+        outer = self.config.outer
+        if isinstance(outer, DilocoConfig) and outer.state_device == "cuda":  # what goes to and from the GPU
+            parts["work buffers"] += 2 * FORMATS[self.config.codec_name].encoded_size(self.params)
+        return parts
 
     def host_parts(self, ranks: int) -> dict[str, int]:
         """Bytes of memory outside shared memory on a node whose ranks train on GPUs, by what they are there for.
@@ -67,8 +75,7 @@ class Needs:
         copied = _VALUE_BYTES * self.params * held
         if isinstance(self.config.outer, DilocoConfig | SparseLocoConfig):
             copied = min(copied, COPIED_BYTES)
-        is_ours = isinstance(model, LlamaConfig)  # others are built whole by the first rank
-        first = max(self.vocab_size, model.ff_width) * model.d_model * ranks if is_ours else self.params
+        first = 0 if isinstance(model, LlamaConfig) else self.params  # others are built whole by the first rank
         return {
             "donor's copy": copied,
             "first weights": _VALUE_BYTES * first,

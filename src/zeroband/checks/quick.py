@@ -40,6 +40,6 @@ def quick_checks(
     yield descriptors(config, nodes)
     yield from shares(config, local_world_size(environ))
     yield from local_inputs(config)
-    yield shared_memory(needs)
+    yield shared_memory(needs, environ)
     yield host_memory(needs, environ)
     yield from disks(needs)

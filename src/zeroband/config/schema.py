@@ -206,8 +206,8 @@ class FaultConfig(Section):
     """Pause between two looks at the other members during a transfer; at most half of detect_s. None: a tenth of it, at
     most 0.25."""
     hung_s: PositiveFloat | None = None
-    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, and above
-    detect_s. None: 24 times detect_s, at least 300."""
+    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, such as its
+    longest micro-batch, and above detect_s. None: 24 times detect_s, at least 300."""
     transfer_s: PositiveFloat | None = None
     """gloo's own time-out, which never decides: a transfer is given up after 2 detect_s without a byte. At least
     hung_s. None: 120 times detect_s, at least 600 and twice hung_s."""

@@ -1,6 +1,6 @@
 """`dct_kernels` in Triton: a chunk is read once and only its largest coefficients are written, and the way back.
 
-Importing needs triton, which comes with torch's CUDA wheels. They run on tensors of an NVIDIA GPU; with
+Importing needs triton, which comes with torch's CUDA wheels. They run on tensors of a GPU; with
 `TRITON_INTERPRET=1` in the environment, on CPU tensors. Coefficients are sums in float32, about 1e-6 of the chunk's
 largest value away from the exact ones of `dct_kernels`, so of two of nearly the same size the other may be chosen.
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 from zeroband.kernels import dct
 
 _WARPS = 8
-_MOST_REGISTERS = 128
-"""Registers of a thread: two programs share a multiprocessor (65,536), and nothing spills (test_offline.py)."""
+_OPTIONS = {"num_warps": _WARPS} if torch.version.hip else {"num_warps": _WARPS, "maxnreg": 128}
+"""128 registers of a thread: two programs share a multiprocessor (65,536), and nothing spills (test_offline.py).
+Triton's compiler for AMD's GPUs does not know that option, and refuses it."""
 
 _LEAST_SIDE = 16
 """Least side of what `tl.dot` multiplies; what is smaller is filled up with zeros."""
@@ -158,7 +159,7 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
         choose_kernel[(count,)](
             chunks, _basis(rows, chunks.device), _basis(columns, chunks.device), places, values, rows, columns, k,
             half_height=_side(rows - rows // 2), half_width=_side(columns - columns // 2),
-            num_warps=_WARPS, maxnreg=_MOST_REGISTERS,
+            **_OPTIONS,
         )  # fmt: skip
     return places, values
 
@@ -170,7 +171,7 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
     if count:
         restore_kernel[(count,)](
             places, values, _basis(rows, values.device), _basis(columns, values.device), chunks, rows, columns, k,
-            height=_side(rows), width=_side(columns), num_warps=_WARPS, maxnreg=_MOST_REGISTERS,
+            height=_side(rows), width=_side(columns), **_OPTIONS,
         )  # fmt: skip
     return chunks
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,12 @@ from zeroband.node.sharding import is_sharded, local_part
 STD = 0.02
 """Standard deviation of matrices, as in GPT-2 and the Llama of OpenDiLoCo."""
 
+PIECE = 1 << 18
+"""Values that are drawn at a time; a multiple of what torch draws together, so that they are those of one draw."""
+
+_GROUP = 16
+"""Values that torch's normal distribution makes together on a CPU; the last ones of a draw are made anew if fewer."""
+
 _INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
@@ -21,14 +31,44 @@ def init_weights(model: Transformer, seed: int) -> None:
     """Give every parameter its initial value in place; no rank communicates.
 
     Matrices are normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 n_layers)
-    (GPT-2); norms are 1. Each is drawn whole on the CPU from a generator of its own and each rank keeps its rows, so
-    the host needs room for the largest single parameter and all ranks agree bit for bit.
+    (GPT-2); norms are 1. Each is drawn on the CPU from a generator of its own, piece by piece up to this rank's last
+    row, and as many at a time as the rank has processors, so all ranks agree bit for bit.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) before init_weights")
-        full = _initial_value(name, parameter, seed, n_layers=model.config.n_layers)
-        local_shard(parameter).copy_(full[local_rows(parameter)])
+    named = list(model.named_parameters())
+    draw = partial(_draw, seed=seed, n_layers=model.config.n_layers)
+    ranks = max((p.device_mesh.size() for _, p in named if is_sharded(p)), default=1)
+    with ThreadPoolExecutor(max(1, _processors() // ranks), thread_name_prefix="first-weights") as pool:
+        list(pool.map(draw, *zip(*named, strict=True)))
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _draw(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -> None:
+    """Write the rows of an initial value that this rank holds."""
+    shard = local_shard(parameter)
+    if parameter.ndim < 2 or shard.numel() == 0:
+        shard.fill_(1.0)
+        return
+    std = STD / math.sqrt(2 * n_layers) if name.endswith(_INTO_RESIDUAL) else STD
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    rows, width = local_rows(parameter), parameter[0].numel()
+    start, stop, numel = rows.start * width, rows.stop * width, parameter.numel()
+    held, room = shard.view(-1), torch.empty(min(numel, PIECE + _GROUP))
+    for at in range(0, numel, PIECE):
+        if at >= stop or (at and numel - at < _GROUP):
+            break
+        end = numel if numel - at < PIECE + _GROUP else at + PIECE
+        piece = room[: end - at].normal_(0.0, std, generator=generator)
+        first, last = max(at, start), min(end, stop)
+        if first < last:
+            held[first - start : last - start].copy_(piece[first - at : last - at])
 
 
 def local_shard(parameter: Tensor) -> Tensor:
@@ -62,12 +102,3 @@ def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
     """Rows of chunk `rank` when `torch.chunk` cuts `rows` into `world_size` parts; late ranks may hold none."""
     size = -(-rows // world_size)
     return slice(min(rank * size, rows), min((rank + 1) * size, rows))
-
-
-def _initial_value(name: str, parameter: nn.Parameter, seed: int, *, n_layers: int) -> Tensor:
-    if parameter.ndim < 2:
-        return torch.ones(parameter.shape, dtype=torch.float32)
-    std = STD / math.sqrt(2 * n_layers) if name.endswith(_INTO_RESIDUAL) else STD
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)

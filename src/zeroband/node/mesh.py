@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -25,9 +25,11 @@ from zeroband.config.placement import Placement, placement
 from zeroband.config.training import ActivationCheckpointing, DeviceKind, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
+from zeroband.node.cards import Card, are_apart, card_of, cards_of, least_share
 from zeroband.node.float8 import float8_problem, use_float8
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
+from zeroband.observe.log import get_logger
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
 """Ranks wait so long for one another where rank 0 may be waiting for other nodes: above its longest wait for them,
@@ -39,6 +41,7 @@ the control group before. What keeps one longer than the others is its first ste
 what rank 0 alone writes between two steps. After that NCCL's watchdog aborts the process (torch's default,
 TORCH_NCCL_ASYNC_ERROR_HANDLING=3), gloo raises in it, and the launcher ends the others."""
 
+_log = get_logger(__name__)
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -54,10 +57,15 @@ class LocalMesh:
     """One dimension, over which parameters are sharded."""
     control: dist.ProcessGroup
     """gloo on CPU tensors, for decisions; never shared with the data of training."""
-    gpu_bytes: int | None = None
-    """Memory of the GPU that this rank has to itself, or its part of a shared one. None: on a CPU."""
+    cards: tuple[Card, ...] = ()
+    """The GPU of each rank; several may have the same. Empty on CPUs."""
     lent: list[dist.ProcessGroup] | None = field(default=None, repr=False)
     """The groups made here, where the default group is the program's that this is a part of; None: it is ours, too."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory that each rank has of its GPU at least: the same number on all of them. None: on CPUs."""
+        return least_share(self.cards)
 
     def twin(self) -> LocalMesh:
         """Return the same ranks with a control group of their own, for another thread. Called by all ranks together."""
@@ -108,11 +116,11 @@ def init_local_mesh(
 ) -> LocalMesh:
     """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
 
-    Each rank takes `gpu`; None: a device of `device_kind(kind)`. Of GPUs that is the one of its number, or it shares
-    one where there are fewer than ranks. NCCL refuses two ranks on one GPU, so they then talk through gloo, as they do
-    on CPUs.
+    Each rank takes `gpu`; None: a device of `device_kind(kind)`. Of the GPUs that it sees that is the one of its
+    number, or it shares one where there are fewer than ranks. NCCL refuses two ranks on one GPU, so where the ranks'
+    cards are not all different ones they talk through gloo, as they do on CPUs, and a warning says so.
     Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun; where there is
-    no such device; for several ranks on mps.
+    no such device; for several ranks on mps; where some ranks see a GPU and others do not.
     """
     environ = os.environ if environ is None else environ
     _stay_on_this_machine()
@@ -127,8 +135,12 @@ def init_local_mesh(
     device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device(kind))
     if gpus:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
     store = _store_of_this_start(environ, rank, world_size, timedelta(seconds=CONTROL_TIMEOUT_S))
+    cards = _compare_cards(store, rank, world_size, card_of(device))
+    backend = "cpu:gloo,cuda:nccl" if are_apart(cards) else "gloo"
+    if cards and backend == "gloo" and rank == 0:
+        fields = {"ranks": world_size, "cards": len({card.bus for card in cards})}
+        _log.warning("ranks share a GPU, so they exchange through gloo, which is slow", extra={"fields": fields})
     dist.init_process_group(
         backend,
         store=store,
@@ -139,7 +151,7 @@ def init_local_mesh(
     )
     over = "cuda" if gpus else "cpu"  # of the one rank on mps nothing is sharded
     mesh = init_device_mesh(over, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, _control_group(), _share_of_gpu(device, world_size))
+    return LocalMesh(rank, world_size, device, mesh, _control_group(), cards)
 
 
 def join_local_mesh(device: torch.device) -> LocalMesh:
@@ -154,14 +166,24 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     _stay_on_this_machine()
     control = _control_group()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, control, _share_of_gpu(device, world_size), lent=[control])
+    local = LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+    said = gather_json(_to_json(card_of(device)), local)
+    return replace(local, cards=cards_of([_from_json(each) for each in said]))
 
 
-def _share_of_gpu(device: torch.device, world_size: int) -> int | None:
-    if device.type != "cuda":
-        return None
-    ranks_on_one = -(-world_size // torch.cuda.device_count())
-    return torch.cuda.get_device_properties(device).total_memory // ranks_on_one
+def _compare_cards(store: Store, rank: int, world_size: int, own: Card | None) -> tuple[Card, ...]:
+    """Tell the other ranks this one's card before there is a process group, and learn theirs; as `cards_of`."""
+    store.set(f"card/{rank}", _to_json(own))
+    return cards_of([_from_json(store.get(f"card/{other}")) for other in range(world_size)])
+
+
+def _to_json(card: Card | None) -> str:
+    return json.dumps(None if card is None else asdict(card))
+
+
+def _from_json(said: str | bytes) -> Card | None:
+    record = json.loads(said)
+    return None if record is None else Card(**record)
 
 
 def _stay_on_this_machine() -> None:
@@ -211,16 +233,21 @@ def _require_one_node(local_world_size: int, world_size: int) -> None:
         )
 
 
-def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
-    """Rank 0's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
-    payload = json.dumps(value).encode() if mesh.rank == 0 else b""
+def broadcast_json(value: Any, mesh: LocalMesh, *, source: int = 0) -> Any:
+    """A rank's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
+    payload = json.dumps(value).encode() if mesh.rank == source else b""
     length = torch.tensor([len(payload)])
-    dist.broadcast(length, group_src=0, group=mesh.control)
+    dist.broadcast(length, group_src=source, group=mesh.control)
     content = torch.empty(int(length), dtype=torch.uint8)
-    if mesh.rank == 0:
+    if mesh.rank == source:
         content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    dist.broadcast(content, group_src=0, group=mesh.control)
+    dist.broadcast(content, group_src=source, group=mesh.control)
     return json.loads(content.numpy().tobytes())
+
+
+def gather_json(value: Any, mesh: LocalMesh) -> list[Any]:
+    """The values of all ranks on every rank, in their order, as they come back from JSON."""
+    return [broadcast_json(value, mesh, source=rank) for rank in range(mesh.world_size)]
 
 
 def all_ok(flag: bool, mesh: LocalMesh) -> bool:
@@ -274,9 +301,9 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
         )
     parts = cast(Shardable, model)
     parts.recompute(train.activation_checkpointing)
-    if train.float8 is not None and not float8_problem(mesh.device):
+    if train.float8 is not None and _serves_all(float8_problem, mesh):
         use_float8(parts.blocks, train.float8)
-    if compiles(train, mesh.device):
+    if compiles(train, mesh):
         _compile(model)
     params = sum(parameter.numel() for parameter in model.parameters())
     placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
@@ -298,11 +325,16 @@ def require_cuts(model: nn.Module, mesh: LocalMesh) -> None:
             raise ConfigError(f"parameter {name} is a single number, which ranks cannot share out; give it shape (1,)")
 
 
-def compiles(train: TrainConfig, device: torch.device) -> bool:
-    """Whether the model is compiled on this device: on GPUs where it can be, on CPUs where it is asked for."""
-    if device.type == "cuda":
-        return train.compile is not False and not triton_problem(device)
+def compiles(train: TrainConfig, mesh: LocalMesh) -> bool:
+    """Whether all ranks compile the model: on GPUs where each can, on CPUs where it is asked for. All ranks call it."""
+    if mesh.device.type == "cuda":
+        return train.compile is not False and _serves_all(triton_problem, mesh)
     return bool(train.compile)
+
+
+def _serves_all(problem: Callable[[torch.device], str], mesh: LocalMesh) -> bool:
+    """Whether no rank's GPU has a problem: ranks on unequal cards do what the least of them can."""
+    return mesh.device.type == "cuda" and all_ok(not problem(mesh.device), mesh)
 
 
 def _compile(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ that follows it; it is loaded anew where the state comes from elsewhere, and a p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
 from zeroband.kernels.scan import all_finite
-from zeroband.node.async_copy import pin
+from zeroband.node.async_copy import PinnedMemory
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import ShardMap, SharedBuffers
 
@@ -91,8 +92,6 @@ class DeviceState:
         for name in (_ENCODED, _ENCODED_RESULT):
             buffers.open_bytes(name, _CODEC.encoded_size(numel))
         self.encoded = Encoded(buffers.bytes_of(_ENCODED), buffers.bytes_of(_ENCODED_RESULT))
-        _pin(self.encoded.contribution, device)
-        _pin(self.encoded.result, device)
         self._sent, self._came = _halves(self.encoded.contribution, numel), _halves(self.encoded.result, numel)
         self._borders = _between(shards.all_ranges(), numel)
         self._places: dict[str, _Place] = {}
@@ -100,7 +99,31 @@ class DeviceState:
             first, last = _whole_blocks(start, stop)
             room = [torch.empty(stop - start, dtype=torch.float32, device=device) for _ in range(2)]
             self._places[name] = _Place(start, stop, first, last, *room)
-        self._load()
+        with ExitStack() as stack:
+            self._pinned = self._pin(stack)
+            self._load()
+            self._stack = stack.pop_all()
+
+    def _pin(self, stack: ExitStack) -> PinnedMemory:
+        """Let the GPU copy this rank's part of the encodings by itself. Raises ConfigError where its driver refuses."""
+        places = self._places.values()
+        parts = [
+            *(part for place in places for part in _encoded_parts(self._sent, place.first, place.last)),
+            *(part for place in places for part in _encoded_parts(self._came, place.start, place.stop)),
+        ]
+        pinned = PinnedMemory(self._device, parts, stack)
+        if pinned.error:
+            raise ConfigError(
+                f"the GPU's driver does not lock {sum(part.nbytes for part in parts)} bytes of shared memory "
+                f'(cudaHostRegister: error {pinned.error}); set outer.state_device = "cpu"'
+            )
+        return pinned
+
+    def close(self) -> None:
+        """Unlock the memory, once the GPU has done what it was asked for; before the buffers go."""
+        with self._stack:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
 
     def _load(self) -> None:
         """Take over the canonical state: 8 bytes a parameter."""
@@ -134,9 +157,8 @@ class DeviceState:
         scales = torch.empty(blocks, dtype=torch.float32, device=self._device)
         codes = torch.empty(last - first, dtype=torch.int8, device=self._device)
         self._passes.encode_difference(place.params[part], inner[part], scales, codes, has_bad)
-        all_scales, all_codes = self._sent
-        all_scales[first // BLOCK : last // BLOCK].copy_(scales, non_blocking=True)
-        all_codes[first:last].copy_(codes, non_blocking=True)
+        for part, encoded in zip(_encoded_parts(self._sent, first, last), (scales, codes), strict=True):
+            self._pinned.store(part, encoded)
 
     def _write_borders(self, place: _Place, inner: Tensor) -> bool:
         """Differences outside whole blocks, as they are; False if one is not finite."""
@@ -163,12 +185,10 @@ class DeviceState:
         """
         step, shards = self._optimizer.step_at(outer_step), self._model_shards()
         self._taken_step = outer_step
-        all_scales, all_codes = self._came
         for name, place in self._places.items():
-            block, end = place.start // BLOCK, -(-place.stop // BLOCK)
-            scales = all_scales[block:end].to(self._device, non_blocking=True)
-            codes = all_codes[place.start : place.stop].to(self._device, non_blocking=True)
-            inner, skip = shards[name].detach().view(-1), place.start - block * BLOCK
+            came = _encoded_parts(self._came, place.start, place.stop)
+            scales, codes = (self._pinned.load(part, self._device) for part in came)
+            inner, skip = shards[name].detach().view(-1), place.start % BLOCK
             self._passes.take_step(scales, codes, skip, place.params, place.momentum, inner, step)
 
     def _settle(self, outer_step: int) -> None:
@@ -243,12 +263,7 @@ def _halves(data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     return data[:border].view(torch.float32), data[border:].view(torch.int8)
 
 
-def _pin(tensor: Tensor, device: torch.device) -> None:
-    """Let the GPU copy to and from a mapped buffer by itself. Raises ConfigError where its driver refuses."""
-    if device.type != "cuda":
-        return
-    if error := pin(tensor, device):
-        raise ConfigError(
-            f"the GPU's driver does not map {tensor.numel()} bytes of shared memory (cudaHostRegister: error {error}); "
-            'set outer.state_device = "cpu"'
-        )
+def _encoded_parts(halves: tuple[Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Scales of all blocks that values [start, stop) lie in, and their codes, as views."""
+    scales, codes = halves
+    return scales[start // BLOCK : -(-stop // BLOCK)], codes[start:stop]

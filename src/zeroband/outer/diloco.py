@@ -60,6 +60,11 @@ class DiLoCo(ManySteps):
     def _measure(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
         self._optimizer.contribution(anchor, inner, out)
 
+    def abandon(self) -> None:
+        super().abandon()
+        if self._device is not None:
+            self._device.close()
+
     def contribute(self, turn: int) -> bool:
         if self._device is None:
             return super().contribute(turn)

@@ -9,7 +9,9 @@ Error buffers stay on their nodes; the outer state is the parameters alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, SparseLocoConfig
@@ -27,8 +29,8 @@ from zeroband.state.fragments import arranged
 ERRORS = "errors"
 
 
-def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> SparseResidual:
-    """The error buffer's rule with its codec."""
+def error_rule(config: SparseLocoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> SparseResidual:
+    """The error buffer's rule with its codec. `device`: as `SparseCodec` says."""
     rule = SparseRule(
         k=config.k,
         chunk=config.chunk,
@@ -37,7 +39,7 @@ def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> SparseResidual:
         transform=None,
         keeps_density=True,
     )
-    return SparseResidual(SparseCodec(layout, rule), decay=config.decay)
+    return SparseResidual(SparseCodec(layout, rule, device=device), decay=config.decay)
 
 
 class SparseLoCo(ManySteps):
@@ -48,8 +50,9 @@ class SparseLoCo(ManySteps):
     def __init__(self, parts: OuterParts, config: SparseLocoConfig) -> None:
         self.outer_sgd = OuterSGDConfig(lr=config.lr, momentum=0.0, nesterov=False)
         layout, fragments = FlatLayout.of(parts.model), parts.fragments
-        rules = [error_rule(config, layout.only(fragment.names)) for fragment in fragments]
-        self._codecs = [error_rule(config, arranged(layout, [fragment])).codec for fragment in fragments]
+        rule = partial(error_rule, config, device=parts.mesh.local.device)
+        rules = [rule(layout.only(fragment.names)) for fragment in fragments]
+        self._codecs = [rule(arranged(layout, [fragment])).codec for fragment in fragments]
         self._memory = LocalMemory(parts, ERRORS, rules)
         self._payloads = PayloadExchange(parts.mesh, parts.buffers, self._memory, self._codecs, counts_tokens=True)
         self._is_eager = config.merge == "eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, gather_json, make_room, parallelize
 from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
@@ -84,7 +85,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_rank=local.rank,
         local_world_size=local.world_size,
         document_mask=config.data.document_mask,
-        even_micro_batches=compiles(config.train, local.device),
+        even_micro_batches=compiles(config.train, local),
         pins=local.device.type == "cuda",
     )
     built = _build_model(config, tokenizer, local)
@@ -156,9 +157,10 @@ def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _
     blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
     model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
     require_answers(config, model)
+    findings = gather_json([str(finding) for finding in plain_paths(config, local.device)], local)
     if local.rank == 0:
-        for finding in plain_paths(config, local.device):
-            _log.warning(str(finding))
+        for finding in dict.fromkeys(itertools.chain(*findings)):  # unequal cards lack different things
+            _log.warning(finding)
     placed = parallelize(model, config.train, local)
     make_room(model, local)
     values = broadcast_json(blueprint.give_values(model, config.run.seed, local), local)

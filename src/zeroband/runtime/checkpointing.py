@@ -65,9 +65,7 @@ class Staging:
         for name in self.names:  # touch the pages now rather than in the first copy
             self._part(self._staged(name)).zero_()
         self._of_host = HostCopier(stack)
-        self._of_device = copier_for(
-            self._local.device, [self._staged(n) for n in self._shards_by_section(state)], stack
-        )
+        self._of_device = copier_for(self._local.device, [part for part, _ in self._of_shards(state)], stack)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,13 +101,7 @@ class Staging:
         self._of_host.begin(
             [(self._part(self._staged(name)), self._part(held)) for name, held in state.buffers.items()]
         )
-        self._of_device.begin(
-            [
-                (part, shards[parameter].detach().reshape(-1))
-                for name, shards in self._shards_by_section(state).items()
-                for parameter, part in self._shards.parts(self._staged(name), shards)
-            ]
-        )
+        self._of_device.begin(self._of_shards(state))
 
     def finish(self) -> None:
         """Return when all ranks have copied their parts, so that the copy is whole."""
@@ -117,9 +109,14 @@ class Staging:
         self._of_device.finish()
         barrier(self._local)
 
-    def _shards_by_section(self, state: StateParts) -> Mapping[str, Mapping[str, Tensor]]:
-        """This rank's shards on its device, for each staged buffer that is filled from them."""
-        return {**state.shards, **self._moments}
+    def _of_shards(self, state: StateParts) -> list[tuple[Tensor, Tensor]]:
+        """Where this rank's shards go in the staged buffers that are filled from them, and each shard on its device."""
+        by_section: Mapping[str, Mapping[str, Tensor]] = {**state.shards, **self._moments}
+        return [
+            (part, shards[parameter].detach().reshape(-1))
+            for name, shards in by_section.items()
+            for parameter, part in self._shards.parts(self._staged(name), shards)
+        ]
 
 
 def _node_of(member_id: str) -> str:

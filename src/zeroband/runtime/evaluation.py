@@ -231,7 +231,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
             local_rank=rank,
             local_world_size=world_size,
             document_mask=data.document_mask,
-            even_micro_batches=compiles(node.config.train, node.local.device),
+            even_micro_batches=compiles(node.config.train, node.local),
         )
         sets.append(_set_of(node, wanted, source, loader))
     return sets

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,14 +16,15 @@ from torch import Tensor
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
 from zeroband.data.chat import prompt_of
+from zeroband.data.loader import MicroBatch
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, Leaving
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe
-from zeroband.model.generate import generate
-from zeroband.model.loss import gradient_scale, sums_by_source
+from zeroband.model.generate import evaluating, generate
+from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
 from zeroband.node.async_copy import Reading
 from zeroband.node.mesh import (
     LocalMesh,
@@ -29,6 +32,7 @@ from zeroband.node.mesh import (
     barrier,
     broadcast_json,
     clip_grad_norm_,
+    compiles,
     init_local_mesh,
     set_gradient_sync,
     sum_over_ranks,
@@ -67,8 +71,20 @@ def run(config: RunConfig, departure: Departure) -> None:
     """Train with this node's other ranks, and give everything back at the end."""
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
-        stack.callback(local.close)
+        stack.push(partial(end_ranks, local, departure))
         train(open_own_store(config, local, departure, stack), local, departure, stack)
+
+
+def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] | None, *_: object) -> None:
+    """Close this node's process groups; where all ranks come here, when all have.
+
+    What rank 0 alone does at its end, such as an export or the last checkpoint, takes minutes, and NCCL's groups end
+    with the first rank that closes its own.
+    """
+    if kind is None or (issubclass(kind, Leaving) and not departure.is_cut_short):
+        with contextlib.suppress(RuntimeError):  # another rank failed meanwhile: it says why
+            barrier(local)
+    local.close()
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
+    compile_model(node)
     world, joiner = open_world(node, report, stack)
     joined = joiner.enter()
     note_entry(world, report, joined)
@@ -295,31 +312,71 @@ class PassResult:
     """Without losses yet; empty with a single source."""
 
 
-def forward_backward(node: TrainerParts, while_waiting: Callable[[], None] = lambda: None) -> PassResult:
+def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = lambda: None) -> PassResult:
     """Have the device compute the gradients of one inner step on this rank.
 
-    `while_waiting`: called again and again while samples do not come, such as from a storage that is away.
+    `show_progress`: called after each micro-batch, and again and again while samples do not come, such as from a
+    storage that is away.
     """
     from_s = time.perf_counter()
     while not node.loader.is_ready(SHOWN_S):
-        while_waiting()
+        show_progress()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
     targets, names = node.loader.targets_in_step, node.loader.source_names
-    by_target = bool(names) and not node.model.has_own_loss
+    by_target = _tells_sources(node)
     scale = gradient_scale(targets, node.local.world_size)
     nats = torch.zeros(1 + len(names) * by_target, device=node.local.device)
     for number, batch in enumerate(batches, start=1):
         set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
-        loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss, by_target)
-        (loss.objective * scale).backward()
+        loss = _pass_through(node, batch, scale)
         nats[0] += loss.cross_entropy
         if by_target:
             assert batch.sources is not None, "rows of a mixture know their sources"
             nats[1:] += sums_by_source(loss.per_target, batch.sources, len(names))
+        show_progress()
     read = zip(names, node.loader.targets_by_source, node.loader.passes, strict=False)  # a single source has no name
     sources = {name: SourceResult(tokens, data_pass) for name, tokens, data_pass in read}
     return PassResult(nats, targets, data_s, node.loader.data_pass, sources)
+
+
+def _tells_sources(node: TrainerParts) -> bool:
+    return bool(node.loader.source_names) and not node.model.has_own_loss
+
+
+def _pass_through(node: TrainerParts, batch: MicroBatch, scale: float) -> TokenLoss:
+    """One forward and one backward pass; its loss, detached."""
+    loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss, _tells_sources(node))
+    (loss.objective * scale).backward()
+    return loss
+
+
+def compile_model(node: TrainerParts) -> None:
+    """Have the compiler do its work before this node is a member, for whose first step the others would wait.
+
+    One step's passes and, with [eval], one of those without gradients, over made-up rows of the shapes of training. The
+    model, its gradients and the random states are as before. Does nothing where nothing is compiled. All local ranks.
+    """
+    config, device = node.config, node.local.device
+    if not compiles(config.train, node.local):
+        return
+    from_s = time.monotonic()
+    rows = min(config.train.micro_bs, config.train.batch_size // node.local.world_size)
+    tokens = torch.zeros(rows, config.data.seq_length, dtype=torch.int64)
+    borders = torch.arange(0, tokens.numel() + 1, config.data.seq_length, dtype=torch.int32)
+    batch = MicroBatch(tokens, tokens, borders if config.data.document_mask else None).to(device)
+    buffers = [(buffer, buffer.clone()) for buffer in node.model.buffers()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        set_gradient_sync(node.model, True)
+        _pass_through(node, batch, 1.0)
+        node.inner.zero_grad()
+        if config.eval is not None:
+            with evaluating(node.model):
+                node.model(batch.tokens, batch.cu_seqlens, batch.targets)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    if node.local.rank == 0:
+        _log.info("compiled", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:

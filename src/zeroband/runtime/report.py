@@ -27,7 +27,7 @@ from zeroband.elastic.transport.base import sum_known
 from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.node.page import SharedPage
 from zeroband.observe.events import EventLog, Events, NoEvents
-from zeroband.observe.hardware import peak_flops, resident_bytes
+from zeroband.observe.hardware import peak_flops_of_all, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
@@ -365,8 +365,7 @@ class TrainerReport(NodeReport):
         super().__init__(node, parameters=node.model.trained().numel, total_steps=config.train.total_steps)
         self._trainer = node
         self._flops_per_token = node.model.flops_per_token(config.data.seq_length)
-        peak = peak_flops(node.local.device)
-        self._peak_flops = None if peak is None else peak * min(node.local.world_size, torch.cuda.device_count())
+        self._peak_flops = peak_flops_of_all({card.uuid: card.name for card in node.local.cards}.values())
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 

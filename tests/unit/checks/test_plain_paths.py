@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from zeroband.config import load_config
 from zeroband.config.training import TrainConfig
 from zeroband.kernels.dct_kernels import dct_kernels_on
 from zeroband.kernels.fused import passes_on
-from zeroband.node.mesh import compiles
+from zeroband.node.mesh import LocalMesh, compiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
+ON_CUDA: Any = LocalMesh(0, 1, CUDA, *[None] * 2)  # type: ignore[arg-type]
 STORE = ("--store.url", "redis://127.0.0.1:1")
 DEMO = (*STORE, "--outer.type", "demo")
 ON_GPU = (*STORE, "--outer.type", "diloco", "--outer.inner-steps", "10", "--outer.state-device", "cuda")
@@ -47,7 +49,7 @@ def said(*arguments: str, device: torch.device = CUDA) -> dict[str, str]:
 @pytest.mark.parametrize("arguments", [(), DEMO, ON_GPU, ("--train.float8=rowwise",)])
 def test_card_that_has_everything_is_not_spoken_of(card: SimpleNamespace, arguments: tuple[str, ...]) -> None:
     assert said(*arguments) == {}
-    assert compiles(TrainConfig(), CUDA)
+    assert compiles(TrainConfig(), ON_CUDA)
 
 
 @pytest.mark.parametrize("arguments", [(), DEMO, ("--train.compile",)])
@@ -64,7 +66,7 @@ def test_without_a_compiler_the_model_is_eager_and_kernels_are_plain_torch(
     found = said(*arguments)
     assert found.keys() == {"torch.compile", *also}
     assert found["torch.compile"] == "off, gcc or clang is not on the PATH"
-    assert not compiles(TrainConfig(), CUDA) and not compiles(TrainConfig(compile=True), CUDA)
+    assert not compiles(TrainConfig(), ON_CUDA) and not compiles(TrainConfig(compile=True), ON_CUDA)
     assert passes_on(CUDA).__name__ == "zeroband.kernels.fused"
     assert dct_kernels_on(CUDA, longest=64).__name__ == "zeroband.kernels.dct_kernels"
 
@@ -85,7 +87,7 @@ def test_what_a_card_is_too_old_for_is_named(card: SimpleNamespace) -> None:
     assert said("--train.float8=rowwise") == {"train.float8": "off, CARD is older than compute capability 8.9"}
     card.capability = (6, 1)
     assert said().keys() == {"attention over packed documents", "torch.compile"}
-    assert not compiles(TrainConfig(), CUDA)
+    assert not compiles(TrainConfig(), ON_CUDA)
 
 
 def test_float8_that_was_asked_for_on_a_cpu_is_said_to_be_off() -> None:

@@ -1,7 +1,8 @@
 """What a GPU that is not there would be given: the package's launches are recorded and compiled for it.
 
-Triton brings the compiler. As a program it prints what each kernel takes of a multiprocessor, one JSON object a line:
-`python -m tests.unit.kernels.offline CAPABILITY ...` (80, 89 ...); `TRITON_INTERPRET` must not be set.
+Triton brings the compilers. As a program it prints what each kernel takes of a multiprocessor, one JSON object a line:
+`python -m tests.unit.kernels.offline CAPABILITY ...` (80, 89 ...). With the name of an AMD architecture (gfx942) in
+their place it prints what that compiler makes of each. `TRITON_INTERPRET` must not be set.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -34,13 +35,15 @@ class Launch:
     arguments: tuple[Any, ...]
     named: dict[str, Any]
 
-    def compiled(self, capability: int) -> Any:
-        """What Triton compiles of this launch for a GPU of this compute capability (90: 9.0).
+    def compiled(self, architecture: int | str) -> Any:
+        """What Triton compiles of this launch for a GPU of this compute capability (90: 9.0), or of AMD's architecture.
 
-        Triton's own launcher binds the arguments, so that what it cannot bind on a GPU fails here, too.
+        Triton's own launcher binds the arguments, so that what it cannot bind on a GPU fails here, too. Raises KeyError
+        for an option that the compiler does not know, as a launch does.
         """
         jit, compiler = importlib.import_module("triton.runtime.jit"), importlib.import_module("triton.compiler")
-        target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+        maker, width = ("hip", 64) if isinstance(architecture, str) else ("cuda", 32)
+        target = importlib.import_module("triton.backends.compiler").GPUTarget(maker, architecture, width)
         backend = compiler.make_backend(target)
         bind = jit.create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         bound, kinds, _ = bind(*self.arguments, **self.named)
@@ -92,14 +95,14 @@ def dct_launches(module: Any, rows: int, columns: int, k: int) -> list[Launch]:
     return launches(module, both)
 
 
-def all_launches() -> Iterator[tuple[str, Launch]]:
+def all_launches(chunks: Sequence[tuple[int, int, int]] = CHUNKS) -> Iterator[tuple[str, Launch]]:
     """Every kernel of the package in each of its forms, and what tells the form."""
     gpu, dct = (importlib.import_module(f"zeroband.kernels.{name}") for name in ("gpu", "dct_gpu"))
     for dtype in (torch.float32, torch.bfloat16):
         yield f"{dtype}", encode_launch(gpu, dtype)
         yield f"{dtype}, Nesterov", step_launch(gpu, dtype)
     yield "from value 3 on", step_launch(gpu, torch.bfloat16, start=3, is_nesterov=False)
-    for rows, columns, k in CHUNKS:
+    for rows, columns, k in chunks:
         for launch in dct_launches(dct, rows, columns, k):
             yield f"{k} of {rows} x {columns}", launch
 
@@ -124,9 +127,19 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-if __name__ == "__main__":
+def main(architectures: list[str]) -> None:
+    if not architectures[0].isdecimal():
+        torch.version.hip = "of the tests"  # before the kernels are imported
+        for form, launch in all_launches(chunks=CHUNKS[-1:]):
+            made = launch.compiled(architectures[0])
+            print(json.dumps({"kernel": launch.kernel.fn.__name__, "form": form, "made": list(made.asm)}), flush=True)
+        return
     for form, launch in all_launches():
-        for capability in map(int, sys.argv[1:]):
+        for capability in map(int, architectures):
             taken = usage(launch.compiled(capability))
             name = launch.kernel.fn.__name__
             print(json.dumps({"kernel": name, "form": form, "capability": capability, **taken}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.kernels.test_gpu import needs_triton
@@ -31,24 +32,39 @@ MOST_STACK_BYTES = 16
 @needs_triton
 @pytest.mark.slow
 def test_no_kernel_spills_more_than_a_few_bytes_and_two_programs_fit_on_a_multiprocessor(tmp_path: Path) -> None:
+    rows, kernels = compiled_for(tmp_path, *map(str, SHARED_KB)), all_kernels()
+    assert {(row["kernel"], row["capability"]) for row in rows} == {(k, c) for k in kernels for c in SHARED_KB}
+    for row in rows:
+        assert row["stack"] <= MOST_STACK_BYTES, row
+        assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
+        assert 2 * (row["shared"] + 1024) <= SHARED_KB[row["capability"]] << 10, row
+
+
+@needs_triton
+@pytest.mark.slow
+def test_every_kernel_is_compiled_for_gpus_of_amd_with_options_that_their_compiler_knows(tmp_path: Path) -> None:
+    rows = compiled_for(tmp_path, "gfx942")
+    assert {row["kernel"] for row in rows} == all_kernels()
+    assert all("hsaco" in row["made"] for row in rows)
+
+
+def compiled_for(cache: Path, *architectures: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.offline", *map(str, SHARED_KB)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-m", "tests.unit.kernels.offline", *architectures],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def all_kernels() -> set[str]:
     sources = "".join(path.read_text() for path in Path(*zeroband.kernels.__path__).glob("*.py"))
-    kernels = re.findall(r"@triton\.jit.*\ndef (\w+_kernel)", sources)
-    assert {(row["kernel"], row["capability"]) for row in rows} == {(k, c) for k in kernels for c in SHARED_KB}
-    for row in rows:
-        assert row["stack"] <= MOST_STACK_BYTES, row
-        assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
-        assert 2 * (row["shared"] + 1024) <= SHARED_KB[row["capability"]] << 10, row
+    return set(re.findall(r"@triton\.jit.*\ndef (\w+_kernel)", sources))
 
 
 ROTATED = """

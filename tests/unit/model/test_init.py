@@ -1,6 +1,8 @@
 """Initial weights depend on the seed and the parameter's name, on nothing else."""
 
+import hashlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config.model import LlamaConfig
-from zeroband.model import Transformer, init_weights
+from zeroband.model import Transformer, init, init_weights
 from zeroband.model.init import STD, chunk_rows, local_rows
 
 CONFIG = LlamaConfig(d_model=64, n_layers=2, n_heads=4)
@@ -69,6 +71,23 @@ def test_init_on_meta_says_what_to_do() -> None:
         model = Transformer(CONFIG, 128)
     with pytest.raises(ValueError, match="to_empty"):
         init_weights(model, 0)
+
+
+@given(
+    rows=st.integers(1, 40), width=st.integers(1, 9), world_size=st.integers(1, 5), piece=st.sampled_from([16, 32, 96])
+)
+def test_rows_of_all_ranks_are_those_of_one_draw(rows: int, width: int, world_size: int, piece: int) -> None:
+    """Whatever the pieces in which a rank draws, and without those behind its rows."""
+    digest = hashlib.blake2b(b"3/name", digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    whole = torch.empty(rows, width).normal_(0.0, STD, generator=generator)
+    for rank in range(world_size):
+        kept = chunk_rows(rows, rank, world_size)
+        shard = torch.empty(kept.stop - kept.start, width)
+        held = {"local_rows": mock.Mock(return_value=kept), "local_shard": mock.Mock(return_value=shard)}
+        with mock.patch.multiple(init, PIECE=piece, **held):
+            init._draw("name", torch.nn.Parameter(torch.empty(rows, width)), seed=3, n_layers=2)
+        assert torch.equal(shard, whole[kept])
 
 
 @given(rows=st.integers(1, 40), world_size=st.integers(1, 9))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroband.node import async_copy as copying
-from zeroband.node.async_copy import GpuCopier, HostCopier, Reading, copier_for, pin, unpin
+from zeroband.node.async_copy import GpuCopier, HostCopier, PinnedMemory, Reading, copier_for
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -61,13 +63,15 @@ def test_host_copy_that_fails_says_so_when_it_is_finished(stack: ExitStack) -> N
 
 
 class Driver:
-    """CUDA's runtime as far as pinning goes: it has room for so many buffers."""
+    """CUDA's runtime as far as pinning goes: it has room for so many pieces, which may not overlap."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int = 1000) -> None:
         self.room = room
         self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if any(address < at + held and at < address + size for at, held in self.pinned.items()):
+            return 712
         if len(self.pinned) == self.room:
             return 2
         self.pinned[address] = size
@@ -78,13 +82,84 @@ class Driver:
         return 0
 
 
-def test_buffer_is_pinned_in_whole_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, buffers = Driver(room=1), [torch.zeros(5), torch.zeros(3)]
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Nothing else of CUDA is there: an empty tensor of a GPU is one of the CPU."""
+    driver, ones = Driver(), torch.ones
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    assert [pin(buffer, CPU) for buffer in buffers] == [0, 2]
-    assert driver.pinned == {buffers[0].data_ptr(): 20}
-    unpin(buffers[0])
+    monkeypatch.setattr(torch, "ones", lambda *shape, device=None, **given: ones(*shape, **given))
+    return driver
+
+
+def mapped(folder: Path, numel: int, name: str = "held") -> Tensor:
+    return torch.from_file(str(folder / name), shared=True, size=numel, dtype=torch.float32)
+
+
+PAGE_VALUES = mmap.PAGESIZE // 4
+GPU = torch.device("cuda")
+
+
+def test_rank_locks_the_pages_of_its_own_ranges_once_each_and_in_pieces(
+    stack: ExitStack, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "PIECE_BYTES", 2 * mmap.PAGESIZE)
+    held = mapped(tmp_path, 100 * PAGE_VALUES)
+    long, beside, far = held[10 : 5 * PAGE_VALUES + 3], held[5 * PAGE_VALUES + 3 : 5 * PAGE_VALUES + 9], held[-20:-10]
+    pinned = PinnedMemory(GPU, [far, long, held[50:50], beside], stack)
+    begin, page = held.data_ptr(), mmap.PAGESIZE
+    assert driver.pinned == {
+        begin: 2 * page,
+        begin + 2 * page: 2 * page,
+        begin + 4 * page: 2 * page,
+        begin + 99 * page: page,
+    }
+    assert pinned.error == 0
+    stack.close()
     assert not driver.pinned
+
+
+@pytest.mark.parametrize("room", [1000, 1, 0])
+def test_no_copy_crosses_the_border_of_two_pieces(
+    stack: ExitStack, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A piece that the driver refused begins at such a border, too."""
+    monkeypatch.setattr(copying, "PIECE_BYTES", mmap.PAGESIZE)
+    driver.room = room
+    held, source = mapped(tmp_path, 4 * PAGE_VALUES), torch.randn(3 * PAGE_VALUES)
+    target = held[7 : 7 + 3 * PAGE_VALUES]
+    pinned = PinnedMemory(GPU, [target], stack)
+    assert (pinned.error != 0) == (room < 4)
+    copied, copy_ = list[tuple[int, int]](), Tensor.copy_
+
+    def copy(to: Tensor, of: Tensor, *, non_blocking: bool) -> Tensor:
+        on_host = min(to, of, key=lambda end: not held.data_ptr() <= end.data_ptr() < held.data_ptr() + held.nbytes)
+        start = on_host.data_ptr() - held.data_ptr()
+        copied.append((start // mmap.PAGESIZE, (start + on_host.nbytes - 1) // mmap.PAGESIZE))
+        return copy_(to, of, non_blocking)
+
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    pinned.store(target, source)
+    assert torch.equal(target, source)
+    assert torch.equal(pinned.load(target, CPU), source)
+    pages = [(page, page) for page in range(4)]
+    assert copied == [*pages, *pages]
+
+
+def test_memory_locked_by_one_owner_can_be_locked_by_the_next(stack: ExitStack, driver: Driver, tmp_path: Path) -> None:
+    held = mapped(tmp_path, 10)
+    PinnedMemory(GPU, [held], stack)
+    with ExitStack() as second:
+        assert PinnedMemory(GPU, [held], second).error == 712
+    stack.close()
+    with ExitStack() as third:
+        assert PinnedMemory(GPU, [held], third).error == 0
+    assert not driver.pinned
+
+
+def test_nothing_is_locked_for_a_cpu(stack: ExitStack, driver: Driver) -> None:
+    held = torch.zeros(5)
+    PinnedMemory(CPU, [held], stack).store(held, torch.ones(5))
+    assert held.all() and not driver.pinned
 
 
 class Stream:
@@ -121,16 +196,21 @@ class Event:
 
 @pytest.mark.parametrize("room", [2, 1, 0])
 def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, room: int, caplog: pytest.LogCaptureFixture
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    caplog: pytest.LogCaptureFixture,
+    driver: Driver,
+    tmp_path: Path,
 ) -> None:
-    driver, training, made = Driver(room), Stream(), list[Stream]()
+    training, made = Stream(), list[Stream]()
+    driver.room = room
 
     def make_stream(device: torch.device) -> Stream:
         made.append(Stream())
         return made[-1]
 
     for name, fake in {
-        "cudart": lambda: driver,
         "Stream": make_stream,
         "Event": Event,
         "stream": lambda stream: stream,
@@ -138,10 +218,10 @@ def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    targets = [torch.zeros(4), torch.zeros(4)]
-    copier = GpuCopier(CPU, targets, stack)
+    targets = [mapped(tmp_path, 4, "first"), mapped(tmp_path, 4, "second")]
+    copier = GpuCopier(GPU, targets, stack)
     assert len(driver.pinned) == room
-    assert ("not pinned" in caplog.text) == (room < len(targets))
+    assert ("not all pinned" in caplog.text) == (room < len(targets))
     copier.finish()  # nothing was begun
     copier.begin([(target, torch.ones(4)) for target in targets])
     (stream,) = made
@@ -199,8 +279,7 @@ def test_reading_of_a_gpu_waits_for_it_when_it_is_asked_and_not_before() -> None
 def test_memory_that_the_driver_refuses_to_pin_is_copied_to_all_the_same(stack: ExitStack) -> None:
     device = torch.device("cuda")
     target = torch.zeros(1 << 20)
-    assert pin(target, device) == 0
-    stack.callback(unpin, target)
+    assert PinnedMemory(device, [target], stack).error == 0
     copier = GpuCopier(device, [target], stack)  # it is pinned already, which the driver refuses to do again
     source = torch.randn(1 << 20, device=device)
     copier.begin([(target, source)])
@@ -210,4 +289,31 @@ def test_memory_that_the_driver_refuses_to_pin_is_copied_to_all_the_same(stack: 
     copier.begin([(plain, source)])
     copier.finish()
     assert torch.equal(plain, source.cpu())
-    assert copying.pin(target, device) != 0 and torch.ones(1, device=device).item() == 1
+    with ExitStack() as again:
+        assert PinnedMemory(device, [target], again).error != 0
+    assert torch.ones(1, device=device).item() == 1
+
+
+@pytest.mark.gpu
+@gpu
+def test_gpu_copies_to_and_from_ranges_of_mapped_memory_in_pieces(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again at one place, as a program that makes one optimizer after another does."""
+    monkeypatch.setattr(copying, "PIECE_BYTES", 1 << 20)
+    device = torch.device("cuda")
+    held, source = mapped(tmp_path, 1 << 22), torch.randn(1 << 22, device=device)
+    ranges = [(5, 1 << 20), ((1 << 20) + 3, 3 << 20), ((3 << 20) + 1, (1 << 22) - 7)]
+    for _ in range(3):
+        held.zero_()
+        with ExitStack() as stack:
+            pinned = PinnedMemory(device, [held[start:stop] for start, stop in ranges], stack)
+            assert pinned.error == 0 and held[5:10].is_pinned()
+            for start, stop in ranges:
+                pinned.store(held[start:stop], source[start:stop])
+            torch.cuda.synchronize()
+            for start, stop in ranges:
+                assert torch.equal(held[start:stop], source[start:stop].cpu())
+                assert torch.equal(pinned.load(held[start:stop], device), source[start:stop])
+            torch.cuda.synchronize()
+        assert not held[5:10].is_pinned()

@@ -1,7 +1,8 @@
 """A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
 from zeroband.model.init import local_shard
 from zeroband.node import mesh as parallel
+from zeroband.node.cards import Card
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.mesh import (
     LocalMesh,
@@ -28,6 +30,7 @@ from zeroband.node.mesh import (
     barrier,
     broadcast_json,
     clip_grad_norm_,
+    compiles,
     device_kind,
     init_local_mesh,
     join_local_mesh,
@@ -106,7 +109,7 @@ def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     for replaced, name in ((dist, "init_process_group"), (parallel, "init_device_mesh"), (parallel, "_control_group")):
         monkeypatch.setattr(replaced, name, ignore)
-    card = SimpleNamespace(total_memory=80)
+    card = SimpleNamespace(name="CARD", total_memory=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     on_second = torch.device("cuda", 1)
     second = join_local_mesh(on_second)
@@ -116,31 +119,104 @@ def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyP
     assert [given["device_id"] for given in options if "device_id" in given] == current
 
 
-@pytest.mark.parametrize(("gpus", "bound"), [(2, torch.device("cuda", 1)), (1, None), (0, None)])
-def test_rank_is_bound_to_a_gpu_of_its_own_and_trains_with_a_time_out_of_minutes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, bound: torch.device | None
-) -> None:
-    """Rank 1 of 2. Those that share a GPU, or have none, talk through gloo, and the control group waits for days."""
-    asked: dict[str, dict[str, object]] = {}
+@pytest.fixture
+def start_rank_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[LocalMesh, dict[str, Any]]]:
+    """start(sees, other=...): rank 1 of 2 on a machine with these cards, beside a rank 0 that has told its own.
 
-    def note(name: str) -> Callable[..., object]:
-        def called(*_: object, **given: object) -> object:
-            asked[name] = given
-            return dist.ProcessGroup(1, 2) if name == "control" else None
+    Returns its mesh, and how the process groups were asked for.
+    """
+    asked: dict[str, Any] = {}
+
+    def note(name: str, made: object = None) -> Callable[..., object]:
+        def called(*positional: object, **given: object) -> object:
+            asked[name] = {"positional": positional, **given}
+            return made
 
         return called
 
-    card = SimpleNamespace(total_memory=80)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", note("set"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(dist, "init_process_group", note("default"))
-    monkeypatch.setattr(dist, "new_group", note("control"))
-    monkeypatch.setattr(parallel, "init_device_mesh", note("mesh"))
-    init_local_mesh({"RANK": "1", "WORLD_SIZE": "2", RANKS_FILE: str(tmp_path / "ranks")})
+    def start(sees: Sequence[Card], *, other: Card | None) -> tuple[LocalMesh, dict[str, Any]]:
+        def properties_of(device: torch.device) -> SimpleNamespace:
+            card = sees[device.index]
+            place = {"pci_domain_id": 0, "pci_bus_id": card.bus, "pci_device_id": 0}
+            return SimpleNamespace(name=card.name, uuid=card.uuid, total_memory=card.total_bytes, **place)
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sees))
+        monkeypatch.setattr(torch.cuda, "set_device", note("set"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
+        monkeypatch.setattr(dist, "init_process_group", note("default"))
+        monkeypatch.setattr(dist, "new_group", note("control", dist.ProcessGroup(1, 2)))
+        monkeypatch.setattr(parallel, "init_device_mesh", note("mesh"))
+        first = dist.FileStore(str(tmp_path / "ranks"), 2)
+        first.set("card/0", json.dumps(other and asdict(replace(other, bus=f"0:{other.bus}:0"))))
+        mesh = init_local_mesh({"RANK": "1", "WORLD_SIZE": "2", RANKS_FILE: str(tmp_path / "ranks")})
+        return mesh, asked
+
+    return start
+
+
+A, B, SMALL = Card("CARD", "a", "1", 80), Card("CARD", "b", "2", 80), Card("SMALL", "s", "3", 24)
+SLICES = Card("CARD MIG", "a1", "1", 40), Card("CARD MIG", "a2", "1", 40)
+
+
+@pytest.mark.parametrize(
+    ("sees", "other", "bound", "gpu_bytes"),
+    [
+        pytest.param([A, B], A, torch.device("cuda", 1), 80, id="one each"),
+        pytest.param([B], A, torch.device("cuda", 0), 80, id="one each, and sees no other"),
+        pytest.param([A], A, None, 40, id="one for both"),
+        pytest.param([A], SMALL, torch.device("cuda", 0), 24, id="unequal"),
+        pytest.param([SMALL], A, torch.device("cuda", 0), 24, id="unequal, the other way round"),
+        pytest.param([SLICES[0]], SLICES[1], None, 40, id="two slices of one"),
+        pytest.param([], None, None, None, id="none"),
+    ],
+)
+def test_ranks_go_by_the_cards_of_all_and_by_the_least_of_them(
+    start_rank_1: Callable[..., tuple[LocalMesh, dict[str, Any]]],
+    caplog: pytest.LogCaptureFixture,
+    sees: Sequence[Card],
+    other: Card | None,
+    bound: torch.device | None,
+    gpu_bytes: int | None,
+) -> None:
+    """Those that share a GPU, or have none, talk through gloo, and the control group waits for days."""
+    mesh, asked = start_rank_1(sees, other=other)
     assert asked["default"]["device_id"] == bound
+    assert asked["default"]["positional"] == (("cpu:gloo,cuda:nccl",) if bound else ("gloo",))
     assert asked["default"]["timeout"] == timedelta(minutes=10)
     assert asked["control"]["timeout"] == timedelta(days=7)
+    assert mesh.gpu_bytes == gpu_bytes
+
+
+@pytest.mark.parametrize(("sees", "other"), [([A], None), ([], A)])
+def test_node_of_which_one_rank_sees_no_gpu_is_refused(
+    start_rank_1: Callable[..., tuple[LocalMesh, dict[str, Any]]], sees: Sequence[Card], other: Card | None
+) -> None:
+    without = 1 if other else 0
+    with pytest.raises(
+        ConfigError, match=f"rank {1 - without} of this node computes on a GPU, and rank {without} finds none"
+    ):
+        start_rank_1(sees, other=other)
+
+
+def test_ranks_on_unequal_cards_place_a_model_alike(mesh: LocalMesh) -> None:
+    """A card on which all is kept, beside one on which nothing is: what each would do alone deadlocks in FSDP2."""
+    large, small = Card("LARGE", "l", "1", 1 << 40), Card("SMALL", "s", "2", 1 << 10)
+    alone = [parallelize(plain(), TrainConfig(), replace(mesh, cards=(card,))) for card in (large, small)]
+    together = [
+        parallelize(plain(), TrainConfig(), replace(mesh, cards=cards)) for cards in ((large, small), (small, large))
+    ]
+    assert alone[0] != alone[1] == together[0] == together[1]
+
+
+@pytest.mark.parametrize(("others", "is_on"), [(True, True), (False, False)])
+def test_what_the_card_of_one_rank_cannot_do_no_rank_does(
+    mesh: LocalMesh, monkeypatch: pytest.MonkeyPatch, others: bool, is_on: bool
+) -> None:
+    """Compiled ranks fill up micro-batches and others do not, so they would exchange different numbers of them."""
+    on_gpu = replace(mesh, device=torch.device("cuda", 0))
+    monkeypatch.setattr(parallel, "triton_problem", lambda device: "")
+    monkeypatch.setattr(parallel, "all_ok", lambda flag, mesh: flag and others)
+    assert compiles(TrainConfig(), on_gpu) == is_on
 
 
 def with_devices(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, has_mps: bool = False) -> None:

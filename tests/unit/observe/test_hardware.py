@@ -7,7 +7,13 @@ import mmap
 import pytest
 import torch
 
-from zeroband.observe.hardware import peak_flops, peak_flops_of, resident_bytes
+from zeroband.observe.hardware import (
+    PEAK_BF16_TERAFLOPS,
+    peak_flops,
+    peak_flops_of,
+    peak_flops_of_all,
+    resident_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,25 @@ from zeroband.observe.hardware import peak_flops, peak_flops_of, resident_bytes
         ("NVIDIA L40S", 362.0),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA L20", 119.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA GB300", 2500.0),
+        ("NVIDIA RTX A5000", 111.1),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 4090 D", 147.1),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA GeForce RTX 4070 Ti", 80.2),
+        ("NVIDIA GeForce RTX 4070 SUPER", 71.0),
+        ("NVIDIA GeForce RTX 4070", 58.3),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0),
+        ("NVIDIA GeForce RTX 3060", 25.5),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Tesla V100-PCIE-32GB", 112.0),
+        ("Tesla V100S-PCIE-32GB", 130.0),
+        ("Tesla T4", 65.0),
         ("AMD Instinct MI300X", 1307.4),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI355X", 2516.6),
     ],
 )
 def test_peak_flops_of_a_known_gpu(device_name: str, teraflops: float) -> None:
@@ -36,7 +60,13 @@ def test_peak_flops_of_a_known_gpu(device_name: str, teraflops: float) -> None:
 
 @pytest.mark.parametrize(
     "device_name",
-    ["Tesla T4", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""],
+    [
+        "Tesla P100-PCIE-16GB",
+        "Quadro RTX 6000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "",
+    ],
 )
 def test_peak_flops_of_an_unknown_gpu_is_none(device_name: str) -> None:
     assert peak_flops_of(device_name) is None
@@ -50,6 +80,18 @@ def test_peak_flops_asks_torch_for_the_name_of_that_device(monkeypatch: pytest.M
 
 def test_peak_flops_of_a_cpu_is_none() -> None:
     assert peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "teraflops"),
+    [(["NVIDIA L4", "NVIDIA H200"], 1110.0), (["NVIDIA L4"] * 8, 968.0), (["NVIDIA L4", "another"], None), ([], None)],
+)
+def test_cards_of_a_node_add_up_where_all_are_known(names: list[str], teraflops: float | None) -> None:
+    assert peak_flops_of_all(names) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_no_row_of_the_table_is_hidden_by_one_before_it() -> None:
+    assert all(peak_flops_of(name) == peak * 1e12 for name, peak in PEAK_BF16_TERAFLOPS)
 
 
 def test_resident_bytes_grows_by_the_memory_that_is_touched() -> None:

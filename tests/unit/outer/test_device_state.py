@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
 from zeroband.node.mesh import LocalMesh
+from zeroband.outer import device_state
 from zeroband.outer.device_state import DeviceState, require_device
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.outer.outer_optimizer import OuterSGD
@@ -168,6 +170,45 @@ def test_bytes_that_cross_are_one_for_a_parameter_and_its_share_of_a_scale(make_
     assert bool((node.buffers["contribution"] == 7.0).all()), "whole blocks do not pass through float32"
 
 
+class Locked:
+    """`PinnedMemory` that only remembers what is locked."""
+
+    now: ClassVar[list[Tensor]] = []
+
+    def __init__(self, device: torch.device, ranges: list[Tensor], stack: ExitStack) -> None:
+        self.error = 0
+        self.store, self.load = Tensor.copy_, Tensor.to
+        self.now.extend(ranges)
+        stack.callback(lambda: self.now.__delitem__(slice(-len(ranges), None)))
+
+
+def test_rank_locks_its_own_part_of_the_encodings_until_it_is_closed(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_state, "PinnedMemory", Locked)
+    node = make_node(LAYOUTS["whole blocks"], world=2)
+    whole = 2 * node.ranks[0].encoded.contribution.numel()
+    assert sum(part.nbytes for part in Locked.now) == whole, "of two ranks each locks a half"
+    for rank in reversed(node.ranks):
+        assert Locked.now
+        rank.close()
+    assert not Locked.now
+
+
+def test_memory_that_the_driver_refuses_to_lock_is_an_error_with_the_way_out(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: torch.device, ranges: list[Tensor], stack: ExitStack) -> Locked:
+        locked = Locked(device, ranges, stack)
+        locked.error = 2
+        return locked
+
+    monkeypatch.setattr(device_state, "PinnedMemory", refuse)
+    with pytest.raises(ConfigError, match=r"does not lock \d+ bytes .* error 2\); set outer.state_device = \"cpu\""):
+        make_node(LAYOUTS["odd sizes"])
+    assert not Locked.now
+
+
 # -- in a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +267,15 @@ def test_update_that_is_not_finite_is_left_out(start_run: StartRun, noise: Noise
     reports = run.round(a=noise(1), b=torch.full((22,), float("inf")))
     assert reports["b"].is_left_out and not reports["a"].is_left_out
     require_canonical(run, "a", "b")
+
+
+def test_node_that_ends_unlocks_its_memory(start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_state, "PinnedMemory", Locked)
+    run = start_run(ON_DEVICE, "a", codec="int8")
+    run.round(a=noise(1))
+    assert Locked.now
+    run["a"].outer.abandon()
+    assert not Locked.now
 
 
 # -- where it is possible ---------------------------------------------------------------------------------------------

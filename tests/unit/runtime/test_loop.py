@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from tests.unit.model.foreign import trained_with
 from torch import Tensor, nn
 
 from zeroband.config.optim import OptimConfig
+from zeroband.errors import Leaving
 from zeroband.model.optim import InnerOptimizer
+from zeroband.node.mesh import LocalMesh
 from zeroband.runtime import loop
 from zeroband.runtime.checkpointing import NoCheckpoints
 from zeroband.runtime.report import SilentReport
@@ -111,3 +116,95 @@ def test_step_that_all_nodes_make_is_made_in_any_case(
     hooks.sync_gradients.return_value = norm
     inner = train_on(hooks, [float("nan")])
     assert inner.update_count == 1 and model.weight[0, 0].isnan()
+
+
+# -- before and after the run ------------------------------------------------------------------------------------------
+
+LLAMA = {"type": "llama", "d_model": 16, "n_layers": 2, "n_heads": 2}
+
+
+def test_each_micro_batch_is_a_sign_of_life(local: LocalMesh, tmp_path: Path) -> None:
+    """A step of many may take longer than `fault.hung_s`."""
+    node, signs = trained_with(LLAMA, local, tmp_path, train={"batch_size": 6, "micro_bs": 2}), list[None]()
+    node.loader.assign([(0, 6)])
+    assert node.loader.is_ready(60)
+    loop.forward_backward(node, lambda: signs.append(None))
+    node.loader.close()
+    assert len(signs) == 3
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_model_is_compiled_before_the_first_step_and_stays_as_it_was(
+    local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluates: bool
+) -> None:
+    """As training calls it and as evaluation does, with a compiler that only notes what it is called with."""
+    seen = set[tuple[bool, torch.Size]]()
+
+    def compile(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+        def compiled(x: Tensor, *rest: Any, **named: Any) -> Any:
+            seen.add((torch.is_grad_enabled(), x.shape))
+            torch.rand(1)  # whatever draws numbers
+            return function(x, *rest, **named)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile)
+    sections = {"eval": {"every_steps": 5}} if evaluates else {}
+    node = trained_with(LLAMA, local, tmp_path, train={"compile": True}, data={"hold_out": 0.2}, **sections)
+    before, random_state = [p.detach().clone() for p in node.model.parameters()], torch.get_rng_state()
+    loop.compile_model(node)
+    first = {with_gradients for with_gradients, _ in seen}
+    assert first == ({True, False} if evaluates else {True})
+    assert all(torch.equal(a, b) for a, b in zip(before, node.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in node.model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    shapes = {shape for with_gradients, shape in seen if with_gradients}
+    node.loader.assign([(0, 4)])
+    assert node.loader.is_ready(60)
+    loop.forward_backward(node)
+    node.loader.close()
+    assert {shape for with_gradients, shape in seen if with_gradients} == shapes
+
+
+def test_nothing_is_run_before_the_first_step_where_nothing_is_compiled(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(LLAMA, local, tmp_path)
+    node.model.register_forward_pre_hook(lambda *_: pytest.fail("a pass for nothing"))
+    loop.compile_model(node)
+    node.loader.close()
+
+
+def test_model_is_compiled_before_anybody_waits_for_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = MagicMock()
+    order.open_world.side_effect = InterruptedError
+    for name in ("build_trainer", "open_evaluation_sets", "open_report", "barrier", "register_stack_dump"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    for name in ("compile_model", "open_world"):
+        monkeypatch.setattr(loop, name, getattr(order, name))
+    with ExitStack() as stack, pytest.raises(InterruptedError):
+        loop.train(MagicMock(), MagicMock(), MagicMock(), stack)
+    assert [call[0] for call in order.mock_calls] == ["compile_model", "open_world"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_cut_short", "waits"),
+    [(None, False, True), (Leaving("asked"), False, True), (Leaving("asked"), True, False), (OSError(), False, False)],
+)
+def test_groups_of_a_node_end_when_all_its_ranks_have_come_to_their_end(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, is_cut_short: bool, waits: bool
+) -> None:
+    """Rank 0 may still write an export, and the last checkpoint, when the others have nothing left to do."""
+    order, departure = MagicMock(), MagicMock(is_cut_short=is_cut_short)
+
+    def train(config: object, local: object, departure: object, stack: ExitStack) -> None:
+        stack.callback(order.write)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(loop, "init_local_mesh", lambda kind: order.local)
+    monkeypatch.setattr(loop, "open_own_store", MagicMock())
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(loop, "barrier", order.barrier)
+    order.barrier.side_effect = RuntimeError("Connection closed by peer")
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        loop.run(MagicMock(), departure)
+    assert [call[0] for call in order.mock_calls] == ["write", *["barrier"] * waits, "local.close"]

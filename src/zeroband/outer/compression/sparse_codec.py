@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,12 +135,15 @@ class Payload:
 class SparseCodec:
     """Payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device; so are payloads.
 
-    `device`: where the waves of a node's own payload are found; None: where the buffer lies.
+    `device`: the GPU on which values are chosen, waves found, and payloads added up, whose arithmetic is exact on any;
+    buffers and payloads then lie on the host. None, or another than CUDA's: where these lie. On a core the transforms
+    are most of a node's own work: 256 operations in float64 for each value.
     """
 
     def __init__(self, layout: FlatLayout, rule: SparseRule, *, device: torch.device | None = None) -> None:
         self.rule = rule
-        self._device = device
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
         chunks = ChunkLayout.of(layout, rule.chunk, flat_chunk=rule.flat_chunk, uneven=rule.uneven)
         sections: list[PayloadSection] = []
         start = HEADER.size
@@ -227,19 +231,29 @@ class SparseCodec:
         `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1.
         Ranks of a node write their shares of the chunks. Raises MalformedPayload where a sum is not finite.
         """
-        for section in self.sections:
-            for first, stop in section.blocks(rank, world_size):
-                total, weight = self.sums_of(section, first, stop, payloads, weights)
-                coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
-                self.write(section, first, stop, coefficients, out)
+        with self._beside_training():
+            for section in self.sections:
+                for first, stop in section.blocks(rank, world_size):
+                    total, weight = self.sums_of(section, first, stop, payloads, weights, device=self._device)
+                    coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
+                    self.write(section, first, stop, coefficients, out)
 
     def write(self, section: PayloadSection, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
         """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
-        if not all_finite(coefficients):
-            raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
-        chunks = coefficients.view(-1, section.group.chunk_rows, section.group.chunk_columns)
-        restored = dct.inverse(chunks) if self.rule.transform else chunks
-        section.group.write(restored.to(out.device), out, first, stop)
+        shape = section.group.chunk_rows, section.group.chunk_columns
+        with self._beside_training():
+            if not all_finite(coefficients):
+                raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
+            chunks = coefficients.to(self._device or coefficients.device).view(-1, *shape)
+            restored = dct.inverse(chunks) if self.rule.transform else chunks
+            section.group.write(restored.to(out.device), out, first, stop)
+
+    def _beside_training(self) -> AbstractContextManager[object]:
+        """A stream of its own: each block is waited for, which else would wait for all that training has queued."""
+        if self._device is None:
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
 
     def sums_of(
         self,
@@ -248,15 +262,17 @@ class SparseCodec:
         stop: int,
         payloads: Sequence[Payload],
         weights: Sequence[float] | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum of each coefficient in a range of chunks, and the weight of who sent one that is not 0.
 
-        Shapes: both (stop - first, numel) float32.
+        Shapes: both (stop - first, numel) float32. `device`: where they are made; None: where the payloads lie.
         """
-        device = payloads[0].data.device if payloads else None
+        device = device or (payloads[0].data.device if payloads else None)
         total, weight = torch.zeros(2, stop - first, section.group.numel, device=device).unbind()
         for payload, share in zip(payloads, weights or [1.0] * len(payloads), strict=True):
-            chosen = section.record.decode(payload.data[section.bytes_of(first, stop)], stop - first)
+            chosen = section.record.decode(payload.data[section.bytes_of(first, stop)].to(device), stop - first)
             places, values = chosen.indices.long(), chosen.values
             # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
             total.scatter_(1, places, total.gather(1, places) + values * share)

@@ -137,7 +137,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), default="cpu",
-        help="where state and codec are; gpu: on each of --gpus, by counted bytes, not measured; default: %(default)s",
+        help="where state and codec are; gpu: on --gpus as far as they can be, by counted bytes; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--own-factor", default="1",
@@ -322,7 +322,10 @@ def _legend(job: Job, target: float) -> list[str]:
             "of the node that speaks for its site; what moves inside a site is not counted"
         )
     if job.device == "gpu":
-        lines.append("own work on GPUs is counted from bytes and instructions, not measured")
+        lines.append(
+            "own work on GPUs is counted from bytes and instructions, not measured; what ddp, demo and sparseloco keep "
+            "in host memory is that of --cores"
+        )
     return lines
 
 

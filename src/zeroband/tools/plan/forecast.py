@@ -34,7 +34,9 @@ Relay = Literal["none", "store", "aggregator"]
 """How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
 once, and down one payload that combines all of them."""
 
-Device = Literal["cpu", "gpu"]
+Device = Literal["cpu", "gpu", "gpu-only"]
+"""Where state and codec are. gpu: there as far as this package has them there, the rest on the host. gpu-only: all of
+it, as of other implementations."""
 """Where a node does its own part of a round."""
 
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
@@ -169,6 +171,18 @@ OWN_WORK_ON_GPU: Mapping[Method, OwnWork] = {
 }
 """Own work by method with state and codec on a GPU, of one GPU for each value. Counted, not measured
 (docs/algorithms.md): bytes over PCIe at 20 GB/s and in its memory at 2 TB/s, instructions at half of an H100's peak."""
+
+_NO_WORK, _BESIDE_CODEC = OwnWork(0.0, 0.0), OwnWork(7e-9, 0.0, 1.5e-9)
+
+WORK_BESIDE_GPU: Mapping[Method, OwnWork] = {
+    **dict.fromkeys(("diloco", "streaming", "eager"), _NO_WORK),
+    "ddp": OwnWork(9e-9, 0.0),
+    "demo": _BESIDE_CODEC,
+    "sparseloco": _BESIDE_CODEC,
+}
+"""What comes to it on the host, of one core for each value. This package has DiLoCo's outer state on the GPU
+(`outer.state_device`) and the codecs of DeMo and SparseLoCo, whose memories and results are on the host, as is all that
+DDP does."""
 
 
 @dataclass(frozen=True)
@@ -338,12 +352,20 @@ def _forecast(
     times: int = 1,
 ) -> Forecast:
     """Forecast rounds of so many synchronisations. `moved`: bytes sent, received and at a time, in each of them."""
-    is_on_gpu, others = job.device == "gpu", job.nodes - 1
-    work = (OWN_WORK_ON_GPU if is_on_gpu else OWN_WORK)[method]
-    a_value_s = job.own_factor * job.params / (job.gpus if is_on_gpu else job.cores)
-    each_s = job.own_factor * work.round_s / (1.0 if is_on_gpu else min(1.0, job.cores))
-    own_s = work.packing_s * a_value_s + times * each_s
-    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
+    is_on_gpu, others = job.device != "cpu", job.nodes - 1
+    on_gpu = OWN_WORK_ON_GPU[method] if is_on_gpu else _NO_WORK
+    on_host = {"cpu": OWN_WORK, "gpu": WORK_BESIDE_GPU, "gpu-only": {}}[job.device].get(method, _NO_WORK)
+    each_s = on_gpu.round_s + on_host.round_s / min(1.0, job.cores)
+    packing_s = on_gpu.packing_s / job.gpus + on_host.packing_s / job.cores
+    own_s = job.own_factor * (job.params * packing_s + times * each_s)
+    unpacking_s = (
+        job.own_factor
+        * job.params
+        * sum(
+            (work.unpacking_s + work.payload_s * job.nodes) / workers
+            for work, workers in ((on_gpu, job.gpus), (on_host, job.cores))
+        )
+    )
     beside_s = link.agreement_s + unpacking_s if others else 0.0
     sent, received, peak = moved
     return Forecast(

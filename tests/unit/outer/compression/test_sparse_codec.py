@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from tests.oracles.problem import layout_of
 from tests.unit.outer.compression.layouts import LAYOUT, codec_of, noise
+from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.outer.compression import sparse_codec as module
 from zeroband.outer.compression.bits import pack
+from zeroband.outer.compression.combine import check_combined, combine, decode_combined
 from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import HEADER, SparseCodec, SparseRule, norm_of
+from zeroband.outer.compression.sparse_codec import HEADER, Divisor, SparseCodec, SparseRule, norm_of
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import ShardMap
 
@@ -284,3 +289,72 @@ def test_gpu_takes_the_same_coefficients_and_one_payload_decodes_to_the_same_bit
     for payload, out in ((there.data.cpu(), sent_there), (there.data, on_gpu)):
         codec.decode([codec.check(payload)] * 3, out, weights=[0.5, 0.3, 0.2], divisor="senders")
     assert torch.equal(on_gpu.cpu(), sent_there)
+
+
+@pytest.mark.parametrize("transform", ["dct", None])
+def test_payloads_are_added_up_and_transformed_on_the_gpu_and_come_back_once(
+    monkeypatch: pytest.MonkeyPatch, transform: Any
+) -> None:
+    """A GPU by name: what is moved to it stays where it is, and is noted."""
+    gpu, plain, x = torch.device("cuda", 0), codec_of(values="sign", transform=transform), noise(0)
+    codec, payload, to, zeros = (
+        SparseCodec(LAYOUT, plain.rule, device=gpu),
+        plain.encode(x).payload,
+        Tensor.to,
+        torch.zeros,
+    )
+    moved, made = list[int](), list[int]()
+
+    def note(tensor: Tensor, target: Any, *rest: Any, **named: Any) -> Tensor:
+        if target != gpu:
+            return to(tensor, target, *rest, **named)
+        moved.append(tensor.nbytes)
+        return tensor
+
+    def make(*shape: Any, device: Any = None, **named: Any) -> Tensor:
+        if device == gpu:
+            made.append(shape[1] * shape[2])
+        return zeros(*shape, device=None if device == gpu else device, **named)
+
+    monkeypatch.setattr(Tensor, "to", note)
+    monkeypatch.setattr(torch, "zeros", make)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    expected, found = torch.empty_like(x), torch.empty_like(x)
+    plain.decode([plain.check(payload)] * 2, expected, divisor="senders")
+    assert not moved and not made
+    codec.decode([codec.check(payload)] * 2, found, divisor="senders")
+    assert torch.equal(found, expected)
+    chunked = sum(section.group.chunks * section.group.numel for section in codec.sections)
+    assert sum(made) == chunked and sum(moved) == 2 * (codec.nbytes - HEADER.size) + 4 * chunked
+
+
+def test_other_gpus_than_those_of_cuda_are_left_out() -> None:
+    """Apple's have no float64, in which waves are added up."""
+    codec, x = SparseCodec(LAYOUT, codec_of().rule, device=torch.device("mps")), noise(0)
+    codec.decode([codec.check(codec.encode(x).payload)], torch.empty_like(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@EACH_CODING
+@pytest.mark.parametrize("transform", ["dct", None])
+def test_memory_on_the_host_with_its_codec_on_a_gpu_decodes_as_without(values: str, transform: Any) -> None:
+    x, plain = noise(0), codec_of(values=values, transform=transform)
+    on_gpu = SparseCodec(LAYOUT, plain.rule, device=torch.device("cuda", 0))
+    payloads = [plain.check(plain.encode(s * x).payload) for s in (1.0, -0.5, 3.0)]
+    divisors: tuple[Divisor, ...] = ("none", "senders")
+    for divisor in divisors:
+        out = [torch.empty_like(x), torch.empty_like(x)]
+        for codec, buffer in zip((plain, on_gpu), out, strict=True):
+            codec.decode(payloads, buffer, weights=[0.5, 0.3, 0.2], divisor=divisor)
+        assert torch.equal(out[1], out[0])
+    combined = check_combined(plain, combine(plain, payloads))
+    out = [torch.empty_like(x), torch.empty_like(x)]
+    for codec, buffer in zip((plain, on_gpu), out, strict=True):
+        decode_combined(codec, combined, buffer)
+    assert torch.equal(out[1], out[0])
+    if transform is None:
+        assert torch.equal(on_gpu.encode(x).payload, plain.encode(x).payload)
+    else:
+        on_gpu.check(on_gpu.encode(x).payload)

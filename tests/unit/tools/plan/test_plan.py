@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from zeroband.tools.plan.forecast import (
     OWN_WORK,
     OWN_WORK_ON_GPU,
     STORE_TRIPS,
+    WORK_BESIDE_GPU,
     Forecast,
     Job,
     Link,
@@ -232,17 +234,27 @@ def test_float16_travels_at_half_the_bytes_of_float32() -> None:
         assert of(method, "fp16").payload_bytes == CODECS["fp16"].encoded_size(4096_000)
 
 
-@pytest.mark.parametrize("method", ["diloco", "sparseloco", "demo"])
+OF_METHOD: Mapping[Method, str] = {"ddp": "fp32", "diloco": "int8", "sparseloco": "two_bit", "demo": "sign"}
+
+
+@pytest.mark.parametrize("method", OF_METHOD)
 def test_own_work_on_gpus_is_shared_by_them_and_no_matter_of_cores(method: Method) -> None:
-    values = {"diloco": "int8", "sparseloco": "two_bit", "demo": "sign"}[method]
-    jobs = [
-        replace(JOB, params=4096e5, device="gpu", gpus=gpus, cores=cores) for gpus, cores in ((1, 1), (8, 1), (8, 64))
-    ]
-    one, eight, with_cores = (of(method, values, job) for job in jobs)
+    sizes = ((1, 1), (8, 1), (8, 64))
+    jobs = [replace(JOB, params=4096e5, device="gpu-only", gpus=gpus, cores=cores) for gpus, cores in sizes]
+    one, eight, with_cores = (of(method, OF_METHOD[method], job) for job in jobs)
     fixed_s, work = OWN_WORK_ON_GPU[method].round_s, OWN_WORK_ON_GPU[method]
     assert one.own_s == pytest.approx(work.packing_s * 4096e5 + fixed_s)
     assert eight.own_s == with_cores.own_s == pytest.approx(work.packing_s * 4096e5 / 8 + fixed_s)
-    assert one.own_s < of(method, values, replace(JOB, params=4096e5)).own_s
+    assert one.own_s < of(method, OF_METHOD[method], replace(JOB, params=4096e5)).own_s
+
+
+@pytest.mark.parametrize("method", OF_METHOD)
+def test_what_stays_in_host_memory_on_a_node_of_gpus_is_work_of_its_cores(method: Method) -> None:
+    jobs = [replace(JOB, params=4096e5, device=device, gpus=8, cores=16) for device in ("gpu-only", "gpu", "cpu")]
+    only, found, on_cpu = (of(method, OF_METHOD[method], job) for job in jobs)
+    assert found.own_s - only.own_s == pytest.approx(WORK_BESIDE_GPU[method].packing_s * 4096e5 / 16)
+    assert (found.own_s == only.own_s) is (method == "diloco")
+    assert found.own_s + found.beside_s < 1.1 * (on_cpu.own_s + on_cpu.beside_s)
 
 
 def test_machines_that_take_longer_than_the_constants_take_so_for_all_of_it() -> None:
