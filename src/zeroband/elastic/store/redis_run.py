@@ -70,7 +70,11 @@ class Keys:
         self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
         self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
+        self.peers_at = f"{self.prefix}:peers_at"  # sorted set: member -> the change that its word came with
         self.opening = f"{self.prefix}:opening"  # string: the current opening
+        self.votes = f"{self.prefix}:votes"  # hash: member -> the result that it holds for the current opening
+        self.votes_at = f"{self.prefix}:votes_at"  # sorted set: member -> the change that its vote came with
+        self.failed = f"{self.prefix}:failed"  # string: why the current opening cannot be finished
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
         self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
         self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
@@ -79,6 +83,7 @@ class Keys:
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
         self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
+        self.links_at = f"{self.prefix}:links_at"  # sorted set: member -> the change that its word came with
         self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
         self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
         self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
@@ -92,14 +97,12 @@ class Keys:
     def ready(self, round: int) -> str:
         return f"{self.prefix}:ready:{round}"
 
+    def ready_at(self, round: int) -> str:
+        """Sorted set: member -> number of the change that its word came with."""
+        return f"{self.prefix}:ready_at:{round}"
+
     def gradients(self, round: int, member_id: str) -> str:
         return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
-
-    def votes(self, opening: Opening) -> str:
-        return f"{self.prefix}:votes:{opening.id}"
-
-    def failed(self, opening: Opening) -> str:
-        return f"{self.prefix}:failed:{opening.id}"
 
     def saving(self, attempt: str) -> str:
         """Hash: node id -> what its writer last said of this save of a checkpoint."""
