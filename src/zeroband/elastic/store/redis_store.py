@@ -166,6 +166,8 @@ class RedisStore(RedisRun, Store):
         self._asked: dict[str, RedisStore] = {}
         """Those that were asked by themselves, by what is shown of their addresses."""
         self._ask = partial(RedisStore, run_id=run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
+        self._refusals: dict[str, str] = {}
+        """Why stores that answered the last survey cannot serve a run, by what is shown of their addresses."""
         self._is_quiet_since_s: float | None = None
         self._said = "", 0.0
         """Why it waits to begin a run, and when that was said."""
@@ -208,13 +210,13 @@ class RedisStore(RedisRun, Store):
         return self._lease_ms // 2
 
     def reach(self, *, patience_s: float) -> None:
-        """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError.
+        """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
 
-        Of several stores, the one in use is found, or the first one is taken into use where all that are listed answer
-        and none is.
+        Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
+        serve a run and none is.
         """
         if not self.has_several:
-            self.call(self._redis.ping, patience_s)
+            self.require_usable(patience_s=patience_s)
             raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
             if (told := self.judge.whereabouts(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
@@ -226,11 +228,14 @@ class RedisStore(RedisRun, Store):
             seen = self.survey()
             self._enter_newest(seen)
             if self.generation is not None:
-                return
+                break
+            if self._refusals and not self._are_of_nodes:  # a store of another node's may be replaced
+                raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(seen)
             if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
+                    self._require_all_usable(seen)
                     first.begin(Generation(1, candidate.store), None)
                 self._is_quiet_since_s = time.monotonic()
                 continue
@@ -238,6 +243,25 @@ class RedisStore(RedisRun, Store):
                 raise StoreLost(self._why_not_reached(silent))
             self._say_waits(self._why_not_reached(silent))
             time.sleep(PAUSE_MAX_S)
+        self._require_all_usable(self.survey())
+
+    def _require_all_usable(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
+        """Have each of these stores do once what a run asks of it. Says which of those that are not in use refuse.
+
+        Raises StoreLost, and ConfigError where the one in use refuses, or any while none is.
+        """
+        for store, _ in seen:
+            shown = _shown(store.address)
+            try:
+                store.require_usable(patience_s=_SURVEY_S)
+            except ConfigError as error:
+                if self.generation is None or shown == _shown(self.address):
+                    raise ConfigError(f"{shown}: {error}") from error
+                fields = {"store": shown, "why": str(error)}
+                _log.warning("the run cannot go on in one of its stores", extra={"fields": fields})
+            except StoreLost:
+                if self.generation is None or shown == _shown(self.address):
+                    raise
 
     def _say_waits(self, why: str) -> None:
         """Say why no run is begun here, where that is another reason than before and stays for a moment."""
@@ -250,9 +274,11 @@ class RedisStore(RedisRun, Store):
         if not silent:
             return "the stores of the run tell that its members go on with another one, which does not answer yet"
         key = "store.peers" if self._are_of_nodes else "store.url"
+        why = self._refusals
+        named = ", ".join(f"{shown} ({why[shown]})" if shown in why else shown for shown in silent)
         return (
             f"no store of {key} holds this run, and {len(silent)} of {len(self._listed)} do not answer, of which one "
-            f"may hold it: {', '.join(silent)}; start them, or take out of {key} those that are gone"
+            f"may hold it: {named}; start them, or take out of {key} those that are gone"
         )
 
     # -- several stores -----------------------------------------------------------------------------------------
@@ -279,11 +305,16 @@ class RedisStore(RedisRun, Store):
         """
         answers = dict[RedisStore, Candidate | None]()
 
+        refusals = dict[str, str]()
+
         def ask(store: RedisStore) -> Candidate | None:
             try:
                 return store.look_at_candidate(member_id, account)
-            except (StoreLost, ConfigError):
-                return None
+            except ConfigError as error:
+                refusals[_shown(store.address)] = str(error)
+            except StoreLost:
+                pass
+            return None
 
         while unasked := [store for store in self.candidates if store not in answers]:
             with ThreadPoolExecutor(len(unasked), "survey") as pool:
@@ -291,6 +322,7 @@ class RedisStore(RedisRun, Store):
             for store, seen in answers.items():
                 if seen is not None and seen.elsewhere is not None:
                     self._find(beside(store.address, seen.elsewhere.store))
+        self._refusals = refusals
         return [(store, seen) for store in self.candidates if (seen := answers.get(store)) is not None]
 
     def _find(self, *addresses: str) -> None:
@@ -409,7 +441,7 @@ class RedisStore(RedisRun, Store):
             self.address = store.address
         self.generation = generation
         self._answered_at_s = time.monotonic()
-        self._has_answered = True
+        self._is_proven = True
         self._era += 1
 
     @property

@@ -559,6 +559,43 @@ return tonumber(redis.call('GET', KEYS[1]))
 """,
 )
 
+SELF_TEST = _script(
+    "as-it-is as-it-is as-it-is as-it-is as-it-is",
+    """
+-- KEYS: string hash list zset stream   ARGV: ttl
+-- Says each command of a run once, on keys that mean nothing. Returns 1, or the error of the one that is refused.
+local text, words, list, scores, stream = unpack(KEYS)
+local refusal
+local commands = {
+  {'TIME'}, {'SET', text, 1, 'EX', ARGV[1]}, -- before a write that takes no memory, which lets others take some
+  {'DEL', text}, {'DEL', words}, {'DEL', list}, {'DEL', scores}, {'DEL', stream},
+  {'SET', text, 1, 'NX', 'PX', 1000 * ARGV[1]}, {'EXPIRE', text, ARGV[1]}, {'TYPE', text}, {'EXISTS', text},
+  {'GET', text}, {'MGET', text}, {'STRLEN', text}, {'GETRANGE', text, 0, 0}, {'INCRBY', text, 1},
+  {'HSET', words, 'a', 1}, {'HSETNX', words, 'a', 1}, {'HINCRBY', words, 'a', 1}, {'HEXISTS', words, 'a'},
+  {'HGET', words, 'a'}, {'HMGET', words, 'a'}, {'HGETALL', words}, {'HLEN', words}, {'HDEL', words, 'a'},
+  {'LPUSH', list, 1}, {'LRANGE', list, 0, -1}, {'LTRIM', list, 0, 0},
+  {'ZADD', scores, 'XX', 'CH', 0, 'a'}, {'ZADD', scores, 1, 'a'}, {'ZCARD', scores}, {'ZCOUNT', scores, '(0', 1},
+  {'ZRANGEBYSCORE', scores, '-inf', '+inf', 'WITHSCORES'}, {'ZSCORE', scores, 'a'}, {'ZREM', scores, 'a'},
+  {'XADD', stream, 'MAXLEN', '~', 16, '1-0', 'a', 1}, {'XRANGE', stream, '-', '+', 'COUNT', 1},
+  {'XREVRANGE', stream, '+', '-', 'COUNT', 1}, {'XDEL', stream, '1-0'},
+}
+for _, command in ipairs(commands) do
+  local answer = redis.pcall(unpack(command))
+  if is_error(answer) then
+    refusal = {err = answer.err .. ' [' .. command[1] .. ']'}
+    break
+  end
+end
+if not refusal and redis.call('TYPE', text)['ok'] ~= 'string' then refusal = {err = 'ERR TYPE names no string'} end
+if not refusal then
+  note(words, scores, 'a', ARGV[1])
+  alive_unless(scores, 0, '')
+end
+for _, key in ipairs(KEYS) do redis.pcall('DEL', key) end
+return refusal or 1
+""",
+)
+
 READ = _script(
     "string string string",
     """
