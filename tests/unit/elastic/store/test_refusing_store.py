@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.servers import SERVERS, Servers, until
+from tests.servers import NO_SCRIPTS, SERVERS, Servers, until
 
 from zeroband.elastic.store import redis_run
 from zeroband.elastic.store.connection import ACL_RULES, COMMANDS, KEY_PATTERN
@@ -24,7 +24,6 @@ Open = Callable[..., RedisStore]
 
 LONG_S = 600.0
 """A patience that no test may need."""
-NO_SCRIPTS = ("--rename-command", "EVALSHA", "", "--rename-command", "EVAL", "")
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=str)
