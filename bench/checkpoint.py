@@ -33,7 +33,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from evidence import count
 from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import restore
@@ -98,7 +98,11 @@ class Bench:
         stack.callback(self.snapshots.close, waits=True)
         self.layout = FlatLayout.of(self.node.model)
         self.times = Times()
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(options)
+        stack.callback(self._stager.close)
 
     def state(self) -> dict[str, Tensor]:
         named = {name: local_part(parameter.data) for name, parameter in self.node.model.named_parameters()}
@@ -167,7 +171,7 @@ class Bench:
         self.take()
         self.snapshots.settle()
 
-    def save_by_dcp(self, path: Path, stager: BlockingAsyncStager | None) -> None:
+    def save_by_dcp(self, path: Path, stager: DefaultStager | None) -> None:
         saving = dcp.async_save(self.state(), checkpoint_id=path, async_stager=stager)
         self._pending = cast(Future[object], saving)
 

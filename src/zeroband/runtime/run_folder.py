@@ -101,7 +101,7 @@ class RunFolder:
 def _continues(held: str, config: RunConfig, node_id: str) -> bool:
     """Whether the run that this start gets into is that of a session, or goes on from its state."""
     newest = _newest_verdict(config) if config.outer is not None else None
-    if newest is not None and (newest.record["session"] == held or _has_begun_again(newest.record)):
+    if newest is not None and (newest.session == held or Progress.of_verdict(newest).follows is not None):
         return True
     return config.resume is not None and _has_saved(held, config, node_id)
 
