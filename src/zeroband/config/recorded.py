@@ -73,13 +73,20 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
 def _put(table: dict[str, Any], path: Path, value: Any) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
     if value is not None:
         table[path[-1]] = value
 
 
 def _value(text: str) -> Any:
     """A value of a table: lists and tables as such, all else as text, which the schema takes for what it is."""
-    return None if text.lower() == NONE else json.loads(_text(text)) if text[:1] in ("[", "{") else text
+    if text.lower() == NONE:
+        return None
+    try:
+        return json.loads(_text(text)) if text[:1] in ("[", "{") else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text(text: str) -> str:
@@ -88,5 +95,5 @@ def _text(text: str) -> str:
         return text
     try:
         return json.dumps(ast.literal_eval(text))
-    except (ValueError, SyntaxError):  # a text that only looks like one
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # a text that only looks like one
         return text
