@@ -88,3 +88,15 @@ def test_a_record_that_says_anything_is_refused_with_an_error_of_the_user(key: s
     record = _record(["@debug/diloco", "--data.sources", json.dumps(MIXTURE)])
     with pytest.raises(ConfigError):
         recorded_config({**record, key: text}, [], STORE)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.dir", "run.token", "node.id", "store.url", "ckpt.path", "data.cache_dir", "observe.webhook.url"),
+        *("resume.dir", "fault.inject", "export.path", "run", "node", "ckpt"),
+    ],
+)
+def test_a_record_sets_nothing_that_each_node_sets_for_itself(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"names what each node sets for itself: {key}"):
+        recorded_config({**_record(["@debug/diloco"]), key: '{"dir": "theirs"}'}, [], STORE)
