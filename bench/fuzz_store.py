@@ -29,7 +29,6 @@ import redis
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_run import Keys
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.store.seals import id_of
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
@@ -47,7 +46,7 @@ TINY = (
     *("--fault.inject", "inner@+0=TAKES0.03"),
 )
 FORGED = b"00112233445566778899aabbccddeeff 999999999 999999999 forged - {}"
-NAMES = (*(name for name in vars(Keys("")) if name != "prefix"), "ready", "votes", "failed", "facts")
+NAMES = (*(name for name in vars(Keys("")) if name != "prefix"), "ready", "ready_at", "facts")
 _LIFE_MS = 3_600_000
 
 
@@ -88,9 +87,8 @@ class Damager:
         whole = f"{self._prefix}:{name}"
         is_string = self._client.type(f"{self._prefix}:opening") == b"string"
         raw = self._client.get(f"{self._prefix}:opening") if is_string else None
-        if raw and name in ("votes", "failed"):
-            whole += f":{id_of(raw)}"
-        elif name == "ready" and len(words := (raw or b"").split()) > 1 and words[1].isdigit():  # not damaged just now
+        words = (raw or b"").split()
+        if name in ("ready", "ready_at") and len(words) > 1 and words[1].isdigit():  # else it was damaged just now
             whole += f":{words[1].decode()}"
         elif name == "facts":
             whole += ":node0"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import redis
+from tests.servers import NO_SCRIPTS, SERVERS, Servers
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -64,6 +66,14 @@ def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 @pytest.fixture
 def redis_url(redis_server: RedisServer, redis_client: redis.Redis) -> str:
     return redis_server.url
+
+
+@pytest.fixture
+def url_without_scripts(tmp_path: Path) -> Iterator[str]:
+    """The address of a server that refuses for good what a run asks of it."""
+    servers = Servers(SERVERS[0].program, tmp_path / "refusing")
+    yield f"redis://127.0.0.1:{servers.start(*NO_SCRIPTS)}"
+    servers.close()
 
 
 @pytest.fixture

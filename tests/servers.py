@@ -18,6 +18,9 @@ from zeroband.node.processes import start_leashed
 
 DEADLINE_S = 20.0
 
+NO_SCRIPTS = ("--rename-command", "EVALSHA", "", "--rename-command", "EVAL", "")
+"""Settings of a server that answers, and runs no script."""
+
 
 @dataclass(frozen=True)
 class ServerProgram:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.declared_keys import refuse_undeclared_keys
 from tests.servers import SERVERS, ServerProgram
 from tests.stores import (
     SHARED,
@@ -55,7 +56,8 @@ def redis_url(request: pytest.FixtureRequest) -> Iterator[str | None]:
 
 
 @pytest.fixture
-def server(redis_url: str | None) -> Iterator[Server]:
+def server(redis_url: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    refuse_undeclared_keys(monkeypatch)
     server = MemoryServer() if redis_url is None else RedisUnderTest(redis_url)
     yield server
     server.close()

@@ -237,7 +237,7 @@ def test_run_waits_while_the_store_lets_nobody_in(line: Line) -> None:
     line.admin.config_set("requirepass", "another")
     line.admin.execute_command("ACL", "SETUSER", "run", "-@all")
     line.relay.cut()
-    line.run.until_said("Redis is out of reach")
+    line.run.until_said("Redis refuses")
     line.run.until_said("unauthenticated multibulk length", "node2")
     line.admin.execute_command("ACL", "SETUSER", "default", "nopass")
     line.admin.execute_command("ACL", "SETUSER", "run", *ACL_RULES.split())

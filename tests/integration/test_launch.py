@@ -298,6 +298,14 @@ def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch
 
 
 @pytest.mark.slow
+def test_store_that_refuses_for_good_ends_the_trainer_with_2_and_why(rank: Rank, url_without_scripts: str) -> None:
+    code, line = rank.outer(url_without_scripts)
+    assert code == 2
+    assert line.startswith("zeroband: store.url: what answers there is no Redis that a run can use (unknown command")
+    assert "`EVALSHA`" in line and "\n" not in line
+
+
+@pytest.mark.slow
 def test_port_that_is_taken_is_named_with_its_key(rank: Rank, redis_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeroband.config.keys import Path, SchemaKeys, dotted, schema_keys
+from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, schema_keys
 from zeroband.config.layers import NONE
 from zeroband.config.load import load_config
 from zeroband.config.schema import RunConfig
@@ -19,8 +19,16 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
     """Make the configuration of a node that joins the run of this record.
 
     `record`: text by dotted key, as nodes write it. `own`: this node's arguments, for what nodes do not share; a shared
-    key is the record's whatever they say. Raises ConfigError, also where the record cannot be read back to the letter.
+    key is the record's whatever they say. Raises ConfigError, also where the record cannot be read back to the letter,
+    or names a key that each node sets for itself: what others wrote sets nothing of this machine.
     """
+    schema = schema_keys()
+    own_keys = sorted(key for key, text in record.items() if not _may_be_told(tuple(key.split(".")), text, schema))
+    if own_keys:
+        raise ConfigError(
+            f"the run's record names what each node sets for itself: {', '.join(own_keys[:5])}; no node of this "
+            "version writes that, so somebody else did: start the run anew, with a run.token or another one"
+        )
     config = load_config([*own, *shared_flags(record)], environ)
     ours = {key: str(value) for key, value in shared_items(config).items()}
     wrong = sorted(key for key, value in ours.items() if record.get(key) != value)
@@ -44,6 +52,18 @@ def shared_flags(record: Mapping[str, str]) -> list[str]:
             place, row, inner = found
             _put(tables.setdefault(place, {}).setdefault(row, {}), inner, _value(text))
     return [*flags, *(f"--{dotted(path)}={json.dumps(list(rows.values()))}" for path, rows in tables.items())]
+
+
+def _may_be_told(path: Path, text: str, schema: SchemaKeys) -> bool:
+    """Whether all nodes share this key, as far as the schema knows it; of a whole section only that it is off."""
+    if path in schema.sections and text.lower() != NONE:
+        return False
+    for at in (path[:length] for length in range(1, len(path) + 1)):
+        if at in schema.sections and not is_shared(schema.sections[at].field):
+            return False
+        if at in schema.keys and not any(known.is_shared for known in schema.keys[at]):
+            return False
+    return True
 
 
 def other_items(record: Mapping[str, str]) -> dict[str, str]:
@@ -73,13 +93,20 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
 def _put(table: dict[str, Any], path: Path, value: Any) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
     if value is not None:
         table[path[-1]] = value
 
 
 def _value(text: str) -> Any:
     """A value of a table: lists and tables as such, all else as text, which the schema takes for what it is."""
-    return None if text.lower() == NONE else json.loads(_text(text)) if text[:1] in ("[", "{") else text
+    if text.lower() == NONE:
+        return None
+    try:
+        return json.loads(_text(text)) if text[:1] in ("[", "{") else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text(text: str) -> str:
@@ -88,5 +115,5 @@ def _text(text: str) -> str:
         return text
     try:
         return json.dumps(ast.literal_eval(text))
-    except (ValueError, SyntaxError):  # a text that only looks like one
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # a text that only looks like one
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ NODES = "nodes"
 
 _OF_NODES = f"{NODES}://"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
+SOCKET_PATH_BYTES = 107
+"""What the kernel takes in sockaddr_un, without the final zero."""
 _BASIC_OPTIONS = ("db", "username", "password")
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_check_hostname", "ssl_cert_reqs")
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
@@ -219,6 +222,8 @@ def _path_parts(scheme: str, path: str, options: Mapping[str, str]) -> tuple[str
     if scheme == "unix":
         if not path:
             raise _wrong(scheme, "the path of the socket is missing")
+        if len(os.fsencode(f"/{unquote(path)}")) > SOCKET_PATH_BYTES or "\0" in unquote(path):
+            raise _wrong(scheme, f"the path of a socket has at most {SOCKET_PATH_BYTES} bytes, none of which is 0")
         return f"/{unquote(path)}", None, _database(scheme, "", options)
     if not scheme.endswith("+sentinel"):
         return None, None, _database(scheme, path, options)
@@ -255,7 +260,19 @@ def _host(scheme: str, item: str, default_port: int) -> tuple[str, int]:
     port = int(match[3] or default_port) if match else 0
     if match is None or not 0 < port <= 65535:
         raise _wrong(scheme, "a host or its port is wrong: a port is 1 to 65535, an IPv6 address stands in [ ]")
-    return match[1] or match[2], port
+    host = match[1] or match[2]
+    if not _is_name(host):
+        raise _wrong(scheme, "a host is no name: each part between dots has 1 to 63 letters")
+    return host, port
+
+
+def _is_name(host: str) -> bool:
+    """Whether a host can be looked up; a library raises errors of its own where it cannot."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _tls(scheme: str, options: Mapping[str, str]) -> TlsOptions:

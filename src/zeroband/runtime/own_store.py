@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
-from typing import cast
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import place_of
@@ -157,4 +156,4 @@ def _is_in_use(store: Candidate) -> bool:
 def _is_complete(view: View) -> bool:
     if view.committed is None:
         return False
-    return Progress.from_record(cast("Mapping[str, object]", view.committed.record["progress"])).is_complete
+    return Progress.of_verdict(view.committed).is_complete

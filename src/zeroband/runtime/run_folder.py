@@ -101,7 +101,7 @@ class RunFolder:
 def _continues(held: str, config: RunConfig, node_id: str) -> bool:
     """Whether the run that this start gets into is that of a session, or goes on from its state."""
     newest = _newest_verdict(config) if config.outer is not None else None
-    if newest is not None and (newest.record["session"] == held or _has_begun_again(newest.record)):
+    if newest is not None and (newest.session == held or Progress.of_verdict(newest).follows is not None):
         return True
     return config.resume is not None and _has_saved(held, config, node_id)
 
@@ -110,11 +110,11 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     """Return the newest verdict in the store; where that lost it, members bring it back within a lease."""
     assert config.store.address is not None
     lease_s = config.fault.time_outs.lease_s
-    url, until_s = config.store.address, time.monotonic() + 2 * lease_s
+    url = config.store.address
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
     with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
-        if store.has_several:
-            store.reach(patience_s=config.elastic.start_timeout_s)
+        store.reach(patience_s=config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S)
+        until_s = time.monotonic() + 2 * lease_s
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:
             view = store.view(FOUNDING_ROUND)

@@ -59,7 +59,7 @@ class Vacancy:
         `own`: this node's member id. Raises RecoveryFailed where they stayed away and there are none.
         """
         committed, agreed = view.committed, pending(view)
-        if committed is None or Progress.from_record(committed.record["progress"]).is_complete:
+        if committed is None or Progress.of_verdict(committed).is_complete:
             return False
         if agreed is not None and agreed.member in view.alive:
             return self._obstacle(view) is None  # another node has waited for them
@@ -103,7 +103,7 @@ class Vacancy:
             return f"{storage.url} cannot be read: {reason_of(error)}"
         if not steps:
             return f"{storage.url} holds no checkpoint: start anew with another --run.id"
-        if owner is None or owner.session != view.committed.record["session"]:
+        if owner is None or owner.session != view.committed.session:
             return (
                 f"the checkpoints in {storage.url} are another run's: go on from them with --resume, or start anew "
                 "with another --run.id"

@@ -146,7 +146,7 @@ def describe(run_id: str, view: View) -> str:
     """The run as its store shows it, for a person; `view`: of the next round."""
     lines = [f"run {run_id}: {_state(view)}"]
     if view.committed is not None:
-        progress, opening = Progress.from_record(view.committed.record["progress"]), view.committed.opening
+        progress, opening = Progress.of_verdict(view.committed), view.committed.opening
         lines.append(f"round {opening.round}, epoch {opening.epoch}, inner step {progress.inner_step}")
     if view.orders.rollback is not None:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
@@ -160,7 +160,7 @@ def _state(view: View) -> str:
     committed = view.committed
     if committed is None:
         return f"not founded yet, {len(view.alive)} nodes are here"
-    if Progress.from_record(committed.record["progress"]).is_complete:
+    if Progress.of_verdict(committed).is_complete:
         return "complete"
     if not view.alive:
         return "no node holds a lease"

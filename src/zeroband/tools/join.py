@@ -122,8 +122,8 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
         raise ConfigError(str(error)) from None
     secrets = _secrets(options.token_file)
     record, standing = _look(url, run_id, _token(secrets))
-    if record["protocol"] != str(PROTOCOL):
-        raise JoinRefused("protocol", record["protocol"], PROTOCOL)
+    if record.get("protocol") != str(PROTOCOL):
+        raise JoinRefused("protocol", record.get("protocol", "absent"), PROTOCOL)
     environment = {_URL: url, **secrets}
     config = recorded_config(record, own, {**os.environ, **environment})
     access = "the token is the run's" if secrets else "the run has no token"

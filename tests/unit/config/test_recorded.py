@@ -77,3 +77,26 @@ def test_a_record_that_cannot_be_read_back_is_refused_with_its_key(change: dict[
     kept = {key: value for key, value in record.items() if value is not None}
     with pytest.raises(ConfigError, match=next(iter(change))):
         recorded_config(kept, [], STORE)
+
+
+ODD = ["[", "{", "{(1,): 2}", "[{1, 2}]", "[b'a']", "{1j: 2}", "{...}", f"[{'1+' * 3000}1]", "[[1]]", "{'a': 1}", ""]
+
+
+@pytest.mark.parametrize("key", ["data.sources.web.source.type", "data.sources.web.source", "train.batch_size"])
+@pytest.mark.parametrize("text", ODD)
+def test_a_record_that_says_anything_is_refused_with_an_error_of_the_user(key: str, text: str) -> None:
+    record = _record(["@debug/diloco", "--data.sources", json.dumps(MIXTURE)])
+    with pytest.raises(ConfigError):
+        recorded_config({**record, key: text}, [], STORE)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.dir", "run.token", "node.id", "store.url", "ckpt.path", "data.cache_dir", "observe.webhook.url"),
+        *("resume.dir", "fault.inject", "export.path", "run", "node", "ckpt"),
+    ],
+)
+def test_a_record_sets_nothing_that_each_node_sets_for_itself(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"names what each node sets for itself: {key}"):
+        recorded_config({**_record(["@debug/diloco"]), key: '{"dir": "theirs"}'}, [], STORE)

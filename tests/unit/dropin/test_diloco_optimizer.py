@@ -324,6 +324,13 @@ def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOpti
         assert f"{key} is {theirs!r} in the running run" in str(refused.value)
 
 
+def test_store_that_refuses_for_good_is_said_at_once(
+    join: Callable[..., zeroband.DiLoCoOptimizer], url_without_scripts: str
+) -> None:
+    with pytest.raises(ConfigError, match="no Redis that a run can use"):
+        join(model_of(), store=url_without_scripts)
+
+
 def test_node_whose_outer_step_comes_to_other_bits_is_told(
     join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from zeroband.config import load_config
 from zeroband.config.shared import shared_digest, shared_items
@@ -108,6 +109,14 @@ def test_join_refuses_a_run_of_another_version(
     monkeypatch.setattr("zeroband.tools.join.PROTOCOL", PROTOCOL + 1)
     assert main([redis_url, "--run-id", "first", "--dry-run"]) == 2
     assert f"protocol is '{PROTOCOL}'" in capsys.readouterr().err
+
+
+def test_join_refuses_a_record_without_a_version(
+    store: RedisStore, redis_url: str, redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis_client.set(store.keys.run, store.judge.seal_run({"train.lr": "0.1"}))
+    assert main([redis_url, "--run-id", "run", "--dry-run"]) == 2
+    assert "protocol is 'absent'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", [[], ["@debug/diloco"], ["http://somewhere"]])

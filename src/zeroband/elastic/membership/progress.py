@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
-from zeroband.elastic.membership.records import Opening, from_record, to_record
+from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
+from zeroband.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,17 @@ class Progress:
     def from_record(record: Mapping[str, Any]) -> Progress:
         """The inverse. Raises ValueError."""
         return from_record(Progress, renewed(record))
+
+    @staticmethod
+    def of_verdict(verdict: Verdict) -> Progress:
+        """The run after a verdict that was found in a store. Raises ConfigError where it names no progress."""
+        try:
+            return Progress.from_record(verdict.record["progress"])
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"the store's record of this run, round {verdict.round}, names no progress that this version reads "
+                f"({type(error).__name__}: {error!s:.200}); use the version that wrote it, or another run.id"
+            ) from error
 
 
 def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,12 +19,13 @@ from typing import Any, cast
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthorizationError,
     ClusterCrossSlotError,
     InvalidResponse,
-    MovedError,
     NoPermissionError,
     NoScriptError,
+    TryAgainError,
 )
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
@@ -34,7 +35,7 @@ from zeroband.errors import ConfigError
 
 COMMANDS = (
     *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
-    *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set"),
+    *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "script|load", "select", "set"),
     *("strlen", "time", "type", "xadd", "xdel", "xrange", "xread", "xrevrange", "zadd", "zcard", "zcount"),
     *("zrangebyscore", "zrem", "zscore"),
 )
@@ -55,7 +56,19 @@ _SENTINEL_TIMEOUT_S = 2.0
 _SENTINELS_AWAY_S = 10.0
 """Pause before Sentinels are asked again while none of them answers."""
 
+_PASSING = ("LOADING ", "BUSY ", "TRYAGAIN ")
+"""So begins what a server says that will soon do what was asked."""
+_STATES = {
+    "read only replica": "it is a replica: name its master, or its Sentinels as redis+sentinel://",
+    "Link with MASTER is down": "it is a replica: name its master, or its Sentinels as redis+sentinel://",
+    "used memory > 'maxmemory'": "its memory is full: raise its maxmemory, or take one that others do not fill",
+    "MISCONF ": "it cannot save to its disk: make room there, or start it with --save '', as a run needs no disk",
+    "Not enough good replicas": "too few of its replicas are there: start them, or set its min-replicas-to-write to 0",
+    "The cluster is down": "it is a node of a Redis Cluster: name a Redis that is not part of a cluster",
+}
+"""In which a server answers and serves nobody, by what it says; and the way out."""
 _FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
+_IN_CLUSTER = ("Hash slot not served", "a non local key in a cluster node")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 _OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
 
@@ -127,6 +140,10 @@ class StoreScript:
         self._client, self._text, self._answer = client, text, answer
         self._sha = hashlib.sha1(text.encode()).hexdigest()  # the name that Redis gives it
 
+    def load(self) -> None:
+        """Have the server know it. Raises GarbledAnswer, redis.RedisError."""
+        self._client.script_load(self._text)
+
     def __call__(
         self, *, keys: Sequence[str], args: Sequence[str | bytes | int], wait: Sequence[str | int] = ()
     ) -> Any:
@@ -137,7 +154,7 @@ class StoreScript:
                 return self._client.wait_and_execute(wait, *command, shape=self._answer)
             return self._client.execute_command(*command, shape=self._answer)
         except NoScriptError:
-            self._client.script_load(self._text)
+            self.load()
             return self._client.execute_command(*command, shape=self._answer)
 
 
@@ -196,6 +213,20 @@ def is_refusal(error: BaseException) -> str | None:
     return _refusal(error, _REDIS)
 
 
+def is_unfit(error: BaseException) -> str | None:
+    """Why a server that answers cannot serve a run as it is, in the user's words; None where it may soon.
+
+    It may become fit while a run waits. One that is so before there is a run is the wrong one, or is set up wrongly.
+    """
+    refusal, text = is_refusal(error), _shortened(str(error))
+    if refusal is not None or not isinstance(error, redis.ResponseError):
+        return refusal
+    if isinstance(error, TryAgainError) or text.startswith(_PASSING):
+        return None
+    ways_out = (way_out for words, way_out in _STATES.items() if words in text)
+    return f"store.url: Redis answers with an error ({text}); {next(ways_out, _NEEDED)}"
+
+
 class SentinelRefusal(redis.ConnectionError):
     """Sentinels answered, and none of them will name the master, whatever time passes."""
 
@@ -208,6 +239,8 @@ class _Asked:
     login: str
     rules: str
 
+
+_NEEDED = "a run needs Redis 6.2 or later, or Valkey, with scripts and with no command renamed or left out"
 
 _REDIS = _Asked("Redis", "USER:PASSWORD@ before the host", ACL_RULES)
 _SENTINEL = _Asked(
@@ -228,7 +261,7 @@ def _refusal(error: BaseException, asked: _Asked) -> str | None:
         )
     if isinstance(error, InvalidResponse):
         return f"store.url: what answers there is no {who}; if it expects TLS, write rediss:// or rediss+sentinel://"
-    if isinstance(error, (MovedError, ClusterCrossSlotError)):
+    if isinstance(error, (AskError, ClusterCrossSlotError)) or any(part in text for part in _IN_CLUSTER):
         return f"store.url: this is a node of a Redis Cluster ({text}); name a Redis that is not part of a cluster"
     if isinstance(error, redis.ResponseError):
         return _refused_request(text, who)
@@ -236,11 +269,20 @@ def _refusal(error: BaseException, asked: _Asked) -> str | None:
 
 
 def _refused_request(text: str, who: str) -> str | None:
+    text = _shortened(text)
+    if "DENIED" in text:
+        way_out = "start it with --requirepass and write the password into the address"
+        return f"store.url: {who} lets in nobody from another machine ({text}); {way_out}"
     if "DB index" in text or "SELECT is not allowed" in text:
         return f"store.url: {who} has no database of that number ({text}); leave the number out"
     if "unknown command" in text.lower() or "Unknown Redis command" in text:
-        return f"store.url: what answers there is no {who} that a run can use ({text}); it needs Redis 6 or later"
+        return f"store.url: what answers there is no {who} that a run can use ({text}); {_NEEDED}"
     return None
+
+
+def _shortened(text: str) -> str:
+    """What a server says, without the arguments that it repeats and the advice that it gives."""
+    return text.partition(", with args")[0].partition(" because protected mode")[0].strip()
 
 
 def _refused_tls(error: BaseException, who: str) -> str | None:

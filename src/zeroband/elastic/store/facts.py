@@ -64,6 +64,7 @@ class StoreFacts(FactSource):
             self._nodes.setdefault(node_id, _NodeReader(node_id))
         if not self._nodes:
             self._store.require_token()
+        self._store.trust_address()  # who has shown the run once is asked again, whatever it refuses for a while
         return found
 
     def read(self, *, but_of: Collection[str] = ()) -> list[Fact]:

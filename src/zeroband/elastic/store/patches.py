@@ -32,8 +32,11 @@ def patch_of(before: str, after: str) -> str:
 
 def patched(before: bytes, patch: bytes) -> bytes:
     """The record that a patch, without its tag, makes of the one before. Raises ValueError for what is no patch."""
-    *head, text = patch.decode().split(" ", _HEAD_PARTS)
-    values = _merged(_values(before.decode()), json.loads(text))
+    try:
+        *head, text = patch.decode().split(" ", _HEAD_PARTS)
+        values = _merged(_values(before.decode()), json.loads(text))
+    except RecursionError as error:
+        raise ValueError("a patch of too many levels") from error
     return " ".join((*head, json.dumps(values, sort_keys=True))).encode()
 
 

@@ -23,7 +23,7 @@ from zeroband.elastic.store.connection import (
     connect,
     forget_connections,
     is_refusal,
-    is_temporary,
+    is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.judge import Judge
@@ -50,6 +50,11 @@ FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.5
 REMIND_S = 5.0
 
+REFUSES_S = 5.0
+"""Who gives nothing but errors for so long, before a run was seen to work there, is taken to do so for good."""
+
+_SELF_TEST_TTL_S = 60
+
 _PAGE, _LOOKED = 64, 16
 """Entries of facts that are read at once, and that are looked at to find one that counts."""
 
@@ -70,7 +75,11 @@ class Keys:
         self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
         self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
+        self.peers_at = f"{self.prefix}:peers_at"  # sorted set: member -> the change that its word came with
         self.opening = f"{self.prefix}:opening"  # string: the current opening
+        self.votes = f"{self.prefix}:votes"  # hash: member -> the result that it holds for the current opening
+        self.votes_at = f"{self.prefix}:votes_at"  # sorted set: member -> the change that its vote came with
+        self.failed = f"{self.prefix}:failed"  # string: why the current opening cannot be finished
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
         self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
         self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
@@ -79,6 +88,7 @@ class Keys:
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
         self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
+        self.links_at = f"{self.prefix}:links_at"  # sorted set: member -> the change that its word came with
         self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
         self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
         self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
@@ -89,17 +99,19 @@ class Keys:
         self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 
+    def scratch(self) -> list[str]:
+        """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""
+        return [f"{self.prefix}:self_test:{kind}" for kind in ("string", "hash", "list", "zset", "stream")]
+
     def ready(self, round: int) -> str:
         return f"{self.prefix}:ready:{round}"
 
+    def ready_at(self, round: int) -> str:
+        """Sorted set: member -> number of the change that its word came with."""
+        return f"{self.prefix}:ready_at:{round}"
+
     def gradients(self, round: int, member_id: str) -> str:
         return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
-
-    def votes(self, opening: Opening) -> str:
-        return f"{self.prefix}:votes:{opening.id}"
-
-    def failed(self, opening: Opening) -> str:
-        return f"{self.prefix}:failed:{opening.id}"
 
     def saving(self, attempt: str) -> str:
         """Hash: node id -> what its writer last said of this save of a checkpoint."""
@@ -157,8 +169,13 @@ class RedisRun:
         self._patience_s, self._answer_s = patience_s, answer_s
         self._before_retry = before_retry
         self._has_answered, self._answered_at_s = False, time.monotonic()
+        self._is_proven = False
+        """Whether a run was seen to work there."""
+        self._refused_since_s: float | None = None
+        """Since when there were nothing but errors for answers; None: there is no answer, or a good one."""
         self._known_word = ""
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
+        self._self_test = self.script(scripts.SELF_TEST, redis.ResponseError | int)
         self._add_once = self.script(scripts.ADD_ONCE, int)
         self._append_facts = self.script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts = self.script(scripts.READ_FACTS, list)
@@ -179,28 +196,42 @@ class RedisRun:
         while True:
             try:
                 answer = call()
-                self._has_answered, self._answered_at_s = True, time.monotonic()
-                return answer
-            except Exception as error:
-                refusal = is_refusal(error)
-                if refusal is not None and not self._has_answered:  # later on, the server's settings may come back
-                    raise ConfigError(refusal) from error
-                is_known = refusal is not None or is_temporary(error)
-                if not is_known and (not isinstance(error, redis.RedisError) or isinstance(error, redis.DataError)):
+            except (redis.RedisError, OSError) as error:
+                if isinstance(error, redis.DataError):
                     raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
-                now_s = time.monotonic()
-                what = "Redis did not answer" if is_known else "Redis answered with an error"
+                why, now_s = self._why_refused(error), time.monotonic()
                 if now_s + pause_s > started_at_s + patience_s:
-                    raise StoreLost(f"{what} for {patience_s:g} s: {error}; check store.url") from error
+                    silence = f"Redis did not answer for {patience_s:g} s: {error}; check store.url"
+                    raise StoreLost(silence if why is None else f"Redis refused for {patience_s:g} s: {why}") from error
                 if now_s - reminded_at_s > REMIND_S:
                     reminded_at_s = now_s
-                    what = "Redis is out of reach" if is_known else what
-                    _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
+                    what = "Redis is out of reach" if why is None else "Redis refuses"
+                    _log.warning(f"{what}; trying again", extra={"fields": {"error": why or str(error)}})
+            else:
+                self._has_answered, self._answered_at_s, self._refused_since_s = True, time.monotonic(), None
+                return answer
             forget_connections(self._redis)
             self._before_retry()
             self._note_silence(time.monotonic() - self._answered_at_s)
             time.sleep(random.uniform(0.5, 1.0) * pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _why_refused(self, error: redis.RedisError | OSError) -> str | None:
+        """Why a server that answers does not do what was asked; None: it does not answer, or will soon.
+
+        Raises ConfigError where that is for good. Once a run was seen to work there, its settings may come back.
+        """
+        is_garbled = self._has_answered and isinstance(error, redis.InvalidResponse)  # on its way from a Redis
+        why, now_s = None if is_garbled else is_unfit(error), time.monotonic()
+        if why is None:
+            self._refused_since_s = None
+            return None
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+        is_final = is_refusal(error) is not None or now_s - self._refused_since_s > REFUSES_S
+        if is_final and not self._is_proven:
+            raise ConfigError(why) from error
+        return why
 
     def _find_way(self) -> None:
         """Before a call: find out whom to ask, where that is not known yet."""
@@ -223,9 +254,27 @@ class RedisRun:
             _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
         return result
 
+    def require_usable(self, *, patience_s: float) -> None:
+        """Have Redis do once all that a run asks of it: from then on what it refuses may come back, and is waited for.
+
+        Raises ConfigError where it refuses any of it, and StoreLost.
+        """
+        keys = self.keys.scratch()
+        wait = ("XREAD", "BLOCK", 1, "COUNT", 1, "STREAMS", keys[-1], "0-0")
+
+        def ask() -> None:
+            self._self_test.load()
+            _, refusal = self._self_test(keys=keys, args=[_SELF_TEST_TTL_S], wait=wait)
+            if isinstance(refusal, redis.ResponseError):
+                raise refusal
+
+        self._is_proven = False
+        self.call(ask, patience_s)
+        self._is_proven = True
+
     def trust_address(self) -> None:
-        """Take no refusal for final any more: another process of this node was answered at this address."""
-        self._has_answered = True
+        """Take no refusal for final any more: a run was seen to work with this store."""
+        self._is_proven = True
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

@@ -109,10 +109,10 @@ _log = get_logger(__name__)
 
 
 class _Said(NamedTuple):
-    """What a member writes for itself."""
+    """What a member writes for itself: that it is ready, or with an opening its vote."""
 
-    key: str
     word: str
+    opening: Opening | None = None
 
 
 class RedisStore(RedisRun, Store):
@@ -166,6 +166,8 @@ class RedisStore(RedisRun, Store):
         self._asked: dict[str, RedisStore] = {}
         """Those that were asked by themselves, by what is shown of their addresses."""
         self._ask = partial(RedisStore, run_id=run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
+        self._refusals: dict[str, str] = {}
+        """Why stores that answered the last survey cannot serve a run, by what is shown of their addresses."""
         self._is_quiet_since_s: float | None = None
         self._said = "", 0.0
         """Why it waits to begin a run, and when that was said."""
@@ -208,13 +210,13 @@ class RedisStore(RedisRun, Store):
         return self._lease_ms // 2
 
     def reach(self, *, patience_s: float) -> None:
-        """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError.
+        """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
 
-        Of several stores, the one in use is found, or the first one is taken into use where all that are listed answer
-        and none is.
+        Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
+        serve a run and none is.
         """
         if not self.has_several:
-            self.call(self._redis.ping, patience_s)
+            self.require_usable(patience_s=patience_s)
             raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
             if (told := self.judge.whereabouts(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
@@ -226,11 +228,14 @@ class RedisStore(RedisRun, Store):
             seen = self.survey()
             self._enter_newest(seen)
             if self.generation is not None:
-                return
+                break
+            if self._refusals and not self._are_of_nodes:  # a store of another node's may be replaced
+                raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(seen)
             if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
+                    self._require_all_usable(seen)
                     first.begin(Generation(1, candidate.store), None)
                 self._is_quiet_since_s = time.monotonic()
                 continue
@@ -238,6 +243,25 @@ class RedisStore(RedisRun, Store):
                 raise StoreLost(self._why_not_reached(silent))
             self._say_waits(self._why_not_reached(silent))
             time.sleep(PAUSE_MAX_S)
+        self._require_all_usable(self.survey())
+
+    def _require_all_usable(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
+        """Have each of these stores do once what a run asks of it. Says which of those that are not in use refuse.
+
+        Raises StoreLost, and ConfigError where the one in use refuses, or any while none is.
+        """
+        for store, _ in seen:
+            shown = _shown(store.address)
+            try:
+                store.require_usable(patience_s=_SURVEY_S)
+            except ConfigError as error:
+                if self.generation is None or shown == _shown(self.address):
+                    raise ConfigError(f"{shown}: {error}") from error
+                fields = {"store": shown, "why": str(error)}
+                _log.warning("the run cannot go on in one of its stores", extra={"fields": fields})
+            except StoreLost:
+                if self.generation is None or shown == _shown(self.address):
+                    raise
 
     def _say_waits(self, why: str) -> None:
         """Say why no run is begun here, where that is another reason than before and stays for a moment."""
@@ -250,9 +274,11 @@ class RedisStore(RedisRun, Store):
         if not silent:
             return "the stores of the run tell that its members go on with another one, which does not answer yet"
         key = "store.peers" if self._are_of_nodes else "store.url"
+        why = self._refusals
+        named = ", ".join(f"{shown} ({why[shown]})" if shown in why else shown for shown in silent)
         return (
             f"no store of {key} holds this run, and {len(silent)} of {len(self._listed)} do not answer, of which one "
-            f"may hold it: {', '.join(silent)}; start them, or take out of {key} those that are gone"
+            f"may hold it: {named}; start them, or take out of {key} those that are gone"
         )
 
     # -- several stores -----------------------------------------------------------------------------------------
@@ -279,11 +305,16 @@ class RedisStore(RedisRun, Store):
         """
         answers = dict[RedisStore, Candidate | None]()
 
+        refusals = dict[str, str]()
+
         def ask(store: RedisStore) -> Candidate | None:
             try:
                 return store.look_at_candidate(member_id, account)
-            except (StoreLost, ConfigError):
-                return None
+            except ConfigError as error:
+                refusals[_shown(store.address)] = str(error)
+            except StoreLost:
+                pass
+            return None
 
         while unasked := [store for store in self.candidates if store not in answers]:
             with ThreadPoolExecutor(len(unasked), "survey") as pool:
@@ -291,6 +322,7 @@ class RedisStore(RedisRun, Store):
             for store, seen in answers.items():
                 if seen is not None and seen.elsewhere is not None:
                     self._find(beside(store.address, seen.elsewhere.store))
+        self._refusals = refusals
         return [(store, seen) for store in self.candidates if (seen := answers.get(store)) is not None]
 
     def _find(self, *addresses: str) -> None:
@@ -356,19 +388,13 @@ class RedisStore(RedisRun, Store):
     def begin(self, generation: Generation, legacy: Legacy | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
         keys, judge = self.keys, self.judge
-        opening = None if legacy is None else legacy.opening
-        votes, failed = (
-            (f"{keys.prefix}:votes:none", f"{keys.prefix}:failed:none")
-            if opening is None
-            else (keys.votes(opening), keys.failed(opening))
-        )
         names = [keys.store_id, keys.generation, keys.opening, keys.committed, keys.history, keys.clock, keys.run]
-        names += [keys.leases, keys.orders, keys.changes, keys.news, votes, f"{votes}:at", failed]
+        names += [keys.leases, keys.orders, keys.changes, keys.news, keys.votes, keys.votes_at, keys.failed]
         records = ["", "", "", ""]
         if legacy is not None:
             committed = judge.seal_verdict(legacy.committed)
             judge.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [judge.seal_opening(opening), committed, judge.seal_run(legacy.run)]
+            records = [judge.seal_opening(legacy.opening), committed, judge.seal_run(legacy.run)]
             records.append(judge.seal_orders(legacy.orders))
         args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
         args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
@@ -415,7 +441,7 @@ class RedisStore(RedisRun, Store):
             self.address = store.address
         self.generation = generation
         self._answered_at_s = time.monotonic()
-        self._has_answered = True
+        self._is_proven = True
         self._era += 1
 
     @property
@@ -488,19 +514,21 @@ class RedisStore(RedisRun, Store):
 
     def restore(self, known: StoreBackup) -> bool:
         keys, judge, member = self.keys, self.judge, known.member_id
-        ready_key = keys.ready(0 if known.ready is None else known.ready.round)
-        vote_key = keys.votes(known.vote[0]) if known.vote is not None else f"{keys.prefix}:votes:none"
+        round = 0 if known.ready is None else known.ready.round
         ours = [
             *(judge.seal_opening(known.opening), judge.seal_verdict(known.committed)),
             *(judge.seal_run(known.run), judge.seal_orders(known.orders)),
             "" if known.ready is None else judge.seal_ready(member, known.ready),
             "" if known.vote is None else judge.seal_vote(member, *known.vote),
         ]
-        places = [keys.opening, keys.committed, keys.run, keys.orders, f"{ready_key} {member}", f"{vote_key} {member}"]
+        places = [keys.opening, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
+        places.append(f"{keys.votes} {member}")
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
-        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
-        names += [keys.changes, keys.news, keys.generation]
-        return self.run_script(self._restore, names, [*args, _stamp_of(known.generation)]) == 1
+        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, keys.ready(round), keys.votes]
+        names += [keys.orders, keys.changes, keys.news, keys.generation]
+        names += [keys.ready_at(round), keys.votes_at, keys.failed]
+        args += [_stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
+        return self.run_script(self._restore, names, args) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -508,7 +536,7 @@ class RedisStore(RedisRun, Store):
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
         names = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
-        names += [self.keys.changes, self.keys.news]
+        names += [self.keys.changes, self.keys.news, self.keys.peers_at]
         args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
         args += [self.judge.seal_peer(member_id, peer), RUN_TTL_S]
         refuted, known = b"", self._known()
@@ -543,6 +571,7 @@ class RedisStore(RedisRun, Store):
     def _end(self, member_id: str, *, forget: bool) -> None:
         keys = self.keys
         names = [keys.leases, keys.peers, keys.clock, keys.changes, keys.news, keys.links]
+        names += [keys.peers_at, keys.links_at]
         self.run_script(self._end_lease, names, [member_id, int(forget)])
 
     def lease_ends_ms(self) -> dict[str, int]:
@@ -571,12 +600,12 @@ class RedisStore(RedisRun, Store):
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         self._own = member_id
-        said = _Said(self.keys.ready(ready.round), self.judge.seal_ready(member_id, ready))
+        said = _Said(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id
-        said = _Said(self.keys.votes(opening), self.judge.seal_vote(member_id, opening, digest))
+        said = _Said(self.judge.seal_vote(member_id, opening, digest), opening)
         enough, stamp = len(opening.members), _stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
@@ -619,16 +648,17 @@ class RedisStore(RedisRun, Store):
         known.ask_for_round(round)
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
         names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
-        names += [keys.opening_patch, keys.committed_patch]
-        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS)]
+        names += [keys.opening_patch, keys.committed_patch, keys.peers_at, keys.ready_at(round)]
+        names += [keys.votes, keys.votes_at, keys.failed]
+        args: list[str | bytes | int] = [self._silence_ms, known.changes, *map(known.tag, RECORDS)]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
         puts_off = ends_with is not None and known.opening == ends_with and id_of(expected) != ends_with.id
         args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
         args.append(_ANY if puts_off else tag_of(expected))
         if said is not None:
-            names.append(said.key)
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
+            args.append("" if said.opening is None else said.opening.id)
         waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
         told = self.run_script(self._view, names, args, wait=wait)
@@ -664,13 +694,12 @@ class RedisStore(RedisRun, Store):
         if known.learn_records(records) or known.view is None:
             self._judge_records(known)
         opening, ready_key = known.opening, keys.ready(round)
-        votes_key = "" if opening is None else keys.votes(opening)
 
         def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
             return judge.ready(ready_key, round, raw)
 
         def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
-            return judge.votes(votes_key, opening, raw)
+            return judge.votes(keys.votes, opening, raw)
 
         is_new = [
             known.learn_alive(alive),
@@ -711,7 +740,7 @@ class RedisStore(RedisRun, Store):
         if opening != known.opening:
             known.forget_votes()
         known.committed, known.opening, known.view = committed, opening, None
-        known.failed = judge.failure("" if opening is None else keys.failed(opening), opening, raw("failed"))
+        known.failed = judge.failure(keys.failed, opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.orders = judge.orders(keys.orders, raw("orders"))
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
@@ -719,7 +748,8 @@ class RedisStore(RedisRun, Store):
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
-        self.run_script(self._tell_links, [self.keys.links, self.keys.changes], [member_id, sealed, RUN_TTL_S])
+        names = [self.keys.links, self.keys.changes, self.keys.links_at]
+        self.run_script(self._tell_links, names, [member_id, sealed, RUN_TTL_S])
 
     def may_measure(self, member_id: str) -> bool:
         return bool(self.run_script(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
@@ -731,7 +761,7 @@ class RedisStore(RedisRun, Store):
         keys, known = self.keys, self._known()
         if known.links.change != known.links_change or known.links.unseen:
             args = [known.changes, known.links.change]
-            times, links = self.run_script(self._read_links, [keys.links, keys.changes], args)
+            times, links = self.run_script(self._read_links, [keys.links, keys.changes, keys.links_at], args)
             known.learn_times(*times)
             known.links.learn(links, known.links_change, lambda raw: self.judge.links(keys.links, raw))
             known.view = None  # it may be older than the changes that count as seen now
@@ -747,25 +777,26 @@ class RedisStore(RedisRun, Store):
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
         args += [_stamp_of(generation), patch_of(before, after)]
         names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
-        names += [keys.generation, keys.opening_patch]
+        names += [keys.generation, keys.opening_patch, keys.votes, keys.votes_at, keys.failed]
         return bool(self.run_script(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        judge, keys = self.judge, [self.keys.committed, self.keys.failed(opening)]
-        args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
-        return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news], args))
+        judge, keys = self.judge, [self.keys.committed, self.keys.failed]
+        args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys), opening.id]
+        return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
 
     def expect_verdict(self, verdict: Verdict) -> None:
         self._expected = self.judge.seal_verdict(verdict).encode()
 
     def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge
-        names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
+        names = [keys.opening, keys.committed, keys.history, keys.failed, keys.leases, keys.peers, keys.clock]
+        names += [keys.ready(verdict.round), keys.votes, keys.orders, keys.changes, keys.news, keys.links]
         names += [keys.generation, keys.committed_patch, keys.run]
+        names += [keys.ready_at(verdict.round), keys.votes_at, keys.peers_at, keys.links_at]
         before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
-        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening)), _stamp_of(generation)]
+        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), _stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
         args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)

@@ -3,7 +3,8 @@
 The store's clock alone decides about leases. It stands still while nobody renews: when all guardians were kept from the
 store at once, it was the store that was away, and whoever held a lease when the silence began gets a fresh one.
 
-Nothing in here trusts what it finds. A key of the wrong type is deleted and named in the answer. A script cannot check
+A script touches no key but those that it is given as KEYS: some servers refuse any other. Nothing in here trusts what
+it finds. A key of the wrong type is deleted and named in the answer. A script cannot check
 a seal, so its caller names the values that it looked at and that do not verify (`junk`): they are as if they were not
 there. What the caller has not judged may have been written since it looked: it must look again before it decides.
 """
@@ -103,25 +104,21 @@ local function follows(changes, seen) -- whether the changes go on from those th
   return born ~= '' and born == redis.call('HGET', changes, 'born')
          and tonumber(n) <= (tonumber(redis.call('HGET', changes, 'n')) or -1)
 end
-local function times_of(words) return words .. ':at' end -- member -> number of the change that its word came with
-local function note(changes, words, member, ttl)
-  mend(times_of(words), 'zset')
-  redis.call('ZADD', times_of(words), next_change(changes), member)
-  redis.call('EXPIRE', times_of(words), ttl)
+local function note(changes, times, member, ttl) -- times: member -> number of the change that its word came with
+  redis.call('ZADD', times, next_change(changes), member)
+  redis.call('EXPIRE', times, ttl)
 end
-local function forget(words, member)
-  mend(times_of(words), 'zset')
+local function forget(words, times, member)
   redis.call('HDEL', words, member)
-  redis.call('ZREM', times_of(words), member)
+  redis.call('ZREM', times, member)
 end
-local function since(words, known) -- how many there are, whether these are all of them, and those after a change
+local function since(words, times, known) -- how many there are, whether these are all of them, those after a change
   -- (a count is a string, of which the answer says how long it is: a byte that is lost on the way is noticed)
-  mend(times_of(words), 'zset')
   local many = redis.call('HLEN', words)
-  if known == '0' or redis.call('ZCARD', times_of(words)) ~= many then
+  if known == '0' or redis.call('ZCARD', times) ~= many then
     return {tostring(many), 1, redis.call('HGETALL', words)}
   end
-  local members, found = redis.call('ZRANGEBYSCORE', times_of(words), '(' .. known, '+inf'), {}
+  local members, found = redis.call('ZRANGEBYSCORE', times, '(' .. known, '+inf'), {}
   for i = 1, #members, 1000 do
     local some = {unpack(members, i, math.min(i + 999, #members))}
     local said = redis.call('HMGET', words, unpack(some))
@@ -169,55 +166,54 @@ def _script(kinds: str, body: str) -> str:
 
 
 VIEW = _script(
-    "string string zset hash hash string hash string string hash string string string hash",
+    "string string zset hash hash string hash string string hash string string string zset zset hash zset string",
     """
 -- KEYS: opening committed leases clock peers run ready orders restart_point changes generation patch_opening
---   patch_committed [said]
--- ARGV: prefix silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
+--   patch_committed peers_at ready_at votes votes_at failed
+-- ARGV: silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
 --   tag_restart_point tag_generation alive ready peers votes_of votes; whole enough_ready enough_votes member
---   lacks_ready lacks_vote tag_expected [word ttl generation]
--- What a member says is written first, if the store is in that generation; its first word counts. Told is what is
--- another than the caller knows. Who is ready and who has voted is told where it is asked for (`whole`), and where
--- there are enough of them; else how many, and what this member itself said: its word where the caller lacks it, 1
--- where it is there, 0 where it is not.
-local goes_on = follows(KEYS[10], ARGV[3])
+--   lacks_ready lacks_vote tag_expected [word ttl generation opening]
+-- What a member says is written first, if the store is in that generation; its first word counts. With the id of an
+-- opening it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
+-- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
+-- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+local goes_on = follows(KEYS[10], ARGV[2])
 local function known(i) return goes_on and ARGV[i] or '0' end
-if KEYS[14] and is_current(KEYS[11], ARGV[25]) then
-  if redis.call('HSETNX', KEYS[14], ARGV[19], ARGV[23]) == 1 then note(KEYS[10], KEYS[14], ARGV[19], ARGV[24]) end
-  redis.call('EXPIRE', KEYS[14], ARGV[24])
+local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
+if ARGV[22] and is_current(KEYS[11], ARGV[24]) and (ARGV[25] == '' or ARGV[25] == id) then
+  local words, times = KEYS[7], KEYS[15]
+  if ARGV[25] ~= '' then words, times = KEYS[16], KEYS[17] end
+  if redis.call('HSETNX', words, ARGV[18], ARGV[22]) == 1 then note(KEYS[10], times, ARGV[18], ARGV[23]) end
+  redis.call('EXPIRE', words, ARGV[23])
 end
 local function own(words, lacks)
-  if lacks == '1' then return redis.call('HGET', words, ARGV[19]) or 0 end
-  return redis.call('HEXISTS', words, ARGV[19])
+  if lacks == '1' then return redis.call('HGET', words, ARGV[18]) or 0 end
+  return redis.call('HEXISTS', words, ARGV[18])
 end
-local function told(words, i, enough) -- where they are asked for
+local function told(words, times, i, enough) -- where they are asked for
   local many = redis.call('HLEN', words)
-  if ARGV[16] == '1' or many >= tonumber(enough) then return since(words, known(i)) end
+  if ARGV[15] == '1' or many >= tonumber(enough) then return since(words, times, known(i)) end
   return {tostring(many), 0, 0}
 end
-local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
 local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
-  local names = {ARGV[1] .. ':votes:' .. id, ARGV[1] .. ':failed:' .. id}
-  mend(names[1], 'hash')
-  mend(names[2], 'string')
-  if id ~= ARGV[14] then ARGV[15] = '0' end
-  own_vote = own(names[1], id ~= ARGV[14] and '1' or ARGV[21])
-  votes, failed = told(names[1], 15, ARGV[18]), unless(names[2], id == ARGV[14] and ARGV[6] or '')
+  if id ~= ARGV[13] then ARGV[14] = '0' end
+  own_vote = own(KEYS[16], id ~= ARGV[13] and '1' or ARGV[20])
+  votes, failed = told(KEYS[16], KEYS[17], 14, ARGV[17]), unless(KEYS[18], id == ARGV[13] and ARGV[5] or '')
 end
-local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[11])
-return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), changed(KEYS[1], ARGV[4], KEYS[12], ''),
-        changed(KEYS[2], ARGV[5], KEYS[13], ARGV[22]), failed,
-        unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]),
-        unless(KEYS[11], ARGV[10]), alive, told(KEYS[7], 12, ARGV[17]), since(KEYS[5], known(13)), votes,
-        is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[20]), own_vote}
+local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[1])), ARGV[10])
+return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), changed(KEYS[1], ARGV[3], KEYS[12], ''),
+        changed(KEYS[2], ARGV[4], KEYS[13], ARGV[21]), failed,
+        unless(KEYS[6], ARGV[6]), unless(KEYS[8], ARGV[7]), unless(KEYS[9], ARGV[8]),
+        unless(KEYS[11], ARGV[9]), alive, told(KEYS[7], KEYS[15], 11, ARGV[16]), since(KEYS[5], KEYS[14], known(12)),
+        votes, is_settling(KEYS[3], KEYS[4], tonumber(ARGV[1])) and 1 or 0, own(KEYS[7], ARGV[19]), own_vote}
 """,
 )
 
 OPEN = _script(
-    "string string hash string zset hash stream string string",
+    "string string hash string zset hash stream string string as-it-is as-it-is as-it-is",
     """
--- KEYS: opening committed clock orders leases changes news generation patch
+-- KEYS: opening committed clock orders leases changes news generation patch votes votes_at failed
 -- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch
 if not is_current(KEYS[8], ARGV[10]) then return 0 end
 local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
@@ -229,6 +225,7 @@ local _, version = label(orders)
 if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
 redis.call('SET', KEYS[9], ARGV[11], 'EX', ARGV[4])
+for i = 10, 12 do redis.call('DEL', KEYS[i]) end -- they were of the one before
 tell(KEYS[6], KEYS[7])
 return 1
 """,
@@ -250,9 +247,11 @@ return 1
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string hash stream hash string string string",
+    "string string list string zset hash hash hash hash string hash stream hash string string string"
+    " zset zset zset zset",
     """
 -- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation patch run
+--   ready_at votes_at peers_at links_at
 -- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch run orders
 --   next_orders listed ...
 -- run: what all nodes share, for the session that begins here; empty: none does.
@@ -274,18 +273,15 @@ redis.call('SET', KEYS[15], ARGV[11], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
 redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
 redis.call('EXPIRE', KEYS[3], ARGV[4])
-for _, words in ipairs({KEYS[8], KEYS[9]}) do
-  redis.call('EXPIRE', words, ARGV[7])
-  redis.call('EXPIRE', times_of(words), ARGV[7])
-end
+for _, key in ipairs({KEYS[8], KEYS[9], KEYS[17], KEYS[18]}) do redis.call('EXPIRE', key, ARGV[7]) end
 local listed = {}
 for i = 15, #ARGV do listed[ARGV[i]] = true end
 local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
     redis.call('ZREM', KEYS[5], member)
-    forget(KEYS[6], member)
-    forget(KEYS[13], member)
+    forget(KEYS[6], KEYS[19], member)
+    forget(KEYS[13], KEYS[20], member)
   end
 end
 tell(KEYS[11], KEYS[12])
@@ -294,13 +290,15 @@ return 1
 )
 
 FAIL = _script(
-    "string string hash stream",
+    "string string hash stream string",
     """
--- KEYS: committed failed changes news   ARGV: version reason ttl junk_committed junk_failed
--- An opening is either committed or failed, never both.
+-- KEYS: committed failed changes news opening   ARGV: version reason ttl junk_committed junk_failed id
+-- An opening is either committed or failed, never both. One that is not the current one cannot be finished anyway.
 local committed = judged(redis.call('GET', KEYS[1]), ARGV[4])
 local _, version = label(committed)
 if committed and (not version or version >= tonumber(ARGV[1])) then return 0 end
+local _, _, id = label(redis.call('GETRANGE', KEYS[5], 0, 255))
+if id ~= ARGV[6] then return 1 end
 if not judged(redis.call('GET', KEYS[2]), ARGV[5]) then redis.call('DEL', KEYS[2]) end
 redis.call('SET', KEYS[2], ARGV[2], 'NX', 'EX', ARGV[3])
 tell(KEYS[3], KEYS[4])
@@ -309,9 +307,9 @@ return 1
 )
 
 RENEW = _script(
-    "zset hash hash string string hash stream",
+    "zset hash hash string string hash stream zset",
     """
--- KEYS: leases clock peers opening run changes news
+-- KEYS: leases clock peers opening run changes news peers_at
 -- ARGV: member lease_ms silence_ms first peer ttl refuted, then what the caller knows: changes alive peers
 -- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
 -- caller reads the opening; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
@@ -330,32 +328,30 @@ redis.call('HSET', KEYS[2], 'pulse', now)
 local goes_on, before = follows(KEYS[6], ARGV[8]), redis.call('HGET', KEYS[3], ARGV[1])
 if before ~= ARGV[5] then
   redis.call('HSET', KEYS[3], ARGV[1], ARGV[5])
-  note(KEYS[6], KEYS[3], ARGV[1], ARGV[6])
+  note(KEYS[6], KEYS[8], ARGV[1], ARGV[6])
 end
 local swept = tonumber(redis.call('HGET', KEYS[2], 'swept')) or 0
 redis.call('HSET', KEYS[2], 'swept', now)
 if (before and before ~= ARGV[5]) or redis.call('ZCOUNT', KEYS[1], '(' .. math.min(swept, now), now) > 0 then
   tell(KEYS[6], KEYS[7])
 end
-for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5], times_of(KEYS[3])}) do
-  redis.call('EXPIRE', key, ARGV[6])
-end
+for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5], KEYS[8]}) do redis.call('EXPIRE', key, ARGV[6]) end
 local times = redis.call('HMGET', KEYS[6], 'born', 'n', 'links')
-return {1, false, times, alive_unless(KEYS[1], now, ARGV[9]), since(KEYS[3], goes_on and ARGV[10] or '0')}
+return {1, false, times, alive_unless(KEYS[1], now, ARGV[9]), since(KEYS[3], KEYS[8], goes_on and ARGV[10] or '0')}
 """,
 )
 
 END_LEASE = _script(
-    "zset hash hash hash stream hash",
+    "zset hash hash hash stream hash zset zset",
     """
--- KEYS: leases peers clock changes news links   ARGV: member forget
+-- KEYS: leases peers clock changes news links peers_at links_at   ARGV: member forget
 -- It stays listed as one that was alive a moment ago, so that it may take the lease again if it is alive after all.
 local ended
 if ARGV[2] == '0' then
   ended = redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1])
 else
-  forget(KEYS[2], ARGV[1])
-  forget(KEYS[6], ARGV[1])
+  forget(KEYS[2], KEYS[7], ARGV[1])
+  forget(KEYS[6], KEYS[8], ARGV[1])
   ended = redis.call('ZREM', KEYS[1], ARGV[1])
   if ended == 1 then forget_stopped_clock(KEYS[1], KEYS[3]) end
 end
@@ -410,11 +406,11 @@ return 1
 )
 
 RESTORE = _script(
-    "string string list hash string hash hash string hash stream string",
+    "string string list hash string hash hash string hash stream string zset zset string",
     """
--- KEYS: opening committed history clock run ready votes orders changes news generation
+-- KEYS: opening committed history clock run ready votes orders changes news generation ready_at votes_at failed
 -- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk,
---   then the generation
+--   then the generation, and the id of the opening that the vote is for
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
 if not is_current(KEYS[11], ARGV[18]) then return 0 end
@@ -441,7 +437,12 @@ if is_older(theirs.committed, committed) then
 end
 local _, their_version = label(theirs.opening)
 local _, our_version = label(opening)
-if opening ~= '' and (not theirs.opening or their_version < our_version) then put(KEYS[1], opening) end
+if opening ~= '' and (not theirs.opening or their_version < our_version) then
+  put(KEYS[1], opening)
+  for _, key in ipairs({KEYS[7], KEYS[13], KEYS[14]}) do redis.call('DEL', key) end -- members give theirs again
+end
+local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
+if id ~= ARGV[19] then vote = '' end
 if is_older(theirs.orders, orders) then put(KEYS[8], orders) end
 if not judged(redis.call('GET', KEYS[5]), junk[3]) then redis.call('SET', KEYS[5], run) end
 redis.call('EXPIRE', KEYS[5], ARGV[1])
@@ -451,7 +452,7 @@ for i, word in ipairs({ready, vote}) do
     local key = KEYS[5 + i]
     if not judged(redis.call('HGET', key, ARGV[5]), junk[4 + i]) then
       redis.call('HSET', key, ARGV[5], word)
-      note(KEYS[9], key, ARGV[5], ARGV[4])
+      note(KEYS[9], KEYS[11 + i], ARGV[5], ARGV[4])
       is_older_file = true
     end
     redis.call('EXPIRE', key, ARGV[4])
@@ -558,6 +559,43 @@ return tonumber(redis.call('GET', KEYS[1]))
 """,
 )
 
+SELF_TEST = _script(
+    "as-it-is as-it-is as-it-is as-it-is as-it-is",
+    """
+-- KEYS: string hash list zset stream   ARGV: ttl
+-- Says each command of a run once, on keys that mean nothing. Returns 1, or the error of the one that is refused.
+local text, words, list, scores, stream = unpack(KEYS)
+local refusal
+local commands = {
+  {'TIME'}, {'SET', text, 1, 'EX', ARGV[1]}, -- before a write that takes no memory, which lets others take some
+  {'DEL', text}, {'DEL', words}, {'DEL', list}, {'DEL', scores}, {'DEL', stream},
+  {'SET', text, 1, 'NX', 'PX', 1000 * ARGV[1]}, {'EXPIRE', text, ARGV[1]}, {'TYPE', text}, {'EXISTS', text},
+  {'GET', text}, {'MGET', text}, {'STRLEN', text}, {'GETRANGE', text, 0, 0}, {'INCRBY', text, 1},
+  {'HSET', words, 'a', 1}, {'HSETNX', words, 'a', 1}, {'HINCRBY', words, 'a', 1}, {'HEXISTS', words, 'a'},
+  {'HGET', words, 'a'}, {'HMGET', words, 'a'}, {'HGETALL', words}, {'HLEN', words}, {'HDEL', words, 'a'},
+  {'LPUSH', list, 1}, {'LRANGE', list, 0, -1}, {'LTRIM', list, 0, 0},
+  {'ZADD', scores, 'XX', 'CH', 0, 'a'}, {'ZADD', scores, 1, 'a'}, {'ZCARD', scores}, {'ZCOUNT', scores, '(0', 1},
+  {'ZRANGEBYSCORE', scores, '-inf', '+inf', 'WITHSCORES'}, {'ZSCORE', scores, 'a'}, {'ZREM', scores, 'a'},
+  {'XADD', stream, 'MAXLEN', '~', 16, '1-0', 'a', 1}, {'XRANGE', stream, '-', '+', 'COUNT', 1},
+  {'XREVRANGE', stream, '+', '-', 'COUNT', 1}, {'XDEL', stream, '1-0'},
+}
+for _, command in ipairs(commands) do
+  local answer = redis.pcall(unpack(command))
+  if is_error(answer) then
+    refusal = {err = answer.err .. ' [' .. command[1] .. ']'}
+    break
+  end
+end
+if not refusal and redis.call('TYPE', text)['ok'] ~= 'string' then refusal = {err = 'ERR TYPE names no string'} end
+if not refusal then
+  note(words, scores, 'a', ARGV[1])
+  alive_unless(scores, 0, '')
+end
+for _, key in ipairs(KEYS) do redis.pcall('DEL', key) end
+return refusal or 1
+""",
+)
+
 READ = _script(
     "string string string",
     """
@@ -573,11 +611,11 @@ return redis.call('LRANGE', KEYS[1], 0, -1)
 )
 
 TELL_LINKS = _script(
-    "hash hash",
+    "hash hash zset",
     """
--- KEYS: links changes   ARGV: member record ttl
+-- KEYS: links changes links_at   ARGV: member record ttl
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-note(KEYS[2], KEYS[1], ARGV[1], ARGV[3])
+note(KEYS[2], KEYS[3], ARGV[1], ARGV[3])
 redis.call('HSET', KEYS[2], 'links', redis.call('HGET', KEYS[2], 'n'))
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 return 1
@@ -585,11 +623,11 @@ return 1
 )
 
 READ_LINKS = _script(
-    "hash hash",
+    "hash hash zset",
     """
--- KEYS: links changes   ARGV: changes known
+-- KEYS: links changes links_at   ARGV: changes known
 local known = follows(KEYS[2], ARGV[1]) and ARGV[2] or '0'
-return {redis.call('HMGET', KEYS[2], 'born', 'n', 'links'), since(KEYS[1], known)}
+return {redis.call('HMGET', KEYS[2], 'born', 'n', 'links'), since(KEYS[1], KEYS[3], known)}
 """,
 )
 

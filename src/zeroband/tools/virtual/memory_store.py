@@ -222,7 +222,7 @@ class MemoryStore(Store):
                 record.shared = self._say(dict(known.run))
             if known.ready is not None:
                 self._say_again(record.ready[known.ready.round], known.member_id, known.ready)
-            if known.vote is not None:
+            if known.vote is not None and known.vote[0] == record.opening:
                 self._say_again(record.votes[known.vote[0]], known.member_id, known.vote[1])
             if has_lost:
                 record.settled_ms = record.now_ms + self._lease_ms
@@ -402,13 +402,14 @@ class MemoryStore(Store):
             committed = self._committed()
             if committed is not None and committed.opening.version >= opening.version:
                 return False
-            self.record.failed.setdefault(opening, self._say(reason))
+            if self.record.opening == opening:
+                self.record.failed.setdefault(opening, self._say(reason))
             self.record.changed.notify_all()
             return True
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         with self.record.changed:
-            if self.record.generation == generation:
+            if self.record.generation == generation and self.record.opening == opening:
                 self.record.votes[opening].setdefault(member_id, self._say(digest))
             self.record.changed.notify_all()
             return self.view(opening.round)

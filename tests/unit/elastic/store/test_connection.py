@@ -4,8 +4,8 @@ The user of a run needs exactly `ACL_RULES`, which the tests below prove both wa
 
     ACL SETUSER NAME on >PASSWORD resetkeys ~zeroband:* -@all
         +del +evalsha +exists +expire +get +getrange +hdel +hexists +hget +hgetall +hincrby +hlen +hmget +hset +hsetnx
-        +incrby +lpush +lrange +ltrim +mget +ping +script|load +select +set +strlen +time +type +xadd +xdel +xrange
-        +xread +xrevrange +zadd +zcard +zcount +zrangebyscore +zrem +zscore
+        +incrby +lpush +lrange +ltrim +mget +script|load +select +set +strlen +time +type +xadd +xdel +xrange +xread
+        +xrevrange +zadd +zcard +zcount +zrangebyscore +zrem +zscore
 
 (`+select` only where store.url names a database.) With Sentinel that asks for a login, its user needs
 `+sentinel|get-master-addr-by-name` and nothing else.
@@ -41,6 +41,7 @@ from zeroband.elastic.store.connection import (
     forget_connections,
     is_refusal,
     is_temporary,
+    is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
 from zeroband.elastic.store.redis_run import Appended
@@ -465,13 +466,50 @@ def test_server_that_is_not_there_is_temporary(opened: Open) -> None:
     ("reply", "why"),
     [
         (b"-MOVED 3999 10.0.0.7:6379", "node of a Redis Cluster"),
-        (b"-ERR unknown command 'GET'", "it needs Redis 6 or later"),
+        (b"-ERR unknown command 'GET'", "a run needs Redis 6.2 or later"),
         (b"HTTP/1.1 400 Bad Request", "there is no Redis; if it expects TLS, write rediss://"),
         (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules must hold"),
+        (b"-DENIED Redis is running in protected mode because protected mode is enabled", "lets in nobody"),
+        (b"-CLUSTERDOWN Hash slot not served", "node of a Redis Cluster"),
     ],
 )
 def test_answers_that_time_does_not_change_are_refusals(script: Script, opened: Open, reply: bytes, why: str) -> None:
     assert why in _refusal(opened(f"redis://127.0.0.1:{script(reply)}"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "way_out"),
+    [
+        (b"-READONLY You can't write against a read only replica.", "name its master"),
+        (_IN_SCRIPT + b"-READONLY You can't write against a read only replica.", "name its master"),
+        (b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "name its master"),
+        (_IN_SCRIPT + b"-OOM command not allowed when used memory > 'maxmemory'.", "raise its maxmemory"),
+        (b"-MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", "--save"),
+        (b"-NOREPLICAS Not enough good replicas to write.", "min-replicas-to-write"),
+        (b"-CLUSTERDOWN The cluster is down", "node of a Redis Cluster"),
+        (b"-ERR script tried accessing undeclared key", "Redis 6.2 or later"),
+        (b"-NOSCRIPT No matching script.", "with scripts"),
+    ],
+)
+def test_state_in_which_a_server_serves_nobody_is_named_with_its_way_out(
+    script: Script, opened: Open, reply: bytes, way_out: str
+) -> None:
+    error = _error(opened(f"redis://127.0.0.1:{script(reply)}"))
+    said = is_unfit(error)
+    assert is_refusal(error) is None and said is not None and said.startswith("store.url: ") and way_out in said
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-LOADING Redis is loading the dataset in memory",
+        b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+        b"-TRYAGAIN Multiple keys request during rehashing of slot",
+        b"-ERR max number of clients reached",
+    ],
+)
+def test_server_that_will_soon_serve_is_not_unfit(script: Script, opened: Open, reply: bytes) -> None:
+    assert is_unfit(_error(opened(f"redis://127.0.0.1:{script(reply)}"))) is None
 
 
 @pytest.mark.parametrize("error", [redis.DataError("x"), KeyError("LEFT")])

@@ -30,15 +30,15 @@ HUGE = 10**15
 
 def whole_names(run: Run) -> dict[str, bytes]:
     """Every key of a run by a short name, those of the current round too, whether or not they are there."""
-    keys, opening = run.nodes[0].store.keys, run.nodes[0].opening
+    keys, opening, round = run.nodes[0].store.keys, run.nodes[0].opening, run.newest + 1
     assert opening is not None
     names = {name: value for name, value in vars(keys).items() if name != "prefix"}
-    names |= {"ready": keys.ready(run.newest + 1), "votes": keys.votes(opening), "failed": keys.failed(opening)}
+    names |= {"ready": keys.ready(round), "ready_at": keys.ready_at(round)}
     names["group"] = keys.group(opening, 0)
     return {name: value.encode() for name, value in names.items()}
 
 
-NAMES = sorted({*(name for name in vars(Keys(RUN_ID)) if name != "prefix"), "ready", "votes", "failed", "group"})
+NAMES = sorted({*(name for name in vars(Keys(RUN_ID)) if name != "prefix"), "ready", "ready_at", "group"})
 
 
 def delete(run: Run, key: bytes) -> None:
@@ -116,7 +116,7 @@ KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_se
 def old_values(run: Run, old: dict[bytes, bytes], name: str) -> None:
     """What stood there earlier; the names of a round's keys change with the round."""
     key = whole_names(run)[name]
-    prefix = key.rpartition(b":")[0] if name in ("ready", "votes", "failed", "group") else key
+    prefix = key.rpartition(b":")[0] if name in ("ready", "ready_at", "group") else key
     values = [value for other, value in old.items() if other.startswith(prefix)]
     if values:
         run.client.restore(key, 30_000_000, values[-1], replace=True)
@@ -275,9 +275,9 @@ def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: st
         opening, forger = run.nodes[0].opening, stranger(run)
         assert opening is not None
         keys = run.nodes[0].store.keys
-        run.client.set(keys.failed(opening), forger.seal_failure(opening, "because I say so"))
+        run.client.set(keys.failed, forger.seal_failure(opening, "because I say so"))
         for member in opening.members:
-            run.client.hset(keys.votes(opening), member, forger.seal_vote(member, opening, "another"))
+            run.client.hset(keys.votes, member, forger.seal_vote(member, opening, "another"))
         newest = run.newest
         assert_goes_on(run, f"a forged failure at {moment}")
         assert run.newest > newest

@@ -70,6 +70,7 @@ def ways(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Way]]:
             way = Way(relay, RedisStore(f"redis://127.0.0.1:{relay.port}", RUN, lease_s=LEASE_S, patience_s=PATIENCE_S))
             stack.callback(way.close)
             opened.append(way)
+            way.store.reach(patience_s=PATIENCE_S)
             way.store.view(1)
         yield opened
 

@@ -127,7 +127,7 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
     store.group_set(store.keys.group(failed, 0), b"x")
     store.group_add(store.keys.group(failed, 1), 1)
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
-    assert len(lives) == 24
+    assert len(lives) == 20
     assert {key: life for key, life in lives.items() if life <= 0} == {}
     assert all(key.startswith("zeroband:{run}:") for key in lives)
 
@@ -146,7 +146,7 @@ def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, red
     store.announce_ready(A, Ready(0, 1, "s"))
     open_next(store, opening)
     store.vote(opening, A, "d")
-    spent = (store.keys.ready(0), store.keys.votes(opening))
+    spent = (store.keys.ready(0), store.keys.ready_at(0), store.keys.votes, store.keys.votes_at)
     assert all(redis_client.ttl(key) > SPENT_TTL_S for key in spent) and ROUND_TTL_S > SPENT_TTL_S
     store.propose_verdict(a_verdict(opening))
     assert all(redis_client.ttl(key) <= SPENT_TTL_S for key in spent)
