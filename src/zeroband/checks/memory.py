@@ -202,8 +202,3 @@ def _number(file: Path) -> int | None:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def local_world_size(environ: Mapping[str, str]) -> int:
-    """Ranks of this node, as torchrun says; 1 without it."""
-    return int(environ.get("LOCAL_WORLD_SIZE") or 1)

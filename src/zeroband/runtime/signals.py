@@ -19,9 +19,8 @@ from types import FrameType, TracebackType
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving
-from zeroband.node.launched import LeaveRequests
+from zeroband.node.launched import LEAVING_SIGNALS, LeaveRequests, handle
 
-_LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _UNWIND_S = 10.0
 """To give everything back, at most."""
 _REACT_S = 3.0
@@ -31,9 +30,9 @@ _EXIT_INTERRUPTED, _EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Ending:
-    """Takes SIGINT, SIGTERM and SIGUSR1 while the context lasts. Main thread.
+    """Takes SIGINT, SIGTERM, SIGUSR1 and SIGHUP while the context lasts. Main thread.
 
-    The first SIGTERM or SIGUSR1 asks for the departure; without work to hand over, and at the second one (those within
+    The first of the last three asks for the departure; without work to hand over, and at the second one (those within
     2 s count as one), the process ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143,
     with 130 after Ctrl-C.
     `end`: ends this process without them.
@@ -57,10 +56,8 @@ class Ending:
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
         self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, self._take)
         signal.signal(signal.SIGALRM, self._cut_short)
-        for number in _LEAVING_SIGNALS:
-            signal.signal(number, self._take)
+        handle(dict.fromkeys((signal.SIGINT, *LEAVING_SIGNALS), self._take))
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -117,7 +114,7 @@ class Ending:
         """The main thread takes them, too, if it can."""
         self._is_interrupted |= signal.SIGINT in signals
         for number in signals:
-            if number in _LEAVING_SIGNALS and self._heard.add(now_s):
+            if number in LEAVING_SIGNALS and self._heard.add(now_s):
                 self._departure.ask(now_s)
         asked = self._heard.count
         if self._is_interrupted or asked > 1 or (asked and not self._departure.holds_work):

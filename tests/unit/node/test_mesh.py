@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +60,9 @@ def sharded(mesh: LocalMesh, config: LlamaConfig = CONFIG, **train: object) -> T
     return model
 
 
+OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", RANKS_FILE: "a file"}
+
+
 def backward(model: nn.Module, tokens: torch.Tensor = TOKENS) -> None:
     next_token_loss(model(tokens), tokens).objective.backward()
 
@@ -78,7 +80,7 @@ def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
 @pytest.mark.defect(12)
 def test_mesh_refuses_torchrun_over_several_nodes() -> None:
     with pytest.raises(ConfigError, match="--nnodes 1"):
-        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh: LocalMesh) -> None:
@@ -118,7 +120,7 @@ def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("gpus", "bound"), [(2, torch.device("cuda", 1)), (1, None), (0, None)])
 def test_rank_is_bound_to_a_gpu_of_its_own_and_trains_with_a_time_out_of_minutes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, bound: torch.device | None
+    monkeypatch: pytest.MonkeyPatch, gpus: int, bound: torch.device | None
 ) -> None:
     """Rank 1 of 2. Those that share a GPU, or have none, talk through gloo, and the control group waits for days."""
     asked: dict[str, dict[str, object]] = {}
@@ -137,7 +139,8 @@ def test_rank_is_bound_to_a_gpu_of_its_own_and_trains_with_a_time_out_of_minutes
     monkeypatch.setattr(dist, "init_process_group", note("default"))
     monkeypatch.setattr(dist, "new_group", note("control"))
     monkeypatch.setattr(parallel, "init_device_mesh", note("mesh"))
-    init_local_mesh({"RANK": "1", "WORLD_SIZE": "2", RANKS_FILE: str(tmp_path / "ranks")})
+    monkeypatch.setattr(parallel, "meet", note("store"))
+    init_local_mesh(OF_TWO)
     assert asked["default"]["device_id"] == bound
     assert asked["default"]["timeout"] == timedelta(minutes=10)
     assert asked["control"]["timeout"] == timedelta(days=7)
@@ -190,7 +193,7 @@ def test_rank_that_leaves_the_gpus_alone_talks_through_gloo(
 
 def test_mps_is_for_one_rank_in_float32(monkeypatch: pytest.MonkeyPatch, mesh: LocalMesh) -> None:
     with_devices(monkeypatch, has_mps=True)
-    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ = OF_TWO
     with pytest.raises(ConfigError, match=r"train.device='mps': 2 ranks cannot share parameters on it"):
         init_local_mesh(environ)
     on_mps, train = replace(mesh, device=torch.device("mps")), TrainConfig(dtype="bfloat16")
