@@ -88,7 +88,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if config is not asked and rank == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=ranks) as ending:
+        with Ending(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as ending:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:

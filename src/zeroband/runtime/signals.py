@@ -12,6 +12,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ _UNWIND_S = 10.0
 _REACT_S = 3.0
 """For the main thread to come out of an operation, at most; with `fault.grace_s` below the usual 30 s until SIGKILL."""
 _LOOK_S = 0.1
+_HEARD = b"zeroband: interrupted; this node gives back what it holds. Ctrl-C again ends it at once\n"
 _EXIT_INTERRUPTED, _EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -34,11 +36,14 @@ class Ending:
 
     The first of the last three asks for the departure; without work to hand over, and at the second one (those within
     2 s count as one), the process ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143,
-    with 130 after Ctrl-C.
-    `end`: ends this process without them.
+    with 130 after Ctrl-C. A second Ctrl-C does not wait for those; after the context no signal raises anything.
+    `end`: ends this process without them. `says`: whether to tell the user at once that Ctrl-C was heard.
     """
 
-    def __init__(self, departure: Departure, *, ranks: int, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, departure: Departure, *, ranks: int, says: bool = False, end: Callable[[int], object] = os._exit
+    ) -> None:
+        self._says = says
         self._departure = departure
         self._ranks = ranks
         self._end = end
@@ -65,6 +70,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        handle(dict.fromkeys((signal.SIGINT, *LEAVING_SIGNALS), self._take_late))
         signal.set_wakeup_fd(self._before)
         os.close(self._tells)
         self._thread.join()
@@ -77,8 +83,13 @@ class Ending:
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         """A signal handler."""
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self._code == _EXIT_INTERRUPTED:
+            self._end(_EXIT_INTERRUPTED)
+        elif number == signal.SIGINT:
             self._code = _EXIT_INTERRUPTED
+            if self._says:
+                with contextlib.suppress(OSError):
+                    os.write(sys.stderr.fileno(), _HEARD)  # a handler may not print
         elif self._asked.add(time.monotonic()):
             self._departure.ask(time.monotonic())
             if self._asked.count > 1:
@@ -89,6 +100,10 @@ class Ending:
             return
         if self._code is not None:
             raise SystemExit(self._code)
+
+    def _take_late(self, number: int, _frame: FrameType | None) -> None:
+        """A signal handler: everything is given back."""
+        self._end(_EXIT_INTERRUPTED if number == signal.SIGINT else self._code or 0)
 
     def _cut_short(self, _number: int, _frame: FrameType | None) -> None:
         """A signal handler: leave the inner step where it is."""

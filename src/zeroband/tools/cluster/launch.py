@@ -247,6 +247,8 @@ class Launcher:
             elif number in LEAVING_SIGNALS and self._asked.count == 1:
                 self._signal(signal.SIGTERM)
             else:
+                if number == signal.SIGINT:
+                    _say("interrupted; the ranks give back what they hold. Ctrl-C again kills them")
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
                 self._end(signal.SIGINT)  # another SIGTERM could be taken for the first one
 

@@ -25,6 +25,7 @@ from zeroband.data.shard_set import ShardSet
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.processors import usable_processors
+from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
@@ -267,7 +268,7 @@ class _Preparation:
         )
         if made.packed_length is not None:
             print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
-        print(f"look at it: zeroband data inspect {self._out}\ntrain on it:\n\n{_section(self._out, made)}")
+        print(f"look at it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
 
 
 def _section(out: str, made: ShardSet) -> str:
