@@ -20,8 +20,9 @@ from zeroband.config.stability import Caution
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.node.launched import end_without_a_word
+from zeroband.node.process_start import give_home, keep_standard_streams, outlast_readers, send_nowhere
 
-_EXIT_CONFIG = 2
+_EXIT_FAILED, _EXIT_CONFIG = 1, 2
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _EXIT_UNHEARD = 128 + signal.SIGPIPE
 
@@ -60,23 +61,41 @@ _COMMANDS = {
 }
 
 
+_WORK = {"train", "launch", "join", "simulate", "demo", "chaos", "compare", "store", "export"}
+"""What these print tells how they go: they go on where nobody reads it. The others are there for what they print."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    keep_standard_streams()
     chosen: str = _parser().parse_args(arguments[:1]).command
-    if chosen == "config":
-        return show_config(arguments[1:])
+    outlast_readers(stdout=chosen in _WORK or arguments[:2] == ["data", "prepare"])
+    if said := give_home(os.environ):
+        print(said, file=sys.stderr)
     try:
-        code = _load(chosen)(arguments[1:])
-        sys.stdout.flush()
+        code = show_config(arguments[1:]) if chosen == "config" else _load(chosen)(arguments[1:])
+        return code if _is_written() else code or _EXIT_FAILED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _is_unheard():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written
+        send_nowhere(sys.stdout)
         return _EXIT_UNHEARD
-    return code
+
+
+def _is_written() -> bool:
+    """Whether all that was printed reached a file or a reader; says why not. Raises BrokenPipeError."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"zeroband: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        send_nowhere(sys.stdout)
+        return False
+    return True
 
 
 def _is_unheard() -> bool:

@@ -3,8 +3,8 @@
     zeroband launch --nproc_per_node 2 src/zeroband/train.py @configs/debug/normal.toml --train.micro_bs 4
 
 Start it once on every machine; with [outer] and store.url the machines train one model together.
-SIGTERM or SIGUSR1 asks a node to leave: within `fault.grace_s` it hands over what it learned, or hands its samples
-back, and ends with 0. A second one ends it at once.
+SIGTERM, SIGUSR1 or SIGHUP asks a node to leave: within `fault.grace_s` it hands over what it learned, or hands its
+samples back, and ends with 0. A second one ends it at once.
 Exit codes: 0 done, or left as asked; 2 the configuration is wrong or was refused at join; 3 this machine lacks what it
 needs; 130 after Ctrl-C; 143 after a second SIGTERM or SIGUSR1; 1 anything else. torchrun makes 1 of every failure of
 its ranks.
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
     from zeroband.node.launched import end_without_a_word
+    from zeroband.node.process_start import keep_standard_streams
 
+    keep_standard_streams()
     end_without_a_word()
 
 import ctypes
@@ -25,16 +27,28 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from zeroband.checks.finding import require_start
-from zeroband.checks.memory import gpu_memory, local_world_size, out_of_gpu_memory
+from zeroband.checks.memory import gpu_memory, out_of_gpu_memory
 from zeroband.checks.needs import Needs
 from zeroband.checks.quick import asked_config, quick_checks
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.launched import end_without_a_word, let_segments_grow, local_rank, tell_torchrun
+from zeroband.node.launched import (
+    RANKS_FILE,
+    end_without_a_word,
+    let_segments_grow,
+    local_rank,
+    local_world_size,
+    rank_and_world_size,
+    require_one_task,
+    tell_torchrun,
+)
+from zeroband.node.process_start import give_home, outlast_readers
+from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.runtime.signals import Ending
@@ -54,24 +68,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    outlast_readers(stdout=True)
     die_with_launcher()
     end_without_a_word()
     let_segments_grow(os.environ)
     try:
+        rank, ranks = rank_and_world_size(os.environ)
+    except ConfigError as error:  # each process says it: there is no first one
+        say(f"zeroband: {error}")
+        return _EXIT_CODES[ConfigError]
+    if (said := give_home(os.environ)) and rank == 0:
+        say(said)
+    try:
         asked = asked_config(sys.argv[1:] if argv is None else argv)
-        is_only_process = local_world_size(os.environ) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        require_one_task(os.environ, are_told_apart=_is_named(asked))
+        share_processors(os.environ, ranks=ranks)
+        is_only_process = ranks == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
         config = named(asked, is_only_process=is_only_process)
-        if config is not asked and local_rank(os.environ) == 0:
+        if config is not asked and rank == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=local_world_size(os.environ)) as ending:
+        with Ending(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as ending:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
-            ranks = local_world_size(os.environ)
             loop = import_module("zeroband.runtime.loop")  # torch
-            for finding in require_start(gpu_memory(Needs(config), ranks, rank=local_rank(os.environ))):
+            for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:
                 with import_module("zeroband.runtime.afterword").Afterword(config, departure, say):
@@ -91,7 +114,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def leave_the_word_to_the_cause(error: RuntimeError) -> None:
     """Where another rank of this node has failed, wait until the launcher has noticed it and ends this one, too."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "onnection" in str(error):
+    if local_world_size(os.environ) > 1 and "onnection" in str(error):
         _log.debug("another rank of this node is gone", exc_info=error)
         time.sleep(_FIRST_RANK_SPEAKS_S)
 
@@ -135,8 +158,20 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it died before the call
+        if _is_orphan():  # it died before the call
             raise SystemExit(_EXIT_FAILED)
+
+
+def _is_orphan() -> bool:
+    """Whether torchrun is gone, which may also be process 1 of a container. Ranks of `zeroband launch` are leashed."""
+    if os.getppid() != 1 or "TORCHELASTIC_RUN_ID" not in os.environ or RANKS_FILE in os.environ:
+        return False
+    return b"torch" not in Path("/proc/1/cmdline").read_bytes()
+
+
+def _is_named(config: RunConfig) -> bool:
+    """Whether the user told this process from its neighbours: by its node's name, or by its own run."""
+    return "id" in config.node.model_fields_set or (config.outer is None and "id" in config.run.model_fields_set)
 
 
 if __name__ == "__main__":

@@ -430,7 +430,9 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
 def test_other_ranks_leave_the_word_to_the_first(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(zeroband.train.time, "sleep", pauses.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert rank.main("--train.mikro_bs=4")[0] == 2
     assert pauses == [10.0]
 

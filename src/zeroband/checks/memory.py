@@ -16,6 +16,7 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError, MachineUnfit
 from zeroband.node.identity import node_id_of
+from zeroband.node.launched import local_world_size
 from zeroband.node.shm import NodeFolder
 
 if TYPE_CHECKING:
@@ -226,8 +227,3 @@ def _number(file: Path) -> int | None:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def local_world_size(environ: Mapping[str, str]) -> int:
-    """Ranks of this node, as torchrun says; 1 without it."""
-    return int(environ.get("LOCAL_WORLD_SIZE") or 1)

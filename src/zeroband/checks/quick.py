@@ -10,11 +10,12 @@ from zeroband.checks.extras import missing_packages, unknown_protocols
 from zeroband.checks.finding import Finding
 from zeroband.checks.inputs import local_inputs
 from zeroband.checks.limits import compiler, descriptors, native_library, shares
-from zeroband.checks.memory import host_memory, local_world_size, shared_memory
+from zeroband.checks.memory import host_memory, shared_memory
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config, require_asked
 from zeroband.config.schema import RunConfig
 from zeroband.node.faults import FaultPoints
+from zeroband.node.launched import local_world_size
 
 
 def asked_config(argv: Sequence[str]) -> RunConfig:

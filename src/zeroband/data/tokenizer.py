@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.config.data import ChatSource, DataConfig, Source
+from zeroband.data.hub import hub_hint, hub_options
 from zeroband.data.tokenizer_files import (
     BYTE_CHAT_TEMPLATE,
     END_OF_DOCUMENT_TEXT,
@@ -340,10 +341,11 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"{way_to_extra('hf')}"
         ) from e
     try:
-        backend = transformers.AutoTokenizer.from_pretrained(name)
+        backend = transformers.AutoTokenizer.from_pretrained(name, **hub_options(name))
     except (OSError, ValueError) as e:
+        why = _first_line(e) + hub_hint()
         raise ConfigError(
-            f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {_first_line(e)}; where it "
+            f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {why}; where it "
             "is gated or private, accept its terms on the hub and set HF_TOKEN; without a network, name a folder of it"
         ) from e
     return HuggingFaceTokenizer(name, cast(_Backend, backend))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroband.config.layers import NONE
 from zeroband.config.model import LoraConfig, TransformersConfig
+from zeroband.data.hub import hub_hint, hub_options
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
@@ -128,7 +129,7 @@ class TransformersBlueprint(ForeignBlueprint):
         overrides = {key: None if value == NONE else value for key, value in (section.config or {}).items()}
         try:
             if section.name is not None:
-                return library.AutoConfig.from_pretrained(section.name, **overrides)
+                return library.AutoConfig.from_pretrained(section.name, **hub_options(section.name), **overrides)
             kind = overrides.pop("model_type")
             if kind not in library.CONFIG_MAPPING:
                 close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
@@ -143,7 +144,9 @@ class TransformersBlueprint(ForeignBlueprint):
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"{self._what} is no model that transformers can open: {_first_line(error)}") from error
+            raise ConfigError(
+                f"{self._what} is no model that transformers can open: {_first_line(error)}{hub_hint()}"
+            ) from error
 
     @staticmethod
     def _require_known(given: Mapping[str, Any], kind: Any, name: str) -> None:
@@ -173,7 +176,9 @@ class TransformersBlueprint(ForeignBlueprint):
             ) from error
 
     def _pretrained(self) -> Any:
+        assert self._section.name is not None, "weights belong to a name"
         options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
+        options |= hub_options(self._section.name)
         try:
             module, loaded = self._transformers.AutoModelForCausalLM.from_pretrained(
                 self._section.name,
@@ -184,7 +189,9 @@ class TransformersBlueprint(ForeignBlueprint):
                 **options,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"the weights of {self._what} cannot be taken: {_first_line(error)}") from error
+            raise ConfigError(
+                f"the weights of {self._what} cannot be taken: {_first_line(error)}{hub_hint()}"
+            ) from error
         if missing := sorted(loaded["missing_keys"]):
             raise ConfigError(
                 f"the weights of {self._what} lack {missing[0]} and {len(missing) - 1} more that the configuration "

@@ -1,6 +1,6 @@
 """Between a launcher and its ranks: what it tells them in their environment, and how they end before they trained.
 
-Loads nothing but the standard library: launchers and the first moments of a rank use it.
+Loads no other package: launchers and the first moments of a rank use it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zeroband.errors import ConfigError
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 RANKS_FILE = "ZEROBAND_RANKS_FILE"
 """Where the ranks of a node find one another: a file without a name that `zeroband launch` gives them."""
+
+LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a node to leave; SIGHUP is sent by a terminal that goes away, unless nohup has it ignored."""
 
 TOGETHER_S = 2.0
 """Signals so close are one request: Slurm and systemd signal every process, and the launcher passes its own on."""
@@ -44,14 +49,93 @@ class LeaveRequests:
         return True
 
 
+_ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+"""What a launcher numbers its ranks with, and the numbers of a rank without others."""
+
+_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+
+_SLURM_TASKS, _SLURM_NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
+
+
+def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """This process's number among the ranks of its node, and how many there are; 0 and 1 without a launcher.
+
+    Raises: ConfigError where the variables do not fit together, such as those that another launcher left behind, or
+    span several machines.
+    """
+    for name in (*_ALONE, *_COUNTERS):
+        _require_whole_number(name, environ)
+    given = {name: int(environ[name]) for name in _ALONE if environ.get(name)}
+    if given.items() <= _ALONE.items() and ("RANK" in given) == ("WORLD_SIZE" in given):
+        return 0, 1
+    if lacking := [name for name in _ALONE if name not in given]:
+        raise _left_behind(given, f"lacks {', '.join(lacking)}")
+    rank, world_size, local, local_world_size = given.values()
+    if not (0 <= rank < world_size and 0 <= local < local_world_size <= world_size):
+        raise _left_behind(given, "is the place of no rank")
+    if local_world_size != world_size:
+        raise several_machines(world_size, local_world_size)
+    if local != rank:
+        raise _left_behind(given, "gives one rank two numbers")
+    if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT", "").isdecimal()):
+        raise _left_behind(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
+    return rank, world_size
+
+
+def several_machines(world_size: int, local_world_size: int) -> ConfigError:
+    """What to say of a launcher that spans several machines: nodes are joined by [outer], not by their launchers."""
+    return ConfigError(
+        f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
+        "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
+    )
+
+
+def _left_behind(given: Mapping[str, int], fault: str) -> ConfigError:
+    seen = " ".join(f"{name}={number}" for name, number in given.items())
+    return ConfigError(
+        f"the environment has {seen}, which {fault}: another launcher set or left it. Start the ranks with `zeroband "
+        f"launch`, which sets these variables itself, or with torchrun; for one process alone unset {' '.join(given)}"
+    )
+
+
+def _require_whole_number(name: str, environ: Mapping[str, str]) -> None:
+    try:
+        int(environ.get(name) or 0)
+    except ValueError:
+        raise ConfigError(
+            f"the environment has {name}={environ[name]!r}, which is no whole number; unset {name}"
+        ) from None
+
+
+def require_one_task(environ: Mapping[str, str], *, are_told_apart: bool) -> None:
+    """Raise ConfigError where srun started several tasks on a machine, each of which would be a node like the others.
+
+    `are_told_apart`: whether the configuration gives them names of their own.
+    """
+    tasks, nodes = (environ.get(name, "") for name in (_SLURM_TASKS, _SLURM_NODES))
+    if "RANK" in environ or are_told_apart or not (tasks.isdecimal() and nodes.isdecimal()):
+        return
+    if int(tasks) > int(nodes):
+        raise ConfigError(
+            f"srun started {tasks} tasks on {nodes} machines ({_SLURM_TASKS}, {_SLURM_NODES}), and each would train as "
+            "a node of its own; start one on each (--ntasks-per-node=1), `zeroband launch --nproc-per-node N`, which "
+            "starts the machine's ranks, or give each a node.id"
+        )
+
+
 def local_rank(environ: Mapping[str, str]) -> int:
-    """This process's number among the ranks of its node; 0 without a launcher."""
-    return int(environ.get("LOCAL_RANK", "0"))
+    """This process's number among the ranks of its node; 0 without a launcher. See `rank_and_world_size`."""
+    return int(environ.get("LOCAL_RANK") or 0)
+
+
+def local_world_size(environ: Mapping[str, str]) -> int:
+    """Ranks of this node; 1 without a launcher. See `rank_and_world_size`."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def is_last_start(environ: Mapping[str, str]) -> bool:
     """Whether the launcher does not start the ranks again when one fails."""
-    done, most = (int(environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    done, most = (int(environ.get(name) or 0) for name in _COUNTERS)
     return done >= most
 
 
@@ -61,7 +145,7 @@ def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
     It does so after its last start only. Its own traceback, which it writes before, cannot be prevented from here.
     """
     file = environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None or not is_last_start(environ):
+    if file is None or "RANK" not in environ or not is_last_start(environ):
         return False
     record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):
@@ -80,14 +164,23 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 
 
 def end_without_a_word() -> dict[signal.Signals, Handler]:
-    """Have Ctrl-C end this process with 130, SIGTERM and SIGUSR1 with 0: there is nothing yet to give back.
+    """Have Ctrl-C end this process with 130, and what asks a node to leave with 0: there is nothing yet to give back.
 
     A handler that raises would do so in the middle of an import, where packages catch it or end in a traceback. Returns
     the handlers before. Main thread.
     """
-    codes = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: 0, signal.SIGUSR1: 0}
+    codes = {signal.SIGINT: 128 + signal.SIGINT, **dict.fromkeys(LEAVING_SIGNALS, 0)}
 
     def end(number: int, _frame: FrameType | None) -> None:
         os._exit(codes[signal.Signals(number)])
 
-    return {number: signal.signal(number, end) for number in codes}
+    return handle(dict.fromkeys(codes, end))
+
+
+def handle(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
+    """Set handlers of signals, but of SIGHUP where it is ignored, as under nohup. Returns those before. Main thread."""
+    before: dict[signal.Signals, Handler] = {}
+    for number, handler in handlers.items():
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    return before

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from zeroband.config.placement import Placement, placement
 from zeroband.config.training import ActivationCheckpointing, DeviceKind, TrainConfig
@@ -27,7 +26,8 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.cards import Card, are_apart, card_of, cards_of, least_share
 from zeroband.node.float8 import float8_problem, use_float8
-from zeroband.node.launched import RANKS_FILE
+from zeroband.node.launched import rank_and_world_size, several_machines
+from zeroband.node.rank_store import meet
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
 from zeroband.observe.log import get_logger
 
@@ -119,12 +119,13 @@ def init_local_mesh(
     Each rank takes `gpu`; None: a device of `device_kind(kind)`. Of the GPUs that it sees that is the one of its
     number, or it shares one where there are fewer than ranks. NCCL refuses two ranks on one GPU, so where the ranks'
     cards are not all different ones they talk through gloo, as they do on CPUs, and a warning says so.
-    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun; where there is
-    no such device; for several ranks on mps; where some ranks see a GPU and others do not.
+    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun; where its
+    variables do not fit together; where ranks do not come; where there is no such device; for several ranks on mps;
+    where some ranks see a GPU and others do not.
     """
     environ = os.environ if environ is None else environ
     _stay_on_this_machine()
-    rank, world_size = _rank_and_world_size(environ)
+    rank, world_size = rank_and_world_size(environ)
     kind = "cuda" if gpu is not None else device_kind(kind)
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "mps" and world_size > 1:
@@ -135,7 +136,7 @@ def init_local_mesh(
     device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device(kind))
     if gpus:
         torch.cuda.set_device(device)
-    store = _store_of_this_start(environ, rank, world_size, timedelta(seconds=CONTROL_TIMEOUT_S))
+    store = meet(environ, rank, world_size, CONTROL_TIMEOUT_S)
     cards = _compare_cards(store, rank, world_size, card_of(device))
     backend = "cpu:gloo,cuda:nccl" if are_apart(cards) else "gloo"
     if cards and backend == "gloo" and rank == 0:
@@ -162,7 +163,8 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     if not dist.is_initialized():
         return init_local_mesh(gpu=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+    if (here := int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)) != world_size:
+        raise several_machines(world_size, here)
     _stay_on_this_machine()
     control = _control_group()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -189,48 +191,18 @@ def _from_json(said: str | bytes) -> Card | None:
 def _stay_on_this_machine() -> None:
     """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another is nobody else's business.
 
-    Left to themselves they listen where the host's name leads. The groups between nodes choose an address of their own.
+    Left to themselves they listen where the host's name leads. Network cards that the environment names are for groups
+    over several machines, which torch has none of here, and may not be there: the groups between nodes choose an
+    address of their own.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={_LOOPBACK}"
 
 
 def _control_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _store_of_this_start(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Where the ranks tell each other their addresses.
-
-    `zeroband launch` gives its ranks a file, another one at each start; torchrun has a store, which outlives a restart
-    of its ranks, and the addresses of the dead ones still lie in it.
-    """
-    if "RANK" not in environ:
-        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    if file := environ.get(RANKS_FILE):
-        in_file = dist.FileStore(file, world_size)  # pyright: ignore[reportPrivateImportUsage]
-        in_file.set_timeout(timeout)
-        return in_file
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    return PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    if "RANK" not in environ:
-        return 0, 1
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    _require_one_node(int(environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
-    return rank, world_size
-
-
-def _require_one_node(local_world_size: int, world_size: int) -> None:
-    if local_world_size != world_size:
-        raise ConfigError(
-            f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
-            "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
-        )
 
 
 def broadcast_json(value: Any, mesh: LocalMesh, *, source: int = 0) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.node.processes import start_leashed
+from zeroband.observe.commands import typed
 from zeroband.observe.log import get_logger
 
 PAGE_LOG = "board.log"
@@ -50,7 +51,7 @@ def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack) -> st
     try:
         return _serve(run_dir, folder, port=port, stack=stack, config=None)
     except _Served:
-        _warn("another process serves it", f"zeroband board {run_dir}")
+        _warn("another process serves it", typed("board", run_dir))
         return None
 
 
@@ -107,7 +108,7 @@ def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: 
             )
             address = f"http://localhost:{listener.getsockname()[1]}"
     except (ConfigError, OSError) as error:
-        _warn(str(error), f"zeroband board {run_dir}")
+        _warn(str(error), typed("board", run_dir))
         return None
     stack.callback(_end, process)
     return address

@@ -887,6 +887,12 @@ class RunHistory:
         """Lines that were no facts of ours, by node."""
         return dict(self._odd_lines)
 
+    def mean_rate(self, view: RunView) -> float | None:
+        """Tokens per second of a whole run as `view` shows it, every wait counted; None where it has not trained."""
+        took_s = None if self.from_s is None or self.to_s is None else self.to_s - self.from_s
+        tokens = max((node.tokens for node in view.current or view.own), default=0)
+        return tokens / took_s if tokens and took_s else None
+
     def view(self, at_s: float | None = None) -> RunView:
         """The run now, or as it was then; without the nodes' curves, digests and events.
 

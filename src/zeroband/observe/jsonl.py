@@ -23,15 +23,15 @@ class JsonlWriter:
     """Appends records to a file, each with one system call, so that a SIGKILL leaves no half line.
 
     A half line from a crash of the machine, or from a full disk, is ended first, so that the next record is readable.
-    A disk that refuses a line is reported when that begins and when it ends; the run goes on.
+    A disk that refuses a line is reported when that begins and when it ends; the run goes on. A file that somebody
+    removed is reported and made anew: lines behind no name would be lost without a word.
     Any thread may append. Raises ConfigError where the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = self._open()
         except OSError as error:
             raise ConfigError(
                 f"cannot write {path}: {error.strerror}; set run.dir to a folder that this user may write to"
@@ -40,10 +40,26 @@ class JsonlWriter:
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._is_failing = False
 
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _reopen_if_removed(self) -> None:
+        if os.fstat(self._fd).st_nlink:
+            return
+        new = self._open()
+        os.dup2(new, self._fd, inheritable=False)  # the number stays, which other threads may be writing to
+        os.close(new)
+        self._is_torn = False
+        _log.warning(
+            "a file was removed; what comes from now on is in a new one", extra={"fields": {"path": self._path}}
+        )
+
     def append(self, record: Mapping[str, object]) -> None:
         """Add a line. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
         line = encode_line(record)
         try:
+            self._reopen_if_removed()
             data = b"\n" + line if self._is_torn else line
             written = os.write(self._fd, data)
             self._is_torn = written < len(data)

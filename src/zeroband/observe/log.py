@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -41,7 +43,7 @@ def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None =
         handlers.append(logging.StreamHandler(sys.stderr))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers.append(_LastingFile(file, encoding="utf-8"))
     if not handlers:
         handlers.append(logging.NullHandler())  # without any, logging prints warnings on standard error by itself
     for handler in handlers:
@@ -49,6 +51,19 @@ def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None =
         logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+class _LastingFile(logging.FileHandler):
+    """Writes to a new file of the same name where somebody removed it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            if not os.fstat(self.stream.fileno()).st_nlink:
+                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+                old = self.setStream(self._open())
+                if old is not None:
+                    old.close()
+        super().emit(record)
 
 
 def format_fields(fields: Mapping[str, object]) -> str:

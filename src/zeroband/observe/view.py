@@ -213,6 +213,22 @@ class RunView:
         return sum(node.ddp_bytes for node in self.current)
 
     @cached_property
+    def first_loss(self) -> float | None:
+        """Mean of the nodes' first losses, in nats per token; None where none has trained."""
+        return _mean(node.first_loss for node in self._counted)
+
+    @cached_property
+    def loss(self) -> float | None:
+        """Mean of the nodes' newest losses: one figure wherever the loss of the run is shown."""
+        return _mean(node.loss for node in self._counted)
+
+    @property
+    def _counted(self) -> Sequence[NodeView]:
+        """The nodes that are in, or, where none is, all of this run."""
+        current = self.current or self.own
+        return [node for node in current if node.node_id in self.members] or current
+
+    @cached_property
     def sources(self) -> Mapping[str, SourceView]:
         """What all nodes trained of each source: tokens in all, the most passes, the mean of their newest losses."""
         by_name: dict[str, list[SourceView]] = {}
@@ -236,12 +252,17 @@ class RunView:
         return tuple(sorted((event for node in self.nodes for event in node.events), key=lambda e: e.at_s))
 
 
+def _mean(losses: Iterable[float | None]) -> float | None:
+    """Of those that are numbers."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return sum(known) / len(known) if known else None
+
+
 def _of_all_nodes(views: Sequence[SourceView]) -> SourceView:
-    losses = [view.loss for view in views if view.loss is not None]
     return SourceView(
         sum(view.tokens for view in views),
         max(view.data_pass for view in views),
-        sum(losses) / len(losses) if losses else None,
+        _mean(view.loss for view in views),
     )
 
 

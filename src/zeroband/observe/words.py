@@ -54,7 +54,7 @@ EVENT_WORDS: Mapping[str, str] = {
 """A sentence for each kind of event, with its fields and `node`, who recorded it."""
 
 JOIN_WORDS: Mapping[str, str] = {
-    "outlasting": "waits until its earlier lease has run out",
+    "outlasting": "makes sure that its name is free",
     "recalling": "takes over what is left in memory",
     "looking": "looks into the store for the way in",
     "agreeing": "agrees with others on a checkpoint",

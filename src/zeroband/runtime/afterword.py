@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver
 from zeroband.node.identity import node_dir_of
 from zeroband.node.launched import is_last_start, local_rank
+from zeroband.observe.commands import typed
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
@@ -121,7 +123,7 @@ def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str
         _log.warning("no report was written", extra={"fields": {"why": str(error)}})
         return False
     if code:
-        why = f"exit code {code}; zeroband report {run_dir} says why"
+        why = f"exit code {code}; {typed('report', run_dir)} says why"
         _log.warning("no report was written", extra={"fields": {"why": why}})
     return not code
 
@@ -141,13 +143,13 @@ def closing_words(config: RunConfig, report: Path | None, *, is_complete: bool =
         lines.append(("model", str(exported)))
     if report is not None:
         lines.append(("report", str(report) if report.exists() else f"{report}, in a moment"))
-    following = [f"zeroband status {run_dir}" if report is None else f"open {report}"]
+    following = [typed("status" if report is None else "board", run_dir)]
     if checkpoints and not is_complete:
-        following.append("the same command, with --resume")
+        following.append(f"the same command, with {shlex.join(['--run.id', config.run.id, '--resume'])}")
     if checkpoints and is_complete and exported is None:
-        following.append(f"zeroband export {checkpoints} OUT")
+        following.append(typed("export", checkpoints, "OUT"))
     if checkpoints and is_complete:
-        following.append(f"zeroband sample {checkpoints} --prompt TEXT")
+        following.append(typed("sample", checkpoints, "--prompt", "TEXT"))
     lines.append(("next", following[0]))
     lines += [("", command) for command in following[1:]]
     return "\n".join(f"  {name:<12}{value}" for name, value in lines)

@@ -12,6 +12,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,27 +20,30 @@ from types import FrameType, TracebackType
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving
-from zeroband.node.launched import LeaveRequests
+from zeroband.node.launched import LEAVING_SIGNALS, LeaveRequests, handle
 
-_LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _UNWIND_S = 10.0
 """To give everything back, at most."""
 _REACT_S = 3.0
 """For the main thread to come out of an operation, at most; with `fault.grace_s` below the usual 30 s until SIGKILL."""
 _LOOK_S = 0.1
+_HEARD = b"zeroband: interrupted; this node gives back what it holds. Ctrl-C again ends it at once\n"
 _EXIT_INTERRUPTED, _EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Ending:
-    """Takes SIGINT, SIGTERM and SIGUSR1 while the context lasts. Main thread.
+    """Takes SIGINT, SIGTERM, SIGUSR1 and SIGHUP while the context lasts. Main thread.
 
-    The first SIGTERM or SIGUSR1 asks for the departure; without work to hand over, and at the second one (those within
+    The first of the last three asks for the departure; without work to hand over, and at the second one (those within
     2 s count as one), the process ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143,
-    with 130 after Ctrl-C.
-    `end`: ends this process without them.
+    with 130 after Ctrl-C. A second Ctrl-C does not wait for those; after the context no signal raises anything.
+    `end`: ends this process without them. `says`: whether to tell the user at once that Ctrl-C was heard.
     """
 
-    def __init__(self, departure: Departure, *, ranks: int, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, departure: Departure, *, ranks: int, says: bool = False, end: Callable[[int], object] = os._exit
+    ) -> None:
+        self._says = says
         self._departure = departure
         self._ranks = ranks
         self._end = end
@@ -57,10 +61,8 @@ class Ending:
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
         self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, self._take)
         signal.signal(signal.SIGALRM, self._cut_short)
-        for number in _LEAVING_SIGNALS:
-            signal.signal(number, self._take)
+        handle(dict.fromkeys((signal.SIGINT, *LEAVING_SIGNALS), self._take))
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -68,6 +70,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        handle(dict.fromkeys((signal.SIGINT, *LEAVING_SIGNALS), self._take_late))
         signal.set_wakeup_fd(self._before)
         os.close(self._tells)
         self._thread.join()
@@ -80,8 +83,13 @@ class Ending:
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         """A signal handler."""
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self._code == _EXIT_INTERRUPTED:
+            self._end(_EXIT_INTERRUPTED)
+        elif number == signal.SIGINT:
             self._code = _EXIT_INTERRUPTED
+            if self._says:
+                with contextlib.suppress(OSError):
+                    os.write(sys.stderr.fileno(), _HEARD)  # a handler may not print
         elif self._asked.add(time.monotonic()):
             self._departure.ask(time.monotonic())
             if self._asked.count > 1:
@@ -92,6 +100,10 @@ class Ending:
             return
         if self._code is not None:
             raise SystemExit(self._code)
+
+    def _take_late(self, number: int, _frame: FrameType | None) -> None:
+        """A signal handler: everything is given back."""
+        self._end(_EXIT_INTERRUPTED if number == signal.SIGINT else self._code or 0)
 
     def _cut_short(self, _number: int, _frame: FrameType | None) -> None:
         """A signal handler: leave the inner step where it is."""
@@ -117,7 +129,7 @@ class Ending:
         """The main thread takes them, too, if it can."""
         self._is_interrupted |= signal.SIGINT in signals
         for number in signals:
-            if number in _LEAVING_SIGNALS and self._heard.add(now_s):
+            if number in LEAVING_SIGNALS and self._heard.add(now_s):
                 self._departure.ask(now_s)
         asked = self._heard.count
         if self._is_interrupted or asked > 1 or (asked and not self._departure.holds_work):

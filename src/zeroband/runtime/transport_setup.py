@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,6 +29,7 @@ from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
+from zeroband.node.processors import usable_processors
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -161,7 +161,7 @@ def require_native(*, is_sealed: bool) -> None:
 
 
 def _threads() -> int:
-    return min(4, max(1, (os.cpu_count() or 1) // 8))
+    return min(4, max(1, usable_processors() // 8))
 
 
 def _address_to_listen_on(host: str) -> str:

@@ -121,7 +121,6 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSumma
     histories = [_history(path) for path in node_dirs]
     lost = {member for history in histories for member in history.lost_member_ids}
     run = run_view(run_dir.name, [history.view() for history in histories], lost)
-    losses = [node.loss for node in run.current or run.own if node.loss is not None]
     written_at_s = max(map(_written_at_s, node_dirs))
     return RunSummary(
         run_id=run_dir.name,
@@ -129,7 +128,7 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSumma
         state=_state(run, now_s - written_at_s),
         step=max((node.step for node in run.own), default=0),
         total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=run.loss,
         nodes=len(run.nodes),
         nodes_in=sum(_is_in(node) for node in run.own),
         nodes_of_others=len(run.strangers),

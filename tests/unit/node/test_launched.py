@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from zeroband.node.launched import let_segments_grow
+from zeroband.errors import ConfigError
+from zeroband.node.launched import RANKS_FILE, let_segments_grow, rank_and_world_size, require_one_task
 
 GROWING = "expandable_segments:True"
 
@@ -36,3 +37,62 @@ def test_users_settings_of_the_allocator_stay(name: str, value: str) -> None:
     environ = {name: value}
     let_segments_grow(environ)
     assert environ == {name: value}
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "3",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, (0, 1)),
+        (dict.fromkeys(LAUNCHED, ""), (0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
+        ({"LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere"}, (0, 1)),
+        (LAUNCHED, (1, 3)),
+        ({**LAUNCHED, "MASTER_ADDR": "", "MASTER_PORT": "", RANKS_FILE: "/proc/self/fd/3"}, (1, 3)),
+    ],
+)
+def test_place_of_a_rank_in_its_node(environ: dict[str, str], place: tuple[int, int]) -> None:
+    assert rank_and_world_size(environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0, which lacks WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: another launcher .* unset RANK"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "lacks LOCAL_RANK, LOCAL_WORLD_SIZE",
+        ),
+        ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1, which lacks RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1, which lacks RANK"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "unset LOCAL_WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x', which is no whole number; unset RANK"),
+        ({"TORCHELASTIC_RESTART_COUNT": "many"}, "TORCHELASTIC_RESTART_COUNT='many'"),
+        ({**LAUNCHED, "RANK": "3", "LOCAL_RANK": "3"}, "is the place of no rank"),
+        ({**LAUNCHED, "LOCAL_RANK": "2"}, "gives one rank two numbers"),
+        ({**LAUNCHED, "LOCAL_WORLD_SIZE": "2"}, "start one torchrun with --nnodes 1 on every machine"),
+        ({**LAUNCHED, "MASTER_PORT": ""}, r"does not say where rank 0 is \(MASTER_ADDR, MASTER_PORT\)"),
+    ],
+)
+def test_what_another_launcher_left_behind_is_named(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rank_and_world_size(environ)
+
+
+def test_tasks_of_srun_that_would_each_be_the_same_node_are_refused() -> None:
+    environ = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(ConfigError, match=r"srun started 8 tasks on 2 machines .* start one on each"):
+        require_one_task(environ, are_told_apart=False)
+    require_one_task(environ, are_told_apart=True)
+    require_one_task({**environ, **LAUNCHED}, are_told_apart=False)  # below a launcher of their own
+    require_one_task({**environ, "SLURM_STEP_NUM_TASKS": "2"}, are_told_apart=False)
+    require_one_task({}, are_told_apart=False)

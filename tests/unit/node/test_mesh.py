@@ -64,6 +64,9 @@ def sharded(mesh: LocalMesh, config: LlamaConfig = CONFIG, **train: object) -> T
     return model
 
 
+OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", RANKS_FILE: "a file"}
+
+
 def backward(model: nn.Module, tokens: torch.Tensor = TOKENS) -> None:
     next_token_loss(model(tokens), tokens).objective.backward()
 
@@ -81,7 +84,7 @@ def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
 @pytest.mark.defect(12)
 def test_mesh_refuses_torchrun_over_several_nodes() -> None:
     with pytest.raises(ConfigError, match="--nnodes 1"):
-        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh: LocalMesh) -> None:
@@ -147,8 +150,9 @@ def start_rank_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..
         monkeypatch.setattr(dist, "new_group", note("control", dist.ProcessGroup(1, 2)))
         monkeypatch.setattr(parallel, "init_device_mesh", note("mesh"))
         first = dist.FileStore(str(tmp_path / "ranks"), 2)
+        first.set("here0", "")
         first.set("card/0", json.dumps(other and asdict(replace(other, bus=f"0:{other.bus}:0"))))
-        mesh = init_local_mesh({"RANK": "1", "WORLD_SIZE": "2", RANKS_FILE: str(tmp_path / "ranks")})
+        mesh = init_local_mesh(OF_TWO | {RANKS_FILE: str(tmp_path / "ranks")})
         return mesh, asked
 
     return start
@@ -266,7 +270,7 @@ def test_rank_that_leaves_the_gpus_alone_talks_through_gloo(
 
 def test_mps_is_for_one_rank_in_float32(monkeypatch: pytest.MonkeyPatch, mesh: LocalMesh) -> None:
     with_devices(monkeypatch, has_mps=True)
-    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ = OF_TWO
     with pytest.raises(ConfigError, match=r"train.device='mps': 2 ranks cannot share parameters on it"):
         init_local_mesh(environ)
     on_mps, train = replace(mesh, device=torch.device("mps")), TrainConfig(dtype="bfloat16")

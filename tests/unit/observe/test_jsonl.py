@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,3 +171,17 @@ def test_tail_gives_every_line_once_however_the_file_grew(
             file.write(data[file.tell() : stop])
         seen += [record["step"] for record in tail.read()]
     assert seen == steps
+
+
+def test_file_that_is_removed_is_made_anew_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.append({"step": 1})
+    shutil.rmtree(path.parent)
+    for step in (2, 3):
+        writer.append({"step": step})
+    writer.close()
+    assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
+    assert [record.message for record in caplog.records] == [
+        "a file was removed; what comes from now on is in a new one"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,3 +122,11 @@ def test_line_formatter_appends_the_traceback_of_an_exception(capsys: pytest.Cap
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("x: failed step=3")
     assert lines[-1] == "ValueError: the reason"
+
+
+def test_log_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "rank0.log"
+    setup_logging("INFO", "a", 0, file)
+    shutil.rmtree(file.parent)
+    get_logger("zeroband.x").warning("still here")
+    assert "still here" in file.read_text()

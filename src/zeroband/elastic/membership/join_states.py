@@ -32,7 +32,7 @@ class JoinState(StrEnum):
 
 DEEDS: Mapping[JoinState, str] = {
     JoinState.OUTSIDE: "has not begun",
-    JoinState.OUTLASTING: "waits until the lease of an earlier life of this node has run out",
+    JoinState.OUTLASTING: "makes sure that its name is free: waits for the lease of an earlier life, if there is one",
     JoinState.RECALLING: "takes over what the trainer before it had in memory when it crashed",
     JoinState.LOOKING: "looks at the store for the way in",
     JoinState.AGREEING: "agrees with the others who resume on one checkpoint, and takes it over",

@@ -20,7 +20,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
-from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round
+from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round, no_donor_in
 from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of
 from zeroband.elastic.recovery.transfer import STRAGGLER_S, StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
@@ -376,13 +376,13 @@ class RecoveryClient:
         return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)
 
     def _donors(self) -> list[Donor]:
-        """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver.
+        """The members that serve their state, in random order, so that joiners spread over them.
 
-        Those that are called through others come last.
+        Those that are called through others come last. Raises RecoveryFailed where there is none, RunOver.
         """
         view = self._store.view(FOUNDING_ROUND)
         if view.committed is None:
-            return []
+            raise no_donor_in(view)
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
         if not alive and Progress.from_record(view.committed.record["progress"]).is_complete:
             raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
@@ -391,6 +391,8 @@ class RecoveryClient:
             for m in alive
             if view.peers[m].serves_state
         ]
+        if not donors:
+            raise no_donor_in(view)
         random.shuffle(donors)
         return sorted(donors, key=lambda donor: bool(donor.relays))
 

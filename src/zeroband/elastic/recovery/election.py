@@ -7,10 +7,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zeroband.elastic.membership.records import View
+from zeroband.elastic.membership.resume_rules import pending
 from zeroband.elastic.recovery.donors import Donor, Inquiry, Refusal
 from zeroband.elastic.recovery.state_chunks import StateManifest
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.observe.view import node_id_of_member
 
 _log = get_logger(__name__)
 
@@ -137,6 +140,22 @@ def _announced(believed: Believed) -> Believed:
         fields = {"donor": member_id, "round": believed.manifest.round, "why": why}
         _log.warning("donor disagrees with the others; dropped", extra={"fields": fields})
     return believed
+
+
+def no_donor_in(view: View) -> RecoveryFailed:
+    """The error that says why nobody has a state to serve: all are gone, or those who live have not come so far yet."""
+    agreed, newest = pending(view), view.committed or view.opening
+    living = [m for m in (view.alive if newest is None else newest.members) if m in view.alive]
+    names = ", ".join(sorted(map(node_id_of_member, living)))
+    if agreed is not None and agreed.member in view.alive:
+        why = f"{node_id_of_member(agreed.member)} still takes over the checkpoint of step {agreed.step}"
+    elif not living:
+        why = "no member is alive"
+    elif view.committed is None:
+        why = f"the first state is not committed yet; alive: {names}"
+    else:
+        why = f"these members serve none yet: {names}"
+    return RecoveryFailed(f"no state to join with yet: {why}")
 
 
 def no_donor(problems: Mapping[str, str]) -> RecoveryFailed:

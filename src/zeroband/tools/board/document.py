@@ -320,7 +320,6 @@ def _numbers(
     at_work = [node for node in view.own if (span := spans[node.node_id]) and span.standing in _AT_WORK]
     step = max((node.step for node in current), default=None)
     total = max((node.total_steps for node in view.own if node.total_steps is not None), default=None)
-    losses = [node.loss for node in at_work or current if node.loss is not None]
     rates = [node.tokens_per_s for node in at_work if node.tokens_per_s is not None]
     mfus = [node.mfu for node in at_work if node.mfu is not None]
     held_out = [node.evaluation for node in current if node.evaluation is not None]
@@ -333,11 +332,11 @@ def _numbers(
         "epoch": view.epoch,
         "store": view.store,
         "tokens": max((node.tokens for node in current), default=None),
-        "tokens_per_s": sum(rates) if rates else None,
+        "tokens_per_s": sum(rates) if rates else known.mean_rate(view) if at_s is None and not at_work else None,
         "mfu": fmean(mfus) if mfus else None,
         "left_s": _left_s(known, step, total, at_s) if at_work else None,
         "parameters": parameters,
-        "loss": fmean(losses) if losses else None,
+        "loss": view.loss,
         "held_out": max(held_out, key=lambda one: one.step).losses.get("") if held_out else None,
         "config_words": ", ".join([*shape, *([setting.config_words] if setting.config_words else [])]),
         "cost": _cost(known, view, len(at_work), setting.price_per_hour, at_s),

@@ -16,20 +16,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 from zeroband.errors import ConfigError
-from zeroband.node.launched import RANKS_FILE, LeaveRequests
+from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests
+from zeroband.node.process_start import keep_standard_streams, outlast_readers
 from zeroband.node.processes import start_leashed
+from zeroband.node.processors import share_processors, usable_processors
 from zeroband.tools.cluster.gpus import visible_gpus
 
-_LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PATIENCE_S = 30.0
 """Seconds between the signal that ends a rank at once and SIGKILL."""
 _POLL_S = 0.05
 _EXIT_FAILED, _EXIT_CONFIG = 1, 2
+
+_FROM_TORCHRUN = {"nproc_per_node": "1", "max_restarts": "0", "nnodes": "1"}
+"""Options that torchrun also reads from its environment, and what holds where nobody gives them."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,7 @@ class Launch:
         `meeting`: descriptor of the file in which the ranks meet.
         """
         env = dict(os.environ)
-        if self.ranks > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+        share_processors(env, ranks=self.ranks)
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
             env.pop(name, None)  # of a launcher above this one
         return env | {
@@ -77,14 +80,14 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> Launch:
     """Raises ConfigError."""
     asked, unknown = _parser().parse_known_args(argv)
-    if unknown or asked.nnodes not in ("1", "1:1"):
-        what = " ".join(unknown) or f"--nnodes {asked.nnodes}"
+    ranks, restarts, nodes = (_given(name, getattr(asked, name), os.environ) for name in _FROM_TORCHRUN)
+    if unknown or nodes.value not in ("1", "1:1"):
         raise ConfigError(
-            f"zeroband launch does not take {what}: it starts the ranks of one machine, which meet without a port; "
-            "start it on every machine and join them by [outer] and store.url"
+            f"zeroband launch does not take {' '.join(unknown) or nodes}: it starts the ranks of one machine, which "
+            f"meet without a port; start it on every machine and join them by [outer] and store.url{nodes.way_out}"
         )
-    if asked.max_restarts < 0:
-        raise ConfigError(f"--max-restarts {asked.max_restarts} is negative; 0 starts the ranks once")
+    if not restarts.value.isdecimal():
+        raise ConfigError(f"{restarts} is no number of starts after the first: 0 or more{restarts.way_out}")
     if not 0 <= asked.exit_code_left <= 255:
         raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
     if asked.script.startswith("@"):
@@ -92,7 +95,7 @@ def parse(argv: Sequence[str]) -> Launch:
     else:
         runs = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
     command = (*runs, asked.script, *asked.arguments)
-    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, command, asked.exit_code_left)
+    return Launch(count_of(ranks), int(restarts.value), command, asked.exit_code_left)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,15 +105,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: zeroband launch --nproc-per-node gpu @150M --run.id first-try",
         allow_abbrev=False,
     )
-    add, env = parser.add_argument, os.environ  # torchrun reads its arguments from PET_... where they are not given
-    ranks, restarts = env.get("PET_NPROC_PER_NODE", "1"), env.get("PET_MAX_RESTARTS", "0")
-    add("--nproc-per-node", "--nproc_per_node", default=ranks, metavar="N", help="ranks: a number, gpu, cpu or auto")
-    add("--max-restarts", "--max_restarts", type=int, default=restarts, metavar="N", help="starts after one has failed")
+    add = parser.add_argument
+    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="ranks (1): a number, gpu, cpu or auto")
+    add("--max-restarts", "--max_restarts", metavar="N", help="starts after one has failed (0)")
     left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
     add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program of its own")
-    add("--nnodes", default=env.get("PET_NNODES", "1"), metavar="1", help="each machine has a launcher of its own")
+    add("--nnodes", metavar="1", help="each machine has a launcher of its own")
     add("--standalone", action="store_true", help="changes nothing: it always is")
     add("--local-addr", "--local_addr", metavar="HOST", help="changes nothing: ranks meet without a port")
     add("script", metavar="[SCRIPT]", help="what each rank runs; left out before an @: the trainer")
@@ -118,21 +120,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def count_of(ranks: str) -> int:
-    """How many ranks `--nproc-per-node` asks for. Raises ConfigError."""
-    if ranks in ("gpu", "auto"):
+@dataclass(frozen=True)
+class Given:
+    """The value of one of torchrun's options, and where it stood. As text: what a person would look for there."""
+
+    value: str
+    option: str
+    variable: str = ""
+    """That gave it; empty where it stood on the command line, or nowhere."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a variable, which somebody else may have set."""
+        return f"; unset {self.variable} for it (`env -u {self.variable} zeroband launch ...`)" if self.variable else ""
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value} of the environment" if self.variable else f"{self.option} {self.value}"
+
+
+def _given(name: str, value: str | None, environ: Mapping[str, str]) -> Given:
+    """What an option says: torchrun reads PET_... where it is not on the command line, as Kubeflow sets it."""
+    option, variable = f"--{name.replace('_', '-')}", f"PET_{name.upper()}"
+    if value is None and environ.get(variable):
+        return Given(environ[variable], option, variable)
+    return Given(_FROM_TORCHRUN[name] if value is None else value, option)
+
+
+def count_of(ranks: Given) -> int:
+    """How many ranks are asked for. Raises ConfigError."""
+    if ranks.value in ("gpu", "auto"):
         gpus = len(visible_gpus(os.environ))
         if gpus:
             return gpus
-        if ranks == "gpu":
-            raise ConfigError(
-                "--nproc-per-node gpu: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number"
-            )
-    if ranks in ("cpu", "auto"):
-        return os.cpu_count() or 1
-    if not ranks.isdecimal() or int(ranks) < 1:
-        raise ConfigError(f"--nproc-per-node {ranks} is no number of ranks: 1 or more, gpu, cpu or auto")
-    return int(ranks)
+        if ranks.value == "gpu":
+            raise ConfigError(f"{ranks}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number")
+    if ranks.value in ("cpu", "auto"):
+        return usable_processors()
+    if not ranks.value.isdecimal() or int(ranks.value) < 1:
+        raise ConfigError(f"{ranks} is no number of ranks: 1 or more, gpu, cpu or auto{ranks.way_out}")
+    return int(ranks.value)
 
 
 class Launcher:
@@ -150,7 +176,7 @@ class Launcher:
 
     def run(self) -> int:
         """Start the ranks, again where one failed and that was asked for. Returns the exit code."""
-        for number in (*_LEAVING_SIGNALS, signal.SIGINT):
+        for number in (*LEAVING_SIGNALS, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._take)
         restarts, failed = 0, self._run_once(0)
@@ -216,11 +242,13 @@ class Launcher:
             number = self._signals.pop(0)
             if self._ended_by:
                 self._kill_at_s = 0.0
-            elif number in _LEAVING_SIGNALS and not self._asked.add(time.monotonic()):
+            elif number in LEAVING_SIGNALS and not self._asked.add(time.monotonic()):
                 continue
-            elif number in _LEAVING_SIGNALS and self._asked.count == 1:
+            elif number in LEAVING_SIGNALS and self._asked.count == 1:
                 self._signal(signal.SIGTERM)
             else:
+                if number == signal.SIGINT:
+                    _say("interrupted; the ranks give back what they hold. Ctrl-C again kills them")
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
                 self._end(signal.SIGINT)  # another SIGTERM could be taken for the first one
 
@@ -251,4 +279,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    keep_standard_streams()
+    outlast_readers(stdout=True)
     sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from types import TracebackType
 import zeroband
 from zeroband.config.store_url import NODES
 from zeroband.elastic.store.local_server import RedisServer
+from zeroband.node.processors import usable_processors
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader, RunView, render
@@ -142,7 +143,7 @@ class LocalCluster:
     def environment(self, node_id: str, ranks: int) -> dict[str, str]:
         """The environment that a node is started with."""
         env = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (self._founders * ranks))),
+            "OMP_NUM_THREADS": str(max(1, usable_processors() // (self._founders * ranks))),
             **self._env,
             "PYTHONUNBUFFERED": "1",
             "ZERO_BAND_NODE__ID": node_id,

@@ -65,6 +65,7 @@ class Audit:
     """What became of the samples of a run."""
 
     rounds: int
+    """Committed ones, without those that founded a line, which train nothing."""
     accounts: Mapping[str, Account]
     """What became of each corpus, by its name."""
     missing_rounds: tuple[int, ...]
@@ -97,7 +98,7 @@ def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]
                         trained[corpus] += take(ledger.assigned.get(member, ()), used)[0]
     last = line[-1].rounds[line[-1].last].ledgers if line else {}
     return Audit(
-        rounds=sum(segment.first <= number <= segment.last for segment in line for number in segment.rounds),
+        rounds=sum(segment.first < number <= segment.last for segment in line for number in segment.rounds),
         accounts={
             corpus: _account(trained[corpus], last.get(corpus, Ledger()), left_out.get(corpus, ()))
             for corpus in sorted({*trained, *last})

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -25,6 +24,8 @@ from zeroband.data.files import Files
 from zeroband.data.shard_set import ShardSet
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
+from zeroband.node.processors import usable_processors
+from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
@@ -81,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="processes (default: as many as there are cores)",
+        default=usable_processors(),
+        help="processes (default: as many as there are processors for this one)",
     )
     add("--field", default="text", help="key that holds the document in JSON Lines (default: text)")
     add("--column", default="text", help="column that holds it in Parquet and data sets (default: text)")
@@ -267,7 +268,7 @@ class _Preparation:
         )
         if made.packed_length is not None:
             print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
-        print(f"look at it: zeroband data inspect {self._out}\ntrain on it:\n\n{_section(self._out, made)}")
+        print(f"look at it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
 
 
 def _section(out: str, made: ShardSet) -> str:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
+from zeroband.observe.commands import typed
 from zeroband.observe.status import sent_in_words
 from zeroband.observe.view import RunView
-
-_LAST_POINTS = 5
-"""Points at the end of a loss curve whose mean is shown as the last loss: one batch alone is noisy."""
 
 _FOR_REAL = """\
 For real: one Redis that all machines reach, one secret, made once with `openssl rand -hex 32`, and on every machine:
@@ -34,13 +30,6 @@ def is_one_state(digests: Mapping[str, str | None]) -> bool:
     return None not in digests.values() and len(set(digests.values())) == 1
 
 
-def first_and_last_loss(run: RunView) -> tuple[float, float]:
-    """Mean loss of the nodes at their first step and over their last ones; not a number where none has trained."""
-    first = [node.first_loss for node in run.nodes if node.first_loss is not None]
-    last = [fmean(node.loss_curve[-_LAST_POINTS:]) for node in run.nodes if node.loss_curve]
-    return (fmean(first), fmean(last)) if first and last else (math.nan, math.nan)
-
-
 def epilogue(
     run: RunView,
     node_ids: Sequence[str],
@@ -51,18 +40,18 @@ def epilogue(
     report: Path | None = None,
 ) -> str:
     """Write everything that the demo prints when it is over."""
-    first, last = first_and_last_loss(run)
+    first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (run.first_loss, run.loss))
     digests = final_digests(run, node_ids)
     verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"
     lines = [
         f"Done in {took_s:.0f} s.",
         "",
-        f"loss         {first:.2f} -> {last:.2f} nats per token",
+        f"loss         {first} -> {last} nats per token",
         f"sent         {sent_in_words(run)}",
         f"outer state  at the end, {verdict}:",
         *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
-        f"             look at them again: zeroband board {run_dir}, or zeroband status {run_dir}",
+        f"             look at them again: {typed('board', run_dir)}, or {typed('status', run_dir)}",
         *([f"report       {report}"] if report is not None else []),
     ]
     if sample is not None:

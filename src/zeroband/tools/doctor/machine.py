@@ -17,12 +17,13 @@ import torch
 import zeroband
 from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.inputs import open_inputs
-from zeroband.checks.memory import gpus, local_world_size
+from zeroband.checks.memory import gpus
 from zeroband.checks.needs import Needs
 from zeroband.checks.plain_paths import plain_paths
 from zeroband.checks.quick import quick_checks
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError
+from zeroband.node.launched import local_world_size
 from zeroband.node.mesh import device_kind
 
 _IPV4 = Path("/proc/sys/net/ipv4")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import fmean
 from typing import Literal
 
+from zeroband.observe.commands import command
 from zeroband.observe.history import NodeRound, Promise, RoundView, Span
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.document.html import NOT_MEASURED
@@ -120,14 +120,6 @@ def phases(took: NodeRound) -> tuple[float, float, float, float]:
     return (took.compute_s, took.wait_s, took.transfer_s, took.apply_s)
 
 
-def first_and_last_loss(record: RunRecord) -> tuple[float | None, float | None]:
-    """Mean loss of the nodes at their first and at their newest step."""
-    nodes = record.history.view().current
-    first = [node.first_loss for node in nodes if node.first_loss is not None and math.isfinite(node.first_loss)]
-    last = [node.loss for node in nodes if node.loss is not None and math.isfinite(node.loss)]
-    return (fmean(first) if first else None, fmean(last) if last else None)
-
-
 def last_held_out(record: RunRecord) -> float | None:
     """Newest held-out loss."""
     for series in record.history.series("tokens"):
@@ -180,7 +172,8 @@ def _urgent(record: RunRecord) -> list[str]:
         if spans and spans[-1].standing == "failed":
             why = f" ({spans[-1].why})" if spans[-1].why else ""
             said.append(f"{node_id} failed{why}: read {record.place}/{node_id}/rank0.log")
-    first, last = first_and_last_loss(record)
+    view = record.history.view()
+    first, last = view.first_loss, view.loss
     if first is not None and last is not None and last > first:
         said.append(
             "The loss ends higher than it began: try a lower learning rate, or more warm-up, before a longer run."
@@ -210,9 +203,9 @@ def _with_the_model(record: RunRecord) -> list[str]:
     if record.history.checkpoints() and place is not None:
         where = f"{place.rstrip('/')}/{record.run_id}"
         if not said:
-            said.append(f"Make a model that transformers and vLLM load: zeroband export {where} OUT")
-        said.append(f"Measure it on text of your own: zeroband eval {where}")
-        said.append(f"Read what it writes: zeroband sample {where} --prompt TEXT")
+            said.append(f"Make a model that transformers and vLLM load: {command('export', where, 'OUT')}")
+        said.append(f"Measure it on text of your own: {command('eval', where)}")
+        said.append(f"Read what it writes: {command('sample', where, '--prompt', 'TEXT')}")
     return said
 
 

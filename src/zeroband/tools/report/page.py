@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zeroband.data.ledger import SHARED, Range, count
+from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, Series
 from zeroband.observe.status import human_bytes, sent_in_words
@@ -68,12 +69,11 @@ def _head(record: RunRecord) -> str:
 
 def _figures(record: RunRecord, cost: Cost | None) -> str:
     view, history = record.history.view(), record.history
-    first, last = words.first_and_last_loss(record)
+    first, last = view.first_loss, view.loss
     step = max((node.step for node in view.nodes), default=None)
     total = max((node.total_steps for node in view.nodes if node.total_steps), default=None)
     tokens = max((node.tokens for node in view.nodes), default=0) or None
-    took = None if history.from_s is None or history.to_s is None else history.to_s - history.from_s
-    rate = tokens / took if tokens and took else None
+    rate = history.mean_rate(view)
     parameters = next((node.parameters for node in view.nodes if node.parameters), None)
     saved = f"{view.ddp_bytes / view.sent_bytes:.3g} times less than data parallel" if view.sent_bytes else ""
     items = [
@@ -180,7 +180,7 @@ def _rounds(record: RunRecord) -> str:
         parts = [f"{part:.4g} ({100 * part / whole:.0f} %)" if whole else NOT_MEASURED for part in seconds]
         rows.append((node_id, *parts))
     retries = sum(one.retries for one in rounds)
-    single = sum(one.rounds for one in rounds)
+    single = sum(one.rounds - (one.rounds > one.round) for one in rounds)  # the founding, 0, trains nothing
     about = (
         f"{single} committed rounds, mean over the nodes; older ones of a long run are drawn as means of neighbours. "
         f"Opened again because somebody was lost or late: {retries}."
@@ -294,7 +294,7 @@ def _cost(record: RunRecord, cost: Cost | None) -> str:
     hours = words.node_hours(record.history.membership(), record.history.to_s)
     pairs = [("node-hours", f"{hours:.3f}")]
     if cost is None:
-        pairs.append(("cost", f"{NOT_MEASURED}: zeroband report {record.place} --price-per-hour PRICE"))
+        pairs.append(("cost", f"{NOT_MEASURED}: {command('report', record.place, '--price-per-hour', 'PRICE')}"))
         return html.section("Cost", html.definitions(pairs), anchor="cost")
     tokens = max((node.tokens for node in record.history.view().nodes), default=0)
     pairs += [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroband.config.problems import MASK
+from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import Fact, is_node_folder
 from zeroband.observe.history import RunHistory
@@ -133,7 +134,7 @@ def _audit(run_dir: Path, folders: Sequence[Path]) -> tuple[Audit | None, str]:
     """Replay the ledgers; or why that is not possible."""
     size = sum((folder / EVENTS_FILE).stat().st_size for folder in folders if (folder / EVENTS_FILE).exists())
     if size > AUDITED_BYTES:
-        return None, f"the events are too large to replay here; run `zeroband data audit {run_dir}`"
+        return None, f"the events are too large to replay here; run `{command('data', 'audit', run_dir)}`"
     try:
         rounds = read_rounds(run_dir)
         if not rounds:

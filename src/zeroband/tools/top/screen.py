@@ -152,7 +152,8 @@ def _stamp(scene: Scene, at_s: float) -> str:
 def traffic(scene: Scene) -> str:
     """What the nodes sent, against what per-step data parallel would have sent."""
     run = scene.run
-    if not run.sent_bytes:
+    is_known = all(node.round for node in run.current if node.node_id in run.members)  # after the first round, of each
+    if not run.sent_bytes or not is_known:
         return "nothing sent yet"
     ratio = run.ddp_bytes / run.sent_bytes
     sent, ddp = human_bytes(run.sent_bytes), human_bytes(run.ddp_bytes)
@@ -162,8 +163,7 @@ def traffic(scene: Scene) -> str:
 def progress_line(scene: Scene) -> str:
     """The state of the run in one line."""
     run = scene.run
-    losses = [node.loss for node in run.nodes if node.loss is not None and node.node_id in run.members]
-    loss = f"loss {sum(losses) / len(losses):.3f}" if losses else "no loss yet"
+    loss = "no loss yet" if run.loss is None else f"loss {run.loss:.3f}"
     return (
         f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(scene.step, scene.total_steps)}  {loss}  "
         f"epoch {'-' if run.epoch is None else run.epoch}  {len(run.members)} nodes in  {traffic(scene)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +39,8 @@ def test_torchruns_environment_gives_what_the_command_line_does_not(monkeypatch:
 
 
 def test_ranks_are_counted_by_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse(["--nproc-per-node=cpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == os.cpu_count()
+    monkeypatch.setattr(launch, "usable_processors", lambda: 3)
+    assert parse(["--nproc-per-node=cpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == 3
     monkeypatch.setattr(launch, "visible_gpus", lambda environ: ("0", "1", "2", "3"))
     assert parse(["--nproc-per-node=gpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == 4
 
@@ -51,7 +51,7 @@ def test_ranks_are_counted_by_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) ->
         (["--nproc-per-node=gpu", "s"], "no GPU is visible"),
         (["--nproc-per-node=two", "s"], "--nproc-per-node two is no number of ranks"),
         (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is no number of ranks"),
-        (["--max-restarts=-1", "s"], "--max-restarts -1 is negative"),
+        (["--max-restarts=-1", "s"], "--max-restarts -1 is no number of starts"),
         (["--exit-code-left=256", "s"], "--exit-code-left 256 is no exit code"),
         (["--nnodes=2", "s"], "does not take --nnodes 2: .* start it on every machine"),
         (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .* meet without a port"),
@@ -62,6 +62,23 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str],
     with pytest.raises(ConfigError, match=said):
         parse(arguments)
     assert main(arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PET_NNODES", "4", r"does not take PET_NNODES=4 of the environment: .*; unset PET_NNODES for it \(`env -u "),
+        ("PET_NPROC_PER_NODE", "all", "PET_NPROC_PER_NODE=all of the environment is no number of ranks"),
+        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS=x of the environment is no number of starts"),
+    ],
+)
+def test_a_variable_that_gave_an_option_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    """Kubeflow sets them on every machine of a job, as torchrun reads them."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        parse(["s"])
 
 
 def test_ranks_get_no_port_not_even_that_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroband.observe.view import RunView
-from zeroband.tools.demo.ending import epilogue, final_digests, first_and_last_loss, is_one_state
+from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
 
 NODE_IDS = ("node0", "node1", "node2", "node3")
 
@@ -37,21 +36,11 @@ def test_is_one_state_needs_the_same_digest_everywhere(digests: tuple[str | None
     assert is_one_state(dict(enumerate(digests))) == is_one  # pyright: ignore[reportArgumentType]
 
 
-def test_first_and_last_loss_are_means_over_the_nodes_and_the_last_steps(ended: RunView) -> None:
-    first, last = first_and_last_loss(ended)
-    assert first == 5.5
-    assert last == pytest.approx((3 * (5.5 + 4.0 + 3.0 + 2.5) / 4 + (5.5 + 2.9) / 2) / 4)
-
-
-def test_first_and_last_loss_are_no_numbers_where_nobody_trained() -> None:
-    assert all(math.isnan(loss) for loss in first_and_last_loss(RunView("demo")))
-
-
 @pytest.mark.parametrize(
     "said",
     [
         "Done in 83 s.",
-        "5.50 -> ",
+        "5.500 -> ",
         "sent         4 MB by all nodes; per-step data parallel would have sent 80 MB, 20 times",
         "at the end, equal on all 4 nodes",
         "node2  0123456789abcdef",

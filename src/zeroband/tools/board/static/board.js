@@ -139,7 +139,7 @@ function tellAge() {
     notes.push(`✕ The board does not answer. ${old} The page asks again by itself.`);
   } else if (chosen() !== null) {
     setLink("warning", "past");
-    notes.push(`▲ You see the run as it was at ${format.clock(chosen(), true)}. “Live” goes back to now.`);
+    notes.push(`▲ You see the run as it was at ${format.clock(chosen(), true)}. “${hasEnded ? "End" : "Live"}” goes to the newest.`);
   } else if (state === null) {
     setLink("unknown", "connecting");
   } else if (state.run_id === null) {
@@ -153,6 +153,8 @@ function tellAge() {
   }
   speak(state);
   setData(document.body, "link", link.isLost ? "lost" : "open");
+  setData(document.body, "run", hasEnded ? "ended" : "open");
+  setText(byId("live-words"), hasEnded ? "End" : "Live");
   if (state?.problem) notes.push(`▲ ${state.problem}`);
   setHidden(byId("notice"), !notes.length);
   setText(byId("notice"), notes.join(" "));

@@ -62,7 +62,8 @@ export function drawFigures(state) {
 
   setFigure("fig-loss", format.loss(run.loss), "nats/token");
   setFigure("fig-held_out", format.loss(run.held_out), "nats/token");
-  setFigure("fig-tokens_per_s", format.count(run.tokens_per_s), "tokens/s");
+  const isOver = ["finished", "failed"].includes(run.state);
+  setFigure("fig-tokens_per_s", format.count(run.tokens_per_s), isOver ? "tokens/s, mean" : "tokens/s");
   setFigure("fig-mfu", format.percent(run.mfu), "of peak FLOP/s");
   setFigure("fig-tokens", format.count(run.tokens), run.parameters ? `${format.count(run.parameters)} parameters` : "trained");
   const ends = run.left_s && run.state === "training" ? `until ${format.clock(state.at_s + run.left_s).slice(0, 5)}` : "";
