@@ -103,7 +103,7 @@ def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: flo
     settings = source.model_dump(mode="json")
     match source:
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
-            return [settings, [file.stamp() for file in source_files(source, retry_s)]]
+            return [settings, [file.stamp() for file in source_files(source, retry_s, says=True)]]
         case HuggingFaceSource():
             return [settings, *dataset_stamp(load_dataset(source, retry_s))]
         case SyntheticSource():
@@ -115,9 +115,12 @@ def dataset_stamp(dataset: Dataset) -> tuple[str, ...]:
     return str(len(dataset)), dataset._fingerprint  # pyright: ignore[reportPrivateUsage]
 
 
-def source_files(source: FilesSource, retry_s: float = 0.0) -> list[SourceFile]:
-    """The files of a source. Raises ConfigError where one of its paths names none; StorageLost."""
-    return find_files(source.paths, retry_s) if source.paths else stdlib_files()
+def source_files(source: FilesSource, retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
+    """The files of a source; `says`: what its paths name and is left out is logged.
+
+    Raises: ConfigError where one of its paths names none; StorageLost.
+    """
+    return find_files(source.paths, retry_s, says=says) if source.paths else stdlib_files()
 
 
 def require_beginning_of_text(file: SourceFile) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.data.files import Files, SourceFile
+from zeroband.data.files import COMPRESSED, Files, SourceFile
 from zeroband.data.pieces import parquet_shape
 from zeroband.data.sources import announced, dataset_stamp, load_dataset, require_column
 from zeroband.data.tokenizer import Tokenizer
@@ -27,12 +27,11 @@ from zeroband.observe.log import get_logger
 
 FORMAT = 1
 _HUGGING_FACE = "hf:"
-_COMPRESSED = (".gz", ".zst")
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLE = ".parquet"
 _IN_FOLDERS = (
     _TABLE,
-    *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *_COMPRESSED)),
+    *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *COMPRESSED)),
 )
 """Endings of what is taken of a folder: a `README.md` or `dataset_info.json` beside the data is not."""
 _EXPANSION = 4
@@ -226,7 +225,7 @@ def _look(
     if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
         yield _look_at_dataset(source, number, options, looking)
         return
-    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS) if file.name not in known]
+    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         yield from threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options))
 
@@ -242,7 +241,7 @@ def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Orig
     whole = Origin(kind, file.name, number, stamp)
     if size is None:  # it fills a unit of its own, and may be empty
         return whole, [(0, None, limit)]
-    is_packed = file.name.endswith(_COMPRESSED)
+    is_packed = file.name.casefold().endswith(COMPRESSED)
     if kind == "jsonl" and not is_packed and size > limit:
         if file.has_ranges:
             stops = [*range(limit, size, limit), size]
@@ -275,7 +274,8 @@ def _shape_of(source: HuggingFaceSource, column: str, looking: Looking) -> tuple
 
 def kind_of(name: str) -> Kind:
     """What a file is by the ending of its name: text where nothing else is known."""
-    bare = next((name.removesuffix(ending) for ending in _COMPRESSED if name.endswith(ending)), name)
+    name = name.casefold()
+    bare = next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
     return "parquet" if bare.endswith(_TABLE) else "jsonl" if bare.endswith(_LINES) else "text"
 
 

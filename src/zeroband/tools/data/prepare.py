@@ -1,8 +1,9 @@
 """`zeroband data prepare SOURCE... OUT --tokenizer T`: token ids of text, made once for all runs.
 
-SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz and .zst) or Parquet, told by the ending; a
-folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one. A Parquet
-column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as s3://.
+SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz, .bz2, .xz and .zst) or Parquet, told by the
+ending; a folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one.
+A Parquet column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as
+s3://.
 A preparation that was interrupted goes on when the same command is given again.
 Exit codes: 0 OUT is finished; 2 wrong arguments or data, or a SOURCE or OUT that fails; 130 interrupted.
 """
