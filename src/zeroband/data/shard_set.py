@@ -75,6 +75,8 @@ class ShardSet:
     hashes: str
     """BLAKE2b-128 of the content of hashes.npy, hexadecimal."""
     shards: tuple[Shard, ...]
+    tokenizer_release: str | None = None
+    """Versions of the libraries that made the ids, for messages."""
     plan: str | None = None
     """Digest of the sources, their stamps and the options that it was made of, where `zeroband data prepare` did."""
 

@@ -80,6 +80,7 @@ class TokenFiles:
     """How many there are, where the format says it."""
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
+    tokenizer_release: str | None = None
     packed_length: int | None = None
     hashes: StoredNumbers | None = None
     """A hash for each block, where the format has them."""
@@ -195,6 +196,7 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
         documents=manifest.documents,
         tokenizer=manifest.tokenizer,
         tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+        tokenizer_release=manifest.tokenizer_release,
         packed_length=manifest.packed_length,
         hashes=hashes,
     )

@@ -31,7 +31,7 @@ from zeroband.data.sources import Document, conversations, documents, source_ide
 from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_store import TokenStore, is_padding
-from zeroband.data.tokenizer import Tokenizer, tokenizer_of
+from zeroband.data.tokenizer import Ids, Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -60,7 +60,7 @@ class TokenManifest:
     tokens: int
     documents: int
     empty_documents: int
-    """Documents without any text; they are left out."""
+    """Documents without any text, or whose text gives no ids; they are left out."""
     vocab_size: int
     end_of_document: int
     fingerprint: str
@@ -177,7 +177,7 @@ def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int
     """Where the ids of a corpus lie, or would."""
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed, config.retry_s)]
     if isinstance(source, ChatSource):
-        identity += [tokenizer.chat_template, config.seq_length]
+        identity += [tokenizer.chat_template, config.seq_length, tokenizer.release]  # special tokens are read, too
     elif config.packing == "best-fit":
         identity += ["best-fit", config.seq_length]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -334,9 +334,12 @@ def _packed_length(config: DataConfig) -> int | None:
 
 
 def _texts(corpus: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Chunk]:
+    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
     for chunk in _chunks(corpus):
-        full = [document for document in chunk if document.text]
-        yield _Chunk(_encode(tokenizer, full), None, len(full), empty=len(chunk) - len(full))
+        encoded = [ids for ids in _encode(tokenizer, [document for document in chunk if document.text]) if len(ids)]
+        ids = [part for one in encoded for part in (one, end)]
+        joined = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
+        yield _Chunk(joined, None, len(encoded), empty=len(chunk) - len(encoded))
 
 
 def _packed(chunks: Iterable[_Chunk], size: int, end: int) -> Iterator[_Chunk]:
@@ -392,16 +395,14 @@ def _chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def _encode(tokenizer: Tokenizer, chunk: Sequence[Document]) -> npt.NDArray[np.uint32]:
-    """Ids of a group of documents with the end-of-document id behind each."""
+def _encode(tokenizer: Tokenizer, chunk: Sequence[Document]) -> list[Ids]:
+    """Ids of each of a group of documents; none for a text of which the tokenizer leaves nothing."""
     if not chunk:
-        return np.empty(0, dtype=np.uint32)
+        return []
     try:
-        encoded = tokenizer.encode_batch([document.text for document in chunk])
+        return tokenizer.encode_batch([document.text for document in chunk])
     except UnicodeError as e:
         raise ConfigError(_unicode_message(tokenizer, chunk)) from e
-    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    return np.concatenate([part for ids in encoded for part in (ids, end)])
 
 
 def _unicode_message(tokenizer: Tokenizer, chunk: Sequence[Document]) -> str:
@@ -447,6 +448,8 @@ class Corpus:
     fingerprint: str
     """Fingerprint of the tokens."""
     tokenizer_fingerprint: str
+    tokenizer_release: str = ""
+    """Versions of the libraries that made the ids, for messages."""
 
     @property
     def order(self) -> Mapping[str, Any]:

@@ -257,6 +257,7 @@ def _set_of(plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> 
         end_of_document=tokenizer.end_of_document,
         tokenizer=plan.tokenizer,
         tokenizer_fingerprint=plan.tokenizer_fingerprint,
+        tokenizer_release=plan.tokenizer_release,
         packed_length=plan.options.packed_length,
         padding=sum(record.padding for record in records),
         sources=plan.sources,

@@ -21,11 +21,11 @@ from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
 from zeroband.data.pieces import parquet_shape
 from zeroband.data.sources import announced, dataset_stamp, load_dataset, require_column
-from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.tokenizer import Tokenizer, named
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
-FORMAT = 1
+FORMAT = 2
 _HUGGING_FACE = "hf:"
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLE = ".parquet"
@@ -116,6 +116,7 @@ class Plan:
     format: int
     tokenizer: str
     tokenizer_fingerprint: str
+    tokenizer_release: str
     options: Options
     sources: tuple[str, ...]
     """As the user wrote them."""
@@ -125,7 +126,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal for two plans only if the same ids come out; what the user calls tokenizer and sources is no matter."""
-        decisive = {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "sources")}
+        told = ("tokenizer", "tokenizer_release", "sources")
+        decisive = {key: value for key, value in asdict(self).items() if key not in told}
         return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     @property
@@ -164,7 +166,8 @@ def differences(then: Plan, now: Plan) -> list[str]:
         if before != after:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
     if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        found.append(f"--tokenizer was {then.tokenizer!r} and is {now.tokenizer!r}, which gives other ids")
+        before, after = (named(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
+        found.append(f"--tokenizer was {before} and is {after}, which gives other ids")
     stamps = [{origin.label: origin.stamp for origin in plan.origins} for plan in (then, now)]
     for words, names in (
         ("not there before", stamps[1].keys() - stamps[0].keys()),
@@ -211,7 +214,7 @@ def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: 
             pieces += [Piece(len(origins), *cut) for cut in cuts]
             origins.append(origin)
     units = tuple(_units(pieces, options.unit_bytes))
-    return Plan(FORMAT, name, tokenizer.fingerprint, options, tuple(sources), tuple(origins), units)
+    return Plan(FORMAT, name, tokenizer.fingerprint, tokenizer.release, options, tuple(sources), tuple(origins), units)
 
 
 Cut = tuple[int, int | None, int]

@@ -111,10 +111,10 @@ class Units:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self._open_tokenizer()
-        if tokenizer.fingerprint != self._plan.tokenizer_fingerprint:
+        if not tokenizer.gives_ids_of(self._plan.tokenizer_fingerprint):
             raise ConfigError(
-                f"--tokenizer {self._plan.tokenizer} has changed since this preparation began; put it back as it was, "
-                "or begin again with --start-over"
+                f"--tokenizer {self._plan.tokenizer} ({tokenizer.release}) has changed since this preparation began "
+                f"({self._plan.tokenizer_release}); put it back as it was, or begin again with --start-over"
             )
         return tokenizer
 
