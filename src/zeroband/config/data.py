@@ -31,7 +31,7 @@ class JsonlSource(Section):
 
     type: Literal["jsonl"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """JSON Lines, by paths, globs or fsspec URLs (`.gz`, `.bz2`, `.xz`, `.zst` too); one document each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one document each line."""
     field: str = "text"
     """Key that holds the document."""
 
@@ -71,7 +71,7 @@ class ChatSource(Section):
 
     type: Literal["chat"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """JSON Lines, by paths, globs or fsspec URLs (`.gz`, `.bz2`, `.xz`, `.zst` too); one conversation each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one conversation each line."""
     field: str = "messages"
     """Key that holds the messages: objects with `role` and `content`, or with `from` and `value`."""
     template: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)

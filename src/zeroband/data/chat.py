@@ -21,9 +21,6 @@ LEARNED, BEGINS = np.uint8(1), np.uint8(2)
 """Marks of a token, one bit each: it is a target, it begins a document."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_RENDERING_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
-"""What a template raises on messages that it was not made for, beside errors of its own."""
-
 Marks = npt.NDArray[np.uint8]
 Span = tuple[int, int]
 """Characters of a text, half open."""
@@ -57,7 +54,6 @@ class ChatEncoder:
         self._template = tokenizer.chat_template
         try:
             self._jinja: Any = importlib.import_module("transformers.utils.chat_template_utils")
-            self._jinja_errors: Any = importlib.import_module("jinja2").TemplateError
         except ImportError as e:
             raise ConfigError(f"data.source.type='chat' needs transformers: {way_to_extra('hf')}") from e
 
@@ -72,7 +68,9 @@ class ChatEncoder:
         try:
             written = self._written(conversation)
             encoded = [self._encode(text, spans) for text, spans in written]
-        except (self._jinja_errors, *_RENDERING_ERRORS) as e:
+        except ConfigError:
+            raise
+        except Exception as e:  # a template raises what it likes on messages that it was not made for
             raise ConfigError(
                 f"data.source: {conversation.where}: the chat template cannot write this conversation: {e}; correct "
                 "the line, or set data.source.template to a template that can"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import SourceFile
-from zeroband.data.sources import Dataset, Document, as_text, require_column, require_text, row_of_json
+from zeroband.data.sources import Dataset, Document, as_text, open_parquet, require_column, require_text, row_of_json
 from zeroband.errors import ConfigError
 
 _ROWS_AT_ONCE = 1024
@@ -90,14 +90,9 @@ def _line_number(file: SourceFile, at: int) -> int:
 def parquet_shape(file: SourceFile, column: str) -> ParquetShape:
     """What the footer of a Parquet file says. Raises ConfigError where it is none, or has no such column."""
     pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
-    with file.open() as stream:
-        try:
-            opened = parquet.ParquetFile(stream)
-            kind = _column_type(opened, column, file)
-            groups = [_row_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
-        except pa.ArrowException as e:
-            raise _unreadable(file, e) from e
+    with open_parquet(file) as opened:
+        kind = _column_type(opened, column, file)
+        groups = [_row_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return ParquetShape(groups, bool(is_list and pa.types.is_integer(kind.value_type)))
 
@@ -113,24 +108,14 @@ def _row_group(group: Any, column: str) -> RowGroup:
     return RowGroup(group.num_rows, sum(sizes))
 
 
-def _unreadable(file: SourceFile, error: Exception) -> ConfigError:
-    return ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}")
-
-
 def _batches(file: SourceFile, column: str, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Values of the row groups start..stop-1, as arrays of Arrow, and the number of the first row of each."""
-    pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
-    with file.open() as stream:
-        try:
-            opened = parquet.ParquetFile(stream)
-            row = sum(opened.metadata.row_group(i).num_rows for i in range(start))
-            groups = list(range(start, stop))
-            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=[column]):
-                yield row, batch.column(0)
-                row += len(batch)
-        except pa.ArrowException as e:
-            raise _unreadable(file, e) from e
+    with open_parquet(file) as opened:
+        row = sum(opened.metadata.row_group(i).num_rows for i in range(start))
+        groups = list(range(start, stop))
+        for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=[column]):
+            yield row, batch.column(0)
+            row += len(batch)
 
 
 def read_row_groups(
@@ -138,7 +123,15 @@ def read_row_groups(
 ) -> Iterator[Document]:
     """The documents in the row groups start..stop-1 of a Parquet file. Raises ConfigError naming file and row."""
     for first, values in _batches(file, column, start, stop):
-        yield from _documents(values.to_pylist(), column, file.name, first, takes_bytes=takes_bytes)
+        yield from _documents(_plain(values, file), column, file.name, first, takes_bytes=takes_bytes)
+
+
+def _plain(values: Any, file: SourceFile) -> list[Any]:
+    """Values of Arrow as those of Python. Raises ConfigError for strings that are no UTF-8."""
+    try:
+        return values.to_pylist()
+    except ValueError as error:
+        raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}") from error
 
 
 def read_ids(file: SourceFile, column: str, start: int, stop: int) -> Iterator[IdsRow]:

@@ -23,6 +23,8 @@ import numpy.typing as npt
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from zeroband.config.section import FileBelow
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 HASHES = "hashes.npy"
@@ -37,7 +39,7 @@ class Shard:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: str
+    name: FileBelow
     """Name of its file in the folder; a slash in it is a folder."""
     tokens: int
     documents: int

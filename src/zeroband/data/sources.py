@@ -8,7 +8,9 @@ import itertools
 import json
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -24,13 +26,17 @@ from zeroband.config.data import (
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
 from zeroband.data.retries import Retries
-from zeroband.errors import ConfigError, StorageLost, way_to_extra
+from zeroband.errors import ConfigError, StorageLost, ZerobandError, way_to_extra
 
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
 _BEGINNING_BYTES = 1 << 13
+_LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError, EOFError)
+"""What datasets raises for files that it cannot make sense of, beside errors of its own."""
 _SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` of datasets leaves in a folder."""
+_MOST_DIGITS = 640
+"""Python makes integers of so many, whatever limit is set."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What messages with `from` call the roles; others are called alike."""
 
@@ -179,8 +185,7 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
 
 def _message(item: Any, number: int, where: str) -> dict[str, Any]:
     message = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
-    if "from" in message and "role" not in message:
-        speaker = message["from"]
+    if isinstance(speaker := message.get("from"), str) and "role" not in message:
         message = {"role": _ROLES.get(speaker, speaker), "content": message.get("value")}
     said = message.get("content")
     if not isinstance(message.get("role"), str) or (said is None and not message.get("tool_calls")):
@@ -204,8 +209,8 @@ def _rows_of_json(files: list[SourceFile], field: str) -> Iterator[tuple[str, di
 def row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
     """The object of a line, which has the field. Raises ConfigError naming where the line lies."""
     try:
-        row: Any = json.loads(line)
-    except ValueError as e:
+        row: Any = _json_of(line)
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"data.source: {where}: not a line of JSON: {e}") from e
     if not isinstance(row, dict):
         raise ConfigError(f"data.source: {where}: a {type(row).__name__}, where an object with {field!r} is needed")
@@ -215,19 +220,35 @@ def row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
     return keys
 
 
+def _json_of(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python makes no integers of thousands of digits, or it is no text
+        return json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else Decimal(digits))
+
+
 def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:
-    pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
     for file in files:
-        with file.open() as stream:
-            try:
-                table = parquet.ParquetFile(stream)
-                require_column(column, list(table.schema_arrow.names), file.name)
-                batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
-                values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-                yield from _rows(values, column, file.name)
-            except pa.ArrowException as e:
-                raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {e}") from e
+        with open_parquet(file) as table:
+            require_column(column, list(table.schema_arrow.names), file.name)
+            batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
+            values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            yield from _rows(values, column, file.name)
+
+
+@contextmanager
+def open_parquet(file: SourceFile) -> Generator[Any]:
+    """A file as pyarrow's ParquetFile. Raises ConfigError for whatever that raises inside the block."""
+    parquet: Any = importlib.import_module("pyarrow.parquet")  # has no types
+    with file.open() as stream:
+        try:
+            yield parquet.ParquetFile(stream)
+        except ZerobandError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}") from error
 
 
 def _huggingface(dataset: Dataset, source: HuggingFaceSource) -> Iterator[Document]:
@@ -292,7 +313,7 @@ def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_
     def call() -> Any:
         try:
             return load(datasets)
-        except (ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+        except (*_LIBRARY_ERRORS, datasets.exceptions.DatasetsError) as e:
             if isinstance(e, OSError):
                 raise
             raise ConfigError(f"data.source: cannot load the data set {what}: {e}{_first_cause(e)}") from e

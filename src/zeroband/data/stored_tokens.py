@@ -61,6 +61,8 @@ class StoredTokens(TokenStore):
         document, stop = bisect.bisect_left(borders, start), start + len(ids)
         while document < len(borders) and (first := borders[document]) <= stop:
             place = first - start
+            if place < 0:
+                raise StorageLost(f"the index of documents is damaged: {first} stands behind {start}; copy it anew")
             if place > 0 and ids[place - 1] == self.end_of_document:
                 found[place - 1] = True
             elif first < stop:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
+from zeroband.config.section import FileBelow
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
 from zeroband.data.token_storage import TokenStorage, open_storage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
@@ -322,7 +323,7 @@ class _MegatronIndex(Borders):
     """An .idx: a header, length of each sequence, its place in the .bin, and the first sequence of each document."""
 
     def __init__(self, path: str, file: WholeFile, name: str) -> None:
-        self.path = path
+        self.path, self._name = path, name
         if file.size < _MEGATRON_HEADER.size:
             raise ConfigError(f"{name} is no index of Megatron: it ends in its header; copy it anew")
         magic, version, kind, sequences, borders = _MEGATRON_HEADER.unpack(file.read(0, _MEGATRON_HEADER.size))
@@ -350,7 +351,12 @@ class _MegatronIndex(Borders):
         first = self._firsts[document]
         if first == len(self._places):  # documents without a sequence, at the end
             return self.tokens
-        return self._places[first] // self.dtype.itemsize
+        start = self._places[first] // self.dtype.itemsize if 0 <= first < len(self._places) else -1
+        if not 0 <= start <= self.tokens:
+            raise StorageLost(
+                f"{self._name} is damaged: document {document} begins nowhere in its .bin; copy both anew"
+            )
+        return start
 
 
 class _Joined(Borders):
@@ -370,7 +376,7 @@ class _Joined(Borders):
 
 @dataclass(frozen=True)
 class _LitdataChunk:
-    filename: str
+    filename: FileBelow
     chunk_size: int = Field(gt=0)
     dim: int | None = None
 

@@ -351,7 +351,7 @@ def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
         return source.template
     try:
         return Path(source.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError, RuntimeError) as e:  # a name may hold a zero byte, or a home that nobody has
         raise ConfigError(
             f"data.source.template={source.template!r} is neither a Jinja template nor a file of one: {e}"
         ) from e
@@ -383,13 +383,14 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"{way_to_extra('hf')}"
         ) from e
     try:
-        backend = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as e:
+        return HuggingFaceTokenizer(name, cast(_Backend, transformers.AutoTokenizer.from_pretrained(name)))
+    except ConfigError:
+        raise
+    except Exception as e:  # its libraries raise bare exceptions for files that they cannot make sense of
         raise ConfigError(
             f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {_first_line(e)}; where it "
             "is gated or private, accept its terms on the hub and set HF_TOKEN; without a network, name a folder of it"
         ) from e
-    return HuggingFaceTokenizer(name, cast(_Backend, backend))
 
 
 def _first_line(error: Exception) -> str:

@@ -196,7 +196,7 @@ def _open(entry: Path) -> MappedTokens | None:
         is_whole = entry.stat().st_size == manifest.tokens * np.dtype(manifest.dtype).itemsize
         if manifest.learned is not None:
             is_whole &= _marks(entry).stat().st_size == manifest.tokens
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None
     return _mapped(entry, manifest) if is_whole else None
 
@@ -401,15 +401,17 @@ def _encode(tokenizer: Tokenizer, chunk: Sequence[Document]) -> list[Ids]:
         return []
     try:
         return tokenizer.encode_batch([document.text for document in chunk])
-    except UnicodeError as e:
-        raise ConfigError(_unicode_message(tokenizer, chunk)) from e
+    except ConfigError:
+        raise
+    except Exception as e:  # a tokenizer raises what it likes
+        raise ConfigError(_message(tokenizer, chunk)) from e
 
 
-def _unicode_message(tokenizer: Tokenizer, chunk: Sequence[Document]) -> str:
+def _message(tokenizer: Tokenizer, chunk: Sequence[Document]) -> str:
     for document in chunk:
         try:
             tokenizer.encode(document.text)
-        except UnicodeError as e:
+        except Exception as e:  # noqa: BLE001 - as above
             return f"data.source: {document.where}: not text that data.tokenizer can take: {e}"
     raise AssertionError("a group of documents failed to encode, and none of them alone does")
 

@@ -241,7 +241,9 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[npt.NDAr
         return []
     try:
         return tokenizer.encode_batch([document.text for document in documents])
-    except UnicodeError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # a tokenizer raises what it likes
         for document in documents:
             _require_text(tokenizer, document)
         raise AssertionError("documents failed to encode, and none of them alone does") from error
@@ -250,7 +252,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[npt.NDAr
 def _require_text(tokenizer: Tokenizer, document: Document) -> None:
     try:
         tokenizer.encode(document.text)
-    except UnicodeError as error:
+    except Exception as error:
         raise ConfigError(
             f"{document.where}: not text that the tokenizer can take: {error}; correct it, or leave it out"
         ) from error
