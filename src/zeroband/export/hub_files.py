@@ -151,7 +151,10 @@ def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> No
         for name, parameter in parameters.items():
             wanted, there = local_rows(parameter), files.shape(name)[0]
             held = slice(min(wanted.start, there), min(wanted.stop, there))
-            local_shard(parameter)[: held.stop - held.start].copy_(files.rows(name, held))
+            rows = files.rows(name, held)
+            if not bool(rows.isfinite().all()):
+                raise ConfigError(f"{files.folder}: {name} holds values that are not finite; take other weights")
+            local_shard(parameter)[: held.stop - held.start].copy_(rows)
 
 
 def _shape_problems(name: str, there: tuple[int, ...], here: tuple[int, ...], used_ids: int) -> list[str]:
