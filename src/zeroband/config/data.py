@@ -172,6 +172,9 @@ class DataConfig(Section):
     packing: Literal["concatenate", "best-fit"] = "concatenate"
     """How documents fill samples. concatenate: end to end, cut where a sample ends. best-fit: none is cut that fits
     into a sample, for about a hundredth of padding; ids made by `zeroband data prepare` must have been packed so."""
+    skip_bad_rows: bool = False
+    """Leave out rows, lines and files of text that cannot be used (no JSON, no such field, no UTF-8, a conversation
+    that the template cannot write), and count them. False: the first one is refused by its place."""
     private: bool = False
     """Each node trains on documents of its own, which never leave it: data.source, data.sources and data.phases may
     differ, and each node's samples are counted by themselves. False: all nodes share one corpus, and who reads what is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -13,7 +14,19 @@ import numpy.typing as npt
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import SourceFile
-from zeroband.data.sources import Dataset, Document, as_text, open_parquet, require_column, require_text, row_of_json
+from zeroband.data.sources import (
+    BadRow,
+    Dataset,
+    Document,
+    OnBad,
+    as_text,
+    open_parquet,
+    refuse,
+    require_column,
+    row_of_json,
+    rows_of,
+    usable,
+)
 from zeroband.errors import ConfigError
 
 _ROWS_AT_ONCE = 1024
@@ -42,16 +55,9 @@ class ParquetShape(NamedTuple):
     """Whether the column holds lists of integers."""
 
 
-def read_text(file: SourceFile, *, takes_bytes: bool) -> Iterator[Document]:
-    """A text file, which is one document. Raises ConfigError where it is no UTF-8 and not taken as bytes."""
-    with file.open() as stream:
-        content = stream.read()
-    if not takes_bytes:
-        require_text(content, file.name)
-    yield Document(content, file.name)
-
-
-def read_lines(file: SourceFile, field: str, start: int = 0, stop: float = math.inf) -> Iterator[Document]:
+def read_lines(
+    file: SourceFile, field: str, start: int = 0, stop: float = math.inf, on_bad: OnBad = refuse
+) -> Iterator[Document]:
     """The documents of the lines of JSON that begin at the bytes start..stop-1 of a file, decompressed.
 
     Ranges that adjoin give each line of a file once. Only a file that is not compressed can be read from its middle.
@@ -64,14 +70,14 @@ def read_lines(file: SourceFile, field: str, start: int = 0, stop: float = math.
             at += len(stream.readline()) - 1
         while at < stop and (line := stream.readline()):
             if line.strip():
-                yield _document_of(line, field, file, at)
+                yield from usable(functools.partial(_document_of, line, field, file, at), on_bad)
             at += len(line)
 
 
 def _document_of(line: bytes, field: str, file: SourceFile, at: int) -> Document:
     try:
         return Document(as_text(row_of_json(line, field, "")[field], field, ""), f"{file.name}, byte {at}")
-    except ConfigError:  # only now is it worth while to know which line it is
+    except BadRow:  # only now is it worth while to know which line it is
         where = f"{file.name}:{_line_number(file, at)}"
         as_text(row_of_json(line, field, where)[field], field, where)
         raise
@@ -119,11 +125,11 @@ def _batches(file: SourceFile, column: str, start: int, stop: int) -> Iterator[t
 
 
 def read_row_groups(
-    file: SourceFile, column: str, start: int, stop: int, *, takes_bytes: bool = False
+    file: SourceFile, column: str, start: int, stop: int, on_bad: OnBad = refuse, *, takes_bytes: bool = False
 ) -> Iterator[Document]:
     """The documents in the row groups start..stop-1 of a Parquet file. Raises ConfigError naming file and row."""
     for first, values in _batches(file, column, start, stop):
-        yield from _documents(_plain(values, file), column, file.name, first, takes_bytes=takes_bytes)
+        yield from rows_of(_plain(values, file), column, file.name, first, on_bad, takes_bytes=takes_bytes)
 
 
 def _plain(values: Any, file: SourceFile) -> list[Any]:
@@ -146,19 +152,13 @@ def read_ids(file: SourceFile, column: str, start: int, stop: int) -> Iterator[I
             yield IdsRow(flat[begin:end], f"{file.name}, row {first + number}")
 
 
-def read_rows(dataset: Dataset, source: HuggingFaceSource, start: int, stop: int) -> Iterator[Document]:
+def read_rows(
+    dataset: Dataset, source: HuggingFaceSource, start: int, stop: int, on_bad: OnBad = refuse
+) -> Iterator[Document]:
     """The documents of the rows start..stop-1 of a data set of Hugging Face, which is the source's."""
     require_column(source.column, dataset.column_names, source.name)
     rows = dataset.select_columns([source.column])
     for first in range(start, stop, _ROWS_AT_ONCE):
         values = rows[first : min(first + _ROWS_AT_ONCE, stop)][source.column]
-        yield from _documents(values, source.column, f"{source.name}[{source.split}]", first, takes_bytes=source.binary)
-
-
-def _documents(values: Sequence[Any], column: str, name: str, first: int, *, takes_bytes: bool) -> Iterator[Document]:
-    for number, value in enumerate(values, start=first):
-        where = f"{name}, row {number}"
-        text = as_text(value, column, where)
-        if isinstance(text, bytes) and not takes_bytes:
-            require_text(text, where)
-        yield Document(text, where)
+        where = f"{source.name}[{source.split}]"
+        yield from rows_of(values, source.column, where, first, on_bad, takes_bytes=source.binary)

@@ -74,6 +74,10 @@ class UnitRecord:
     text_bytes: int
     hashes: tuple[int, ...]
     """Hashes of the blocks of its shard."""
+    bad: int = 0
+    """Rows that were left out because they cannot be used."""
+    first_bad: str = ""
+    """What is wrong with the first of them."""
 
     def to_json(self) -> bytes:
         return TypeAdapter(UnitRecord).dump_json(self)

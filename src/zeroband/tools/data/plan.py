@@ -58,6 +58,7 @@ class Options:
     seq_length: int | None = None
     """Ids of a bin, where documents are packed."""
     allow_empty: bool = False
+    skip_bad_rows: bool = False
 
     @property
     def unit_bytes(self) -> int:
