@@ -98,8 +98,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         shared={
             **{key: str(value) for key, value in shared_items(config).items()},
             **({} if config.data.private else dataset.fingerprints),
-            "data.tokenizer (ids)": tokenizer.fingerprint,
-            **({f"{REMARK}data.tokenizer (ids)": tokenizer.release} if tokenizer.release else {}),
+            **_tokenizer_items(tokenizer),
             **built.shared,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
             **({"train.device (rounds the nodes' common step)": local.device.type} if is_exact else {}),
@@ -118,6 +117,12 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         corpus=_corpus_of(config, dataset.fingerprint),
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _tokenizer_items(tokenizer: Tokenizer) -> dict[str, str]:
+    """What nodes agree on of the tokenizer, and what they tell of it beside."""
+    key = "data.tokenizer (ids)"
+    return {key: tokenizer.fingerprint, **({f"{REMARK}{key}": tokenizer.release} if tokenizer.release else {})}
 
 
 def _corpus_of(config: RunConfig, fingerprint: str) -> str:
