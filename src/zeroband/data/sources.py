@@ -65,6 +65,10 @@ class BadRows:
         self.first = ""
         """What is wrong with the first one."""
 
+    def __str__(self) -> str:
+        """What is said of them behind other counts; nothing where there are none."""
+        return f", {self.count} that cannot be used, the first: {self.first}" if self.count else ""
+
     def __call__(self, error: BadRow, /) -> None:
         self.first = self.first or str(error).removeprefix("data.source: ")
         self.count += 1

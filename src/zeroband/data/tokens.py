@@ -172,7 +172,9 @@ def prepare(
         store = _open(entry)
         if store is None:
             with _only_one_builds(entry, _dtype(tokenizer), on_progress):
-                store = _open(entry) or _build(entry, config, config.source, seed, tokenizer, on_progress)
+                bad = BadRows()
+                corpus = _chunks_of(config, config.source, seed, tokenizer, bad if config.skip_bad_rows else refuse)
+                store = _open(entry) or _build(entry, config, tokenizer, corpus, bad, on_progress)
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
@@ -275,16 +277,13 @@ class _Column:
 def _build(
     entry: Path,
     config: DataConfig,
-    source: DocumentSource | ChatSource,
-    seed: int,
     tokenizer: Tokenizer,
+    corpus: Iterable[_Chunk],
+    bad: BadRows,
     on_progress: OnProgress | None,
 ) -> MappedTokens:
-    bad = BadRows()
-    corpus = _chunks_of(config, source, seed, tokenizer, bad if config.skip_bad_rows else refuse)
     dtype = _dtype(tokenizer)
-    is_marked = isinstance(config.source, ChatSource)
-    tokens = learned = 0
+    is_marked, tokens, learned = isinstance(config.source, ChatSource), 0, 0
     counted = np.zeros(4, dtype=np.int64)
     with ExitStack() as stack:
         ids = stack.enter_context(_Column(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
@@ -300,8 +299,7 @@ def _build(
                 on_progress(tokens)
     n_documents, n_empty, padding, cut = counted.tolist()
     if not tokens:
-        left_out = f", and {bad.count} that cannot be used, the first: {bad.first}" if bad.count else ""
-        raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty{left_out})")
+        raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty{bad})")
     if marks is not None:
         ids.digest.update(marks.digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
