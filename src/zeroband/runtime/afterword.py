@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -139,6 +140,8 @@ def closing_words(config: RunConfig, report: Path | None, *, is_complete: bool =
     exported = None if config.export is None else config.export.path or node_dir / EXPORT_DIR
     if exported is not None and exported.exists():
         lines.append(("model", str(exported)))
+    if offline := sorted((node_dir / "wandb").glob("offline-run-*")):
+        lines.append(("wandb", f"wandb sync {shlex.quote(str(offline[-1]))}"))
     if report is not None:
         lines.append(("report", str(report) if report.exists() else f"{report}, in a moment"))
     following = [f"zeroband status {run_dir}" if report is None else f"open {report}"]
