@@ -13,6 +13,7 @@ ZerobandError
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
 ├── HandshakeFailed    the other end of a connection is no node of this run
+├── LearnsNothing      the gradients of this node are not finite, step after step: it ends, and exports nothing
 ├── RunOver            the run that this node wanted to join is complete
 ├── RecoveryFailed     no member could give this node a state that verifies
 ├── CheckpointFailed   a checkpoint could not be written: the one before stays, the run goes on
@@ -91,6 +92,10 @@ class RoundsMissed(ZerobandError):
 
 class Leaving(ZerobandError):
     """This node was asked to leave, and the others did not come for what it learned in time."""
+
+
+class LearnsNothing(ZerobandError):
+    """This node's updates are not finite, step after step; the message says since when."""
 
 
 class MalformedPayload(ZerobandError):

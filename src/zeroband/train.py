@@ -6,8 +6,8 @@ Start it once on every machine; with [outer] and store.url the machines train on
 SIGTERM, SIGUSR1 or SIGHUP asks a node to leave: within `fault.grace_s` it hands over what it learned, or hands its
 samples back, and ends with 0. A second one ends it at once.
 Exit codes: 0 done, or left as asked; 2 the configuration is wrong or was refused at join; 3 this machine lacks what it
-needs; 130 after Ctrl-C; 143 after a second SIGTERM or SIGUSR1; 1 anything else. torchrun makes 1 of every failure of
-its ranks.
+needs; 4 its updates are not finite, step after step; 130 after Ctrl-C; 143 after a second SIGTERM or SIGUSR1; 1
+anything else. torchrun makes 1 of every failure of its ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zeroband.checks.needs import Needs
 from zeroband.checks.quick import asked_config, quick_checks
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
+from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, RunOver, ZerobandError
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import (
     RANKS_FILE,
@@ -54,7 +54,13 @@ from zeroband.observe.log import get_logger, setup_logging
 from zeroband.runtime.signals import Ending
 
 _EXIT_FAILED = 1
-_EXIT_CODES: dict[type[ZerobandError], int] = {RunOver: 0, Leaving: 0, MachineUnfit: 3, ConfigError: 2}
+_EXIT_CODES: dict[type[ZerobandError], int] = {
+    RunOver: 0,
+    Leaving: 0,
+    MachineUnfit: 3,
+    ConfigError: 2,
+    LearnsNothing: 4,
+}
 _FIRST_RANK_SPEAKS_S = 10.0
 
 _log = get_logger(__name__)

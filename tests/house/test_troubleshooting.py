@@ -12,7 +12,7 @@ import pytest
 
 ENDING = {
     *("ConfigError", "AnotherArithmetic", "StoreLost", "StorageLost", "RunOver", "Leaving", "CheckpointFailed"),
-    "RecoveryFailed",
+    *("RecoveryFailed", "LearnsNothing", "BadRow"),
 }
 """Raised with messages of their own, which a user reads."""
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import xxhash
 from pydantic import TypeAdapter
 
+from zeroband.config.section import FileBelow
 from zeroband.errors import CheckpointDamaged
 
 FORMAT = 1
@@ -29,7 +30,7 @@ class StoredFile:
     """Hash of files of runs with a token; empty in others, and not written there."""
 
 
-FILES = TypeAdapter(dict[str, StoredFile])
+FILES = TypeAdapter(dict[FileBelow, StoredFile])
 """To and from plain JSON values, by path."""
 
 _KEYS = {"record": "payload", "state_digest": "state"}
@@ -73,7 +74,7 @@ class Manifest:
     """A whole checkpoint."""
 
     stamp: Stamp
-    files: Mapping[str, StoredFile]
+    files: Mapping[FileBelow, StoredFile]
     """Files by path relative to the checkpoint's folder; the manifest itself is not among them."""
 
     missing: Mapping[str, str] = field(default_factory=dict[str, str])

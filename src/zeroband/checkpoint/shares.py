@@ -50,7 +50,7 @@ class Shares:
             if self.key is not None and not self.key.is_mac(self._kind(member), _text(record), mac):
                 return None
             files = FILES.validate_json(json.dumps(record["files"]), strict=True)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
         return {path: file for path, file in files.items() if path in self.outer or path.startswith(f"nodes/{member}/")}
 

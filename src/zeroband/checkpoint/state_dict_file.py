@@ -40,7 +40,7 @@ def unpack(data: bytes) -> Any:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
         return _decoded(json.loads(header["__metadata__"][_TREE]), load(data))
-    except (SafetensorError, ValueError, LookupError, TypeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"it holds no state dicts: {error!r:.200}") from error
 
 

@@ -31,7 +31,7 @@ class JsonlSource(Section):
 
     type: Literal["jsonl"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one document each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one document each line."""
     field: str = "text"
     """Key that holds the document."""
 
@@ -71,7 +71,7 @@ class ChatSource(Section):
 
     type: Literal["chat"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one conversation each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one conversation each line."""
     field: str = "messages"
     """Key that holds the messages: objects with `role` and `content`, or with `from` and `value`."""
     template: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
@@ -172,6 +172,9 @@ class DataConfig(Section):
     packing: Literal["concatenate", "best-fit"] = "concatenate"
     """How documents fill samples. concatenate: end to end, cut where a sample ends. best-fit: none is cut that fits
     into a sample, for about a hundredth of padding; ids made by `zeroband data prepare` must have been packed so."""
+    skip_bad_rows: bool = False
+    """Leave out rows, lines and files of text that cannot be used (no JSON, no such field, no UTF-8, a conversation
+    that the template cannot write), and count them. False: the first one is refused by its place."""
     private: bool = False
     """Each node trains on documents of its own, which never leave it: data.source, data.sources and data.phases may
     differ, and each node's samples are counted by themselves. False: all nodes share one corpus, and who reads what is

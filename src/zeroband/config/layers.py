@@ -137,13 +137,28 @@ def layer_of_environment(environ: Mapping[str, str], schema: SchemaKeys) -> list
 def layer_of_file(file: FilePath, schema: SchemaKeys) -> list[Setting]:
     """The settings of a TOML file. Raises ConfigError."""
     try:
-        with file.open("rb") as stream:
-            table = tomllib.load(stream)
+        table = parse_toml(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"@{file}: {error.strerror or error}{_files_beside(file)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file} is no valid TOML: {error}{_line_of(error, file, schema)}") from error
     return _flat(table, str(file), schema)
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """What a file of TOML holds; a byte order mark, which some editors write, may begin it. Raises ValueError."""
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def parse_json(text: str) -> Any:
+    """What JSON says. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _files_beside(file: FilePath) -> str:
@@ -188,16 +203,16 @@ def _list(text: str, path: Path, origin: str) -> list[Any]:
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",")] if text.strip() else []
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON list: {error}") from error
 
 
 def _table(text: str, path: Path, origin: str) -> dict[str, Any]:
     """A table whose keys are somebody else's, as JSON."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON object {{...}}; in a file it is a table")
@@ -207,8 +222,8 @@ def _table(text: str, path: Path, origin: str) -> dict[str, Any]:
 def _json_table(text: str, path: Path, origin: str, schema: SchemaKeys) -> dict[str, Any]:
     """A section written as JSON. Its text may hold a secret and is not shown."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         name, tags = dotted(path), [tag for tag in schema.sections[path].variants if tag]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
@@ -16,6 +16,16 @@ NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 Secret = Annotated[SecretStr, Field(min_length=1)]
 """Never shown; an empty one is most likely a variable that was not set."""
+
+
+def _require_below(name: str) -> str:
+    if not name.isprintable() or name.startswith("/") or "://" in name or {"", ".."} & set(name.split("/")):
+        raise ValueError(f"{name!r} leads outside of the folder of the file that names it")
+    return name
+
+
+FileBelow = Annotated[str, AfterValidator(_require_below)]
+"""Name of a file in, or below, the folder of the index that lists it, so that nobody's index reads other files."""
 
 
 class Section(BaseModel):
@@ -31,5 +41,5 @@ def key_value(text: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} is no KEY=VALUE")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

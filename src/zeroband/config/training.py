@@ -66,6 +66,9 @@ class TrainConfig(Section):
     """Multiply in float8 in the blocks' linear layers, by torchao's recipe of this name (extra `float8`): tensorwise is
     the fastest, rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. It
     rounds a node's own gradients, not what nodes agree on, so nodes with and without it train together. None: off."""
+    non_finite_steps: PositiveInt | None = Field(default=100, json_schema_extra=NODE_LOCAL)
+    """Inner steps in a row from which this node learns nothing, since their updates are not finite, after which it ends
+    with exit code 4 and without an export. None: it goes on."""
     profile: ProfileConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Trace some steps of each rank, into the node's folder of the run directory. None: none."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)

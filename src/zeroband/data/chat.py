@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.data.sources import Conversation
+from zeroband.data.sources import BadRow, Conversation
 from zeroband.data.tokenizer import Ids, Tokenizer
 from zeroband.errors import ConfigError, way_to_extra
 
@@ -21,9 +21,6 @@ LEARNED, BEGINS = np.uint8(1), np.uint8(2)
 """Marks of a token, one bit each: it is a target, it begins a document."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_RENDERING_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
-"""What a template raises on messages that it was not made for, beside errors of its own."""
-
 Marks = npt.NDArray[np.uint8]
 Span = tuple[int, int]
 """Characters of a text, half open."""
@@ -47,7 +44,8 @@ class ChatEncoder:
     """Writes conversations by the template of a tokenizer, `Tokenizer.chat_template`.
 
     The assistant's are the places between {% generation %} and {% endgeneration %} where a template has them. Elsewhere
-    they are what each of its messages adds to the prompt for it, up to the token that ends it.
+    they are what each of its messages adds to the prompt for it, up to the token that ends it. A conversation may begin
+    with one, for which there is no prompt: it begins where the template has the assistant begin.
     Raises: ConfigError where transformers is missing.
     """
 
@@ -57,9 +55,10 @@ class ChatEncoder:
         self._template = tokenizer.chat_template
         try:
             self._jinja: Any = importlib.import_module("transformers.utils.chat_template_utils")
-            self._jinja_errors: Any = importlib.import_module("jinja2").TemplateError
         except ImportError as e:
             raise ConfigError(f"data.source.type='chat' needs transformers: {way_to_extra('hf')}") from e
+        self.without_thoughts: list[str] = []
+        """Where conversations lie of which the template writes no `reasoning_content`, though they have some."""
 
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
         """Return the tokens of a conversation up to the assistant's last message.
@@ -67,21 +66,27 @@ class ChatEncoder:
         One document; several where the template writes earlier messages otherwise than it did when they were the last,
         as those do that leave out what the assistant thought: then each of the assistant's messages ends one, in which
         it alone is learned, and so the model reads in training what it reads when it is asked.
-        Raises: ConfigError naming where the conversation lies, and the way out.
+        Raises: BadRow naming where the conversation lies, and the way out; ConfigError for another tokenizer.
         """
         try:
             written = self._written(conversation)
             encoded = [self._encode(text, spans) for text, spans in written]
-        except (self._jinja_errors, *_RENDERING_ERRORS) as e:
-            raise ConfigError(
+        except ConfigError:
+            raise
+        except Exception as e:  # a template raises what it likes on messages that it was not made for
+            raise BadRow(
                 f"data.source: {conversation.where}: the chat template cannot write this conversation: {e}; correct "
                 "the line, or set data.source.template to a template that can"
             ) from e
         if not any((chat.marks & LEARNED).any() for chat in encoded):
-            raise ConfigError(
+            raise BadRow(
                 f"data.source: {conversation.where}: the chat template writes nothing that the assistant says; correct "
                 "the line, or what is between {% generation %} and {% endgeneration %} in the template"
             )
+        told = [message.get("reasoning_content") for message in conversation.messages]
+        thoughts = [thought.strip() for thought in told if isinstance(thought, str) and thought.strip()]
+        if thoughts and not any(thought in text for thought in thoughts for text, _ in written):
+            self.without_thoughts.append(conversation.where)
         return encoded
 
     def prompt(self, text: str) -> Prompt:
@@ -106,10 +111,10 @@ class ChatEncoder:
 
     def _turn(self, messages: Sequence[dict[str, Any]], turn: int, conversation: Conversation) -> tuple[str, Span]:
         """The text up to the end of one of the assistant's messages, and where that lies in it."""
-        asked = self._render(messages[:turn], conversation, is_asking=True)
         answered = self._render(messages[: turn + 1], conversation)
+        asked = self._render(messages[:turn], conversation, is_asking=True) if turn else self._opening(answered)
         if not answered.startswith(asked):
-            raise ConfigError(
+            raise BadRow(
                 f"data.source: {conversation.where}: the chat template writes message {turn + 1} otherwise than it "
                 "asks for it, so what the assistant says cannot be told; put {% generation %} and {% endgeneration %} "
                 "around it in a template of your own, and name that in data.source.template"
@@ -118,6 +123,16 @@ class ChatEncoder:
         ended = said.rstrip()
         is_ended_by_token = any(ended.endswith(special) for special in self._tokenizer.special_texts)
         return answered, (len(asked), len(asked) + len(ended if is_ended_by_token else said))
+
+    def _opening(self, answered: str) -> str:
+        """What stands before a first message of the assistant: all up to where the template has it begin to speak.
+
+        Many templates write no conversation without a message, so that is read off one with a user's.
+        """
+        asked = Conversation([{"role": "user", "content": "."}], None, "")
+        alone, asking = (self._render(asked.messages, asked, is_asking=is_asking) for is_asking in (False, True))
+        begins = asking.removeprefix(alone)
+        return answered[: answered.find(begins) + len(begins)] if begins and begins in answered else asking
 
     def _render(
         self, messages: Sequence[dict[str, Any]], conversation: Conversation, *, is_asking: bool = False

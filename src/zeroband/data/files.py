@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,16 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
+from zeroband.data.listing import Listing, files_below, files_matching, has_magic, require_readable
 from zeroband.data.retries import Damaged, Retries, failure_of
 from zeroband.errors import ConfigError, StorageLost
+from zeroband.observe.log import get_logger
 
-_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings, in any case, of files that are decompressed as they are read."""
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
 _BUFFER_BYTES = 1 << 20
 _SILENCE_S = 60.0
 """For a server to be reached, and for the next bytes of its answer."""
+
+_log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -104,15 +110,15 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:
-        """The bytes of the file, decompressed when its name ends with `.gz` or `.zst`.
+        """The bytes of the file, decompressed when its name ends with one of COMPRESSED.
 
         Raises: ConfigError naming the file, for any failure to open, read or decompress it inside the block, and
         StorageLost where its storage was waited for in vain.
         """
-        codec = next((c for ending, c in _COMPRESSION.items() if self.path.endswith(ending)), None)
+        ending = next((ending for ending in COMPRESSED if self.path.casefold().endswith(ending)), None)
         try:
             with cast(BinaryIO, io.BufferedReader(_Reading(self), _BUFFER_BYTES)) as raw:
-                yield raw if codec is None else _decompressed(raw, codec)
+                yield raw if ending is None else _decompressed(raw, ending)
         except OSError as e:  # of what makes sense of the bytes
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
@@ -130,39 +136,76 @@ class Files:
         self._retry_s = retry_s
         self._clients: dict[FileSystem, _Client] = {}
 
-    def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = ()) -> list[SourceFile]:
+    def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = (), *, says: bool = False) -> list[SourceFile]:
         """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
 
-        A folder stands for the files below it that end with one of `in_folders`, hidden ones left out.
-        Raises: ConfigError naming the path that matches nothing or is a folder without such files, or whose protocol is
-        not known; StorageLost.
+        A folder stands for the files below it that end with one of `in_folders`, in any case, hidden ones left out.
+        `says`: what is named and left out is logged, with how many there are and the first one.
+        Raises: ConfigError naming the path that matches nothing or is a folder without such files, whose protocol is
+        not known, or that this user may not read; StorageLost.
         """
-        found = [file for path in paths for file in self._expand(path, in_folders)]
+        found = [file for path in paths for file in self._expand(path, in_folders, says=says)]
         return list({file.name: file for file in found}.values())
 
-    def _expand(self, pattern: str, in_folders: tuple[str, ...]) -> list[SourceFile]:
+    def _expand(self, pattern: str, in_folders: tuple[str, ...], *, says: bool) -> list[SourceFile]:
         system, path = _resolve(pattern)
         client = self._clients.setdefault(system, _Client(pattern, system, self._retry_s))
         kind = client.run(lambda system: _kind(system, path), pattern)
         if kind == "file":
-            matches = [path]
-        elif kind == "directory" and in_folders:
-            found = client.run(lambda system: system.find(path), pattern)
-            matches = [match for match in found if match.endswith(in_folders) and "/." not in match.removeprefix(path)]
-        elif kind == "directory":
+            if is_local(system):
+                require_readable(Path(path))
+            listing = Listing([path])
+        elif kind == "directory" and not in_folders:
             raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
         else:
-            found = client.run(lambda system: system.glob(path), pattern)
-            kinds = [client.run(lambda system, match=match: _kind(system, match), match) for match in found]
-            matches = [match for match, kind in zip(found, kinds, strict=True) if kind == "file"]
-        if not matches:
-            raise ConfigError(f"data.source.paths: no file matches {pattern!r}")
-        return [SourceFile(_name(system, match), match, client) for match in sorted(matches)]
+            list_all = _list_folder if kind == "directory" else _list_glob
+            listing = client.run(lambda system: list_all(system, path, in_folders), pattern)
+        if says:
+            tell_left_out(pattern, listing)
+        if not listing.files:
+            there = "; ".join(f"left out: {reason}: {names[0]}" for reason, names in listing.left_out.items() if names)
+            raise ConfigError(f"data.source.paths: no file matches {pattern!r}{there and f' ({there})'}")
+        return [SourceFile(_name(system, match), match, client) for match in sorted(listing.files)]
 
 
-def find_files(paths: Sequence[str], retry_s: float = 0.0) -> list[SourceFile]:
+def find_files(paths: Sequence[str], retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
     """What `Files.find` finds."""
-    return Files(retry_s).find(paths)
+    return Files(retry_s).find(paths, says=says)
+
+
+def tell_left_out(pattern: str, listing: Listing) -> None:
+    """Log what a pattern names beside files that are read: how many there are, and the first one."""
+    for reason, names in listing.left_out.items():
+        if names:
+            fields = {"pattern": pattern, "count": len(names), "first": min(names)}
+            _log.warning(f"left out of the data: {reason}", extra={"fields": fields})
+
+
+def _list_folder(system: FileSystem, folder: str, endings: tuple[str, ...]) -> Listing:
+    if is_local(system):
+        return files_below(folder, endings)
+    listing = Listing()
+    for path in system.find(folder):
+        if "/." in path.removeprefix(folder):
+            listing.left_out["hidden names"].append(path)
+        elif path.casefold().endswith(endings):
+            listing.files.append(path)
+        else:
+            listing.left_out["files of other endings"].append(path)
+    return listing
+
+
+def _list_glob(system: FileSystem, pattern: str, _: tuple[str, ...]) -> Listing:
+    if is_local(system):
+        return files_matching(pattern)
+    listing = Listing()
+    for path in system.glob(pattern) if has_magic(pattern) else []:
+        kind = _kind(system, path)
+        if kind == "file":
+            listing.files.append(path)
+        elif kind == "directory" and "**" not in pattern.split("/"):
+            listing.left_out["folders, whose files a pattern names as FOLDER/*"].append(path)
+    return listing
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -178,12 +221,16 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def _stdlib_texts(root: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
         for name in names:
             skipped = name in _STDLIB_SKIPPED or name.startswith("_sysconfigdata")
             if Path(name).suffix in _STDLIB_SUFFIXES and not skipped:
                 yield str(Path(folder, name))
+
+
+def _refuse(error: OSError) -> None:
+    raise ConfigError(f"the Python standard library, which data.source.paths = [] names, cannot be read: {error}")
 
 
 def pause(wait_s: float) -> bool:
@@ -301,9 +348,17 @@ def _is_part(stream: Any) -> bool:
     return getattr(stream, "r", None) is not None and stream.r.status == 206
 
 
+def is_local(system: FileSystem) -> bool:
+    """Whether its paths are those of this machine."""
+    return "file" in _protocols(system)
+
+
 def _is_http(system: FileSystem) -> bool:
-    protocols = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
-    return bool({"http", "https"} & protocols)
+    return bool({"http", "https"} & _protocols(system))
+
+
+def _protocols(system: FileSystem) -> set[str]:
+    return {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
 
 
 def _size(info: dict[str, Any]) -> int | None:
@@ -334,6 +389,35 @@ def _name(system: FileSystem, path: str) -> str:
     return system.unstrip_protocol(path).removeprefix("file://")
 
 
-def _decompressed(raw: BinaryIO, codec: str) -> BinaryIO:
-    pa: Any = importlib.import_module("pyarrow")  # has no types
-    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, codec), buffer_size=1 << 20))
+class _Unpacked(io.RawIOBase):
+    """The content of a compressed stream. Raises OSError for one that is cut or damaged, whatever its library does."""
+
+    def __init__(self, content: BinaryIO, errors: tuple[type[Exception], ...]) -> None:
+        super().__init__()
+        self._content = content
+        self._errors = errors
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._content.read(len(buffer))
+        except self._errors as error:
+            raise OSError(str(error)) from error
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
+    if ending == ".xz":
+        lzma = importlib.import_module("lzma")
+        unpacked = _Unpacked(lzma.open(raw), (EOFError, lzma.LZMAError))
+    elif ending == ".zst":
+        zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+        window = zstd.DecompressionParameter.window_log_max  # archives of `zstd --long=31` need the largest there is
+        unpacked = _Unpacked(zstd.open(raw, options={window: window.bounds()[1]}), (EOFError, zstd.ZstdError))
+    else:
+        pa: Any = importlib.import_module("pyarrow")  # has no types
+        unpacked = pa.CompressedInputStream(raw, {".gz": "gzip", ".bz2": "bz2"}[ending])
+    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_BUFFER_BYTES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -13,7 +14,19 @@ import numpy.typing as npt
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import SourceFile
-from zeroband.data.sources import Dataset, Document, as_text, require_column, require_text, row_of_json
+from zeroband.data.sources import (
+    BadRow,
+    Dataset,
+    Document,
+    OnBad,
+    as_text,
+    open_parquet,
+    refuse,
+    require_column,
+    row_of_json,
+    rows_of,
+    usable,
+)
 from zeroband.errors import ConfigError
 
 _ROWS_AT_ONCE = 1024
@@ -42,16 +55,9 @@ class ParquetShape(NamedTuple):
     """Whether the column holds lists of integers."""
 
 
-def read_text(file: SourceFile, *, takes_bytes: bool) -> Iterator[Document]:
-    """A text file, which is one document. Raises ConfigError where it is no UTF-8 and not taken as bytes."""
-    with file.open() as stream:
-        content = stream.read()
-    if not takes_bytes:
-        require_text(content, file.name)
-    yield Document(content, file.name)
-
-
-def read_lines(file: SourceFile, field: str, start: int = 0, stop: float = math.inf) -> Iterator[Document]:
+def read_lines(
+    file: SourceFile, field: str, start: int = 0, stop: float = math.inf, on_bad: OnBad = refuse
+) -> Iterator[Document]:
     """The documents of the lines of JSON that begin at the bytes start..stop-1 of a file, decompressed.
 
     Ranges that adjoin give each line of a file once. Only a file that is not compressed can be read from its middle.
@@ -64,14 +70,14 @@ def read_lines(file: SourceFile, field: str, start: int = 0, stop: float = math.
             at += len(stream.readline()) - 1
         while at < stop and (line := stream.readline()):
             if line.strip():
-                yield _document_of(line, field, file, at)
+                yield from usable(functools.partial(_document_of, line, field, file, at), on_bad)
             at += len(line)
 
 
 def _document_of(line: bytes, field: str, file: SourceFile, at: int) -> Document:
     try:
         return Document(as_text(row_of_json(line, field, "")[field], field, ""), f"{file.name}, byte {at}")
-    except ConfigError:  # only now is it worth while to know which line it is
+    except BadRow:  # only now is it worth while to know which line it is
         where = f"{file.name}:{_line_number(file, at)}"
         as_text(row_of_json(line, field, where)[field], field, where)
         raise
@@ -90,14 +96,9 @@ def _line_number(file: SourceFile, at: int) -> int:
 def parquet_shape(file: SourceFile, column: str) -> ParquetShape:
     """What the footer of a Parquet file says. Raises ConfigError where it is none, or has no such column."""
     pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
-    with file.open() as stream:
-        try:
-            opened = parquet.ParquetFile(stream)
-            kind = _column_type(opened, column, file)
-            groups = [_row_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
-        except pa.ArrowException as e:
-            raise _unreadable(file, e) from e
+    with open_parquet(file) as opened:
+        kind = _column_type(opened, column, file)
+        groups = [_row_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return ParquetShape(groups, bool(is_list and pa.types.is_integer(kind.value_type)))
 
@@ -113,32 +114,30 @@ def _row_group(group: Any, column: str) -> RowGroup:
     return RowGroup(group.num_rows, sum(sizes))
 
 
-def _unreadable(file: SourceFile, error: Exception) -> ConfigError:
-    return ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}")
-
-
 def _batches(file: SourceFile, column: str, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Values of the row groups start..stop-1, as arrays of Arrow, and the number of the first row of each."""
-    pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
-    with file.open() as stream:
-        try:
-            opened = parquet.ParquetFile(stream)
-            row = sum(opened.metadata.row_group(i).num_rows for i in range(start))
-            groups = list(range(start, stop))
-            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=[column]):
-                yield row, batch.column(0)
-                row += len(batch)
-        except pa.ArrowException as e:
-            raise _unreadable(file, e) from e
+    with open_parquet(file) as opened:
+        row = sum(opened.metadata.row_group(i).num_rows for i in range(start))
+        groups = list(range(start, stop))
+        for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=[column]):
+            yield row, batch.column(0)
+            row += len(batch)
 
 
 def read_row_groups(
-    file: SourceFile, column: str, start: int, stop: int, *, takes_bytes: bool = False
+    file: SourceFile, column: str, start: int, stop: int, on_bad: OnBad = refuse, *, takes_bytes: bool = False
 ) -> Iterator[Document]:
     """The documents in the row groups start..stop-1 of a Parquet file. Raises ConfigError naming file and row."""
     for first, values in _batches(file, column, start, stop):
-        yield from _documents(values.to_pylist(), column, file.name, first, takes_bytes=takes_bytes)
+        yield from rows_of(_plain(values, file), column, file.name, first, on_bad, takes_bytes=takes_bytes)
+
+
+def _plain(values: Any, file: SourceFile) -> list[Any]:
+    """Values of Arrow as those of Python. Raises ConfigError for strings that are no UTF-8."""
+    try:
+        return values.to_pylist()
+    except ValueError as error:
+        raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}") from error
 
 
 def read_ids(file: SourceFile, column: str, start: int, stop: int) -> Iterator[IdsRow]:
@@ -153,19 +152,13 @@ def read_ids(file: SourceFile, column: str, start: int, stop: int) -> Iterator[I
             yield IdsRow(flat[begin:end], f"{file.name}, row {first + number}")
 
 
-def read_rows(dataset: Dataset, source: HuggingFaceSource, start: int, stop: int) -> Iterator[Document]:
+def read_rows(
+    dataset: Dataset, source: HuggingFaceSource, start: int, stop: int, on_bad: OnBad = refuse
+) -> Iterator[Document]:
     """The documents of the rows start..stop-1 of a data set of Hugging Face, which is the source's."""
     require_column(source.column, dataset.column_names, source.name)
     rows = dataset.select_columns([source.column])
     for first in range(start, stop, _ROWS_AT_ONCE):
         values = rows[first : min(first + _ROWS_AT_ONCE, stop)][source.column]
-        yield from _documents(values, source.column, f"{source.name}[{source.split}]", first, takes_bytes=source.binary)
-
-
-def _documents(values: Sequence[Any], column: str, name: str, first: int, *, takes_bytes: bool) -> Iterator[Document]:
-    for number, value in enumerate(values, start=first):
-        where = f"{name}, row {number}"
-        text = as_text(value, column, where)
-        if isinstance(text, bytes) and not takes_bytes:
-            require_text(text, where)
-        yield Document(text, where)
+        where = f"{source.name}[{source.split}]"
+        yield from rows_of(values, source.column, where, first, on_bad, takes_bytes=source.binary)

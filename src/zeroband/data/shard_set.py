@@ -23,6 +23,8 @@ import numpy.typing as npt
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from zeroband.config.section import FileBelow
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 HASHES = "hashes.npy"
@@ -37,7 +39,7 @@ class Shard:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: str
+    name: FileBelow
     """Name of its file in the folder; a slash in it is a folder."""
     tokens: int
     documents: int
@@ -75,6 +77,8 @@ class ShardSet:
     hashes: str
     """BLAKE2b-128 of the content of hashes.npy, hexadecimal."""
     shards: tuple[Shard, ...]
+    tokenizer_release: str | None = None
+    """Versions of the libraries that made the ids, for messages."""
     plan: str | None = None
     """Digest of the sources, their stamps and the options that it was made of, where `zeroband data prepare` did."""
 

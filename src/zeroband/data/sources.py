@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import importlib
 import itertools
 import json
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from zeroband.config.data import (
     ChatSource,
@@ -24,15 +27,51 @@ from zeroband.config.data import (
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
 from zeroband.data.retries import Retries
-from zeroband.errors import ConfigError, StorageLost, way_to_extra
+from zeroband.errors import ConfigError, StorageLost, ZerobandError, way_to_extra
 
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
 _BEGINNING_BYTES = 1 << 13
+_LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError, EOFError)
+"""What datasets raises for files that it cannot make sense of, beside errors of its own."""
 _SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` of datasets leaves in a folder."""
+_MOST_DIGITS = 640
+"""Python makes integers of so many, whatever limit is set."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What messages with `from` call the roles; others are called alike."""
+
+
+class BadRow(ConfigError):
+    """One row, line or file of text that cannot be used, while those beside it can."""
+
+
+class OnBad(Protocol):
+    """Told of a row that cannot be used: raises the error, or lets the row be left out."""
+
+    def __call__(self, error: BadRow, /) -> None: ...
+
+
+def refuse(error: BadRow) -> None:
+    """Raise the error: the first bad row ends the reading."""
+    raise BadRow(f"{error}; data.skip_bad_rows has such rows left out and counted") from error
+
+
+class BadRows:
+    """Counts the rows that are left out."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
+        """What is wrong with the first one."""
+
+    def __str__(self) -> str:
+        """What is said of them behind other counts; nothing where there are none."""
+        return f", {self.count} that cannot be used, the first: {self.first}" if self.count else ""
+
+    def __call__(self, error: BadRow, /) -> None:
+        self.first = self.first or str(error).removeprefix("data.source: ")
+        self.count += 1
 
 
 class Document(NamedTuple):
@@ -68,34 +107,38 @@ class Dataset(Protocol):
     def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
 
 
-def documents(source: DocumentSource, seed: int, retry_s: float = 0.0) -> Iterator[Document]:
+def documents(source: DocumentSource, seed: int, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Document]:
     """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
 
-    retry_s: how long a storage that fails is asked again.
+    retry_s: how long a storage that fails is asked again. on_bad: told of rows that cannot be used.
     Raises: ConfigError naming the path, the line or row, and the field that is wrong; StorageLost.
     """
     match source:
         case TextSource():
-            return _text(source_files(source, retry_s), takes_bytes=source.binary or not source.paths)
+            return _text(source_files(source, retry_s), on_bad, takes_bytes=source.binary or not source.paths)
         case JsonlSource():
-            return _jsonl(source_files(source, retry_s), source.field)
+            return _jsonl(source_files(source, retry_s), source.field, on_bad)
         case ParquetSource():
-            return _as_asked(_parquet(source_files(source, retry_s), source.column), source)
+            return _parquet(source_files(source, retry_s), source, on_bad)
         case HuggingFaceSource():
-            return _as_asked(_huggingface(load_dataset(source, retry_s), source), source)
+            return _huggingface(load_dataset(source, retry_s), source, on_bad)
         case SyntheticSource():
             return _synthetic(source, seed)
 
 
-def conversations(source: ChatSource, retry_s: float = 0.0) -> Iterator[Conversation]:
+def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Conversation]:
     """Yield the conversations of a source in an order that every call repeats.
 
-    retry_s: how long a storage that fails is asked again.
+    retry_s: how long a storage that fails is asked again. on_bad: told of lines that cannot be used.
     Raises: ConfigError naming the file, the line, and what is wrong with the conversation; StorageLost.
     """
-    for where, row in _rows_of_json(source_files(source, retry_s), source.field):
+
+    def conversation(line: bytes, where: str) -> Conversation:
+        row = row_of_json(line, source.field, where)
         tools: Any = row.get("tools")
-        yield Conversation(_messages(row[source.field], where), tools or None, where)
+        return Conversation(_messages(row[source.field], where), tools or None, where)
+
+    return _lines(source_files(source, retry_s), conversation, on_bad)
 
 
 def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: float = 0.0) -> list[Any]:
@@ -103,7 +146,7 @@ def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: flo
     settings = source.model_dump(mode="json")
     match source:
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
-            return [settings, [file.stamp() for file in source_files(source, retry_s)]]
+            return [settings, [file.stamp() for file in source_files(source, retry_s, says=True)]]
         case HuggingFaceSource():
             return [settings, *dataset_stamp(load_dataset(source, retry_s))]
         case SyntheticSource():
@@ -115,9 +158,12 @@ def dataset_stamp(dataset: Dataset) -> tuple[str, ...]:
     return str(len(dataset)), dataset._fingerprint  # pyright: ignore[reportPrivateUsage]
 
 
-def source_files(source: FilesSource, retry_s: float = 0.0) -> list[SourceFile]:
-    """The files of a source. Raises ConfigError where one of its paths names none; StorageLost."""
-    return find_files(source.paths, retry_s) if source.paths else stdlib_files()
+def source_files(source: FilesSource, retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
+    """The files of a source; `says`: what its paths name and is left out is logged.
+
+    Raises: ConfigError where one of its paths names none; StorageLost.
+    """
+    return find_files(source.paths, retry_s, says=says) if source.paths else stdlib_files()
 
 
 def require_beginning_of_text(file: SourceFile) -> None:
@@ -126,40 +172,57 @@ def require_beginning_of_text(file: SourceFile) -> None:
         require_text(stream.read(_BEGINNING_BYTES), file.name, is_whole=False)
 
 
-def _text(files: list[SourceFile], *, takes_bytes: bool) -> Iterator[Document]:
+_R = TypeVar("_R")
+
+
+def usable(read: Callable[[], _R], on_bad: OnBad) -> Iterator[_R]:
+    """What a row gives: one value, or none where it cannot be used and may be left out."""
+    try:
+        value = read()
+    except BadRow as error:
+        on_bad(error)
+        return
+    yield value
+
+
+def _text(files: list[SourceFile], on_bad: OnBad, *, takes_bytes: bool) -> Iterator[Document]:
     for file in files:
-        with file.open() as stream:
-            content = stream.read()
-        if not takes_bytes:
-            require_text(content, file.name)
-        yield Document(content, file.name)
+        yield from read_text(file, on_bad, takes_bytes=takes_bytes)
 
 
-def _as_asked(rows: Iterator[Document], source: ParquetSource | HuggingFaceSource) -> Iterator[Document]:
-    """The rows, where bytes that are no text are asked for or there are none."""
-    for row in rows:
-        if isinstance(row.text, bytes) and not source.binary:
-            require_text(row.text, row.where)
-        yield row
+def read_text(file: SourceFile, on_bad: OnBad = refuse, *, takes_bytes: bool) -> Iterator[Document]:
+    """A text file, which is one document; a bad one where it is no UTF-8 and not taken as bytes."""
+    with file.open() as stream:
+        content = stream.read()
+    yield from usable(lambda: document_of(content, file.name, takes_bytes=takes_bytes), on_bad)
+
+
+def document_of(text: str | bytes, where: str, *, takes_bytes: bool) -> Document:
+    """A document; BadRow where it is bytes that are no text, and these are not asked for."""
+    if isinstance(text, bytes) and not takes_bytes:
+        require_text(text, where)
+    return Document(text, where)
 
 
 def require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
-    """Raise ConfigError for what is no text in UTF-8. `is_whole`: more may follow, and complete a cut character."""
+    """Raise BadRow for what is no text in UTF-8. `is_whole`: more may follow, and complete a cut character."""
     offset = content.find(b"\0")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content, is_whole)
     except UnicodeDecodeError as error:
         offset = error.start if offset < 0 else min(offset, error.start)
     if offset >= 0:
-        raise ConfigError(
+        raise BadRow(
             f"data.source: {where} is no text: byte {offset} is 0x{content[offset]:02x}, which UTF-8 does not have "
             "there; leave it out, convert it (iconv -t utf-8), or set data.source.binary = true to train on its bytes"
         )
 
 
-def _jsonl(files: list[SourceFile], field: str) -> Iterator[Document]:
-    for where, row in _rows_of_json(files, field):
-        yield Document(as_text(row[field], field, where), where)
+def _jsonl(files: list[SourceFile], field: str, on_bad: OnBad) -> Iterator[Document]:
+    def document(line: bytes, where: str) -> Document:
+        return Document(as_text(row_of_json(line, field, where)[field], field, where), where)
+
+    return _lines(files, document, on_bad)
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
@@ -167,7 +230,7 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
     items = cast("list[Any]", found) if isinstance(found, list) else []
     messages = [_message(item, number, where) for number, item in enumerate(items, start=1)]
     if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(
+        raise BadRow(
             f"data.source: {where}: no message of the assistant, so there is nothing to learn; leave the line out, or "
             "name the key that holds the messages in data.source.field"
         )
@@ -176,62 +239,77 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
 
 def _message(item: Any, number: int, where: str) -> dict[str, Any]:
     message = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
-    if "from" in message and "role" not in message:
-        speaker = message["from"]
+    if isinstance(speaker := message.get("from"), str) and "role" not in message:
         message = {"role": _ROLES.get(speaker, speaker), "content": message.get("value")}
     said = message.get("content")
     if not isinstance(message.get("role"), str) or (said is None and not message.get("tool_calls")):
-        raise ConfigError(
+        raise BadRow(
             f"data.source: {where}: message {number} has no role, or nothing is said in it; a message is an object "
             'such as {"role": "user", "content": "..."}'
         )
     return message
 
 
-def _rows_of_json(files: list[SourceFile], field: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where a line lies, and its object, which has the field."""
+def _lines(files: list[SourceFile], read: Callable[[bytes, str], _R], on_bad: OnBad) -> Iterator[_R]:
+    """What is made of the lines of files that are not blank; `read` is told where each of them lies."""
     for file in files:
         with file.open() as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    where = f"{file.name}:{number}"
-                    yield where, row_of_json(line, field, where)
+                    yield from usable(functools.partial(read, line, f"{file.name}:{number}"), on_bad)
 
 
 def row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
-    """The object of a line, which has the field. Raises ConfigError naming where the line lies."""
+    """The object of a line, which has the field. Raises BadRow naming where the line lies."""
     try:
-        row: Any = json.loads(line)
-    except ValueError as e:
-        raise ConfigError(f"data.source: {where}: not a line of JSON: {e}") from e
+        row: Any = _json_of(line)
+    except (ValueError, RecursionError) as e:
+        raise BadRow(f"data.source: {where}: not a line of JSON: {e}") from e
     if not isinstance(row, dict):
-        raise ConfigError(f"data.source: {where}: a {type(row).__name__}, where an object with {field!r} is needed")
+        raise BadRow(f"data.source: {where}: a {type(row).__name__}, where an object with {field!r} is needed")
     keys = cast("dict[str, Any]", row)
     if field not in keys:
-        raise ConfigError(f"data.source: {where}: no field {field!r} (data.source.field); it has {_listed(list(keys))}")
+        raise BadRow(f"data.source: {where}: no field {field!r} (data.source.field); it has {_listed(list(keys))}")
     return keys
 
 
-def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:
-    pa: Any = importlib.import_module("pyarrow")  # has no types
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+def _json_of(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python makes no integers of thousands of digits, or it is no text
+        return json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else Decimal(digits))
+
+
+def _parquet(files: list[SourceFile], source: ParquetSource, on_bad: OnBad) -> Iterator[Document]:
     for file in files:
-        with file.open() as stream:
-            try:
-                table = parquet.ParquetFile(stream)
-                require_column(column, list(table.schema_arrow.names), file.name)
-                batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
-                values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-                yield from _rows(values, column, file.name)
-            except pa.ArrowException as e:
-                raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {e}") from e
+        with open_parquet(file) as table:
+            require_column(source.column, list(table.schema_arrow.names), file.name)
+            batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.column])
+            values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            yield from rows_of(values, source.column, file.name, 0, on_bad, takes_bytes=source.binary)
 
 
-def _huggingface(dataset: Dataset, source: HuggingFaceSource) -> Iterator[Document]:
+@contextmanager
+def open_parquet(file: SourceFile) -> Generator[Any]:
+    """A file as pyarrow's ParquetFile. Raises ConfigError for whatever that raises inside the block."""
+    parquet: Any = importlib.import_module("pyarrow.parquet")  # has no types
+    with file.open() as stream:
+        try:
+            yield parquet.ParquetFile(stream)
+        except ZerobandError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}") from error
+
+
+def _huggingface(dataset: Dataset, source: HuggingFaceSource, on_bad: OnBad) -> Iterator[Document]:
     require_column(source.column, dataset.column_names, source.name)
     batches = dataset.select_columns([source.column]).iter(_ROWS_AT_ONCE)
     values = itertools.chain.from_iterable(batch[source.column] for batch in batches)
-    yield from _rows(values, source.column, f"{source.name}[{source.split}]")
+    where = f"{source.name}[{source.split}]"
+    yield from rows_of(values, source.column, where, 0, on_bad, takes_bytes=source.binary)
 
 
 class Announced(NamedTuple):
@@ -289,7 +367,7 @@ def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_
     def call() -> Any:
         try:
             return load(datasets)
-        except (ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+        except (*_LIBRARY_ERRORS, datasets.exceptions.DatasetsError) as e:
             if isinstance(e, OSError):
                 raise
             raise ConfigError(f"data.source: cannot load the data set {what}: {e}{_first_cause(e)}") from e
@@ -333,18 +411,24 @@ def _made_up_word(length: int, draw: Callable[[], float]) -> str:
     return "".join(letters[int(draw() * len(letters))] for letters in alphabets)
 
 
-def _rows(values: Iterator[Any], column: str, name: str) -> Iterator[Document]:
-    for number, value in enumerate(values):
-        where = f"{name}, row {number}"
-        yield Document(as_text(value, column, where), where)
+def rows_of(
+    values: Iterable[Any], column: str, name: str, first: int, on_bad: OnBad, *, takes_bytes: bool
+) -> Iterator[Document]:
+    """The documents of rows, whose numbers begin with `first`."""
+
+    def document(value: Any, where: str) -> Document:
+        return document_of(as_text(value, column, where), where, takes_bytes=takes_bytes)
+
+    for number, value in enumerate(values, start=first):
+        yield from usable(functools.partial(document, value, f"{name}, row {number}"), on_bad)
 
 
 def as_text(value: Any, field: str, where: str) -> Any:
-    """What a field holds, as a string or bytes, empty for null. Raises ConfigError where it is something else."""
+    """What a field holds, as a string or bytes, empty for null. Raises BadRow where it is something else."""
     if value is None:
         return ""
     if not isinstance(value, str | bytes):
-        raise ConfigError(f"data.source: {where}: {field!r} holds a {type(value).__name__}, where text is needed")
+        raise BadRow(f"data.source: {where}: {field!r} holds a {type(value).__name__}, where text is needed")
     return value
 
 

@@ -16,7 +16,7 @@ from zeroband.data.fetching import BlockMap, Blocks, LocalBlocks, RemoteBlocks
 from zeroband.data.token_files import TokenFiles, open_files
 from zeroband.data.token_storage import TokenStorage, open_storage
 from zeroband.data.token_store import TokenStore, is_padding
-from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.tokenizer import Tokenizer, named
 from zeroband.data.whole_files import FileInPlace, WholeFile
 from zeroband.errors import ConfigError, StorageLost
 
@@ -61,6 +61,8 @@ class StoredTokens(TokenStore):
         document, stop = bisect.bisect_left(borders, start), start + len(ids)
         while document < len(borders) and (first := borders[document]) <= stop:
             place = first - start
+            if place < 0:
+                raise StorageLost(f"the index of documents is damaged: {first} stands behind {start}; copy it anew")
             if place > 0 and ids[place - 1] == self.end_of_document:
                 found[place - 1] = True
             elif first < stop:
@@ -164,10 +166,11 @@ def _folder_of(files: TokenFiles) -> str:
 
 
 def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
-    if files.tokenizer_fingerprint is not None and files.tokenizer_fingerprint != tokenizer.fingerprint:
+    if files.tokenizer_fingerprint is not None and not tokenizer.gives_ids_of(files.tokenizer_fingerprint):
+        here, made_by = named(data.tokenizer, tokenizer.release), named(files.tokenizer or "", files.tokenizer_release)
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} is not the one that made the ids of {source.path!r}, which is called "
-            f"{files.tokenizer!r} there; set data.tokenizer to it, or prepare the data again"
+            f"data.tokenizer={here} does not give the ids of {source.path!r}, which were made by {made_by}; set "
+            "data.tokenizer to it, with the release that made them, or prepare the data again"
         )
     room = max(tokenizer.vocab_size, data.vocab_size or 0)
     if files.vocab_size > room:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
+from zeroband.config.section import FileBelow
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
 from zeroband.data.token_storage import TokenStorage, open_storage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
@@ -80,6 +81,7 @@ class TokenFiles:
     """How many there are, where the format says it."""
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
+    tokenizer_release: str | None = None
     packed_length: int | None = None
     hashes: StoredNumbers | None = None
     """A hash for each block, where the format has them."""
@@ -195,6 +197,7 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
         documents=manifest.documents,
         tokenizer=manifest.tokenizer,
         tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+        tokenizer_release=manifest.tokenizer_release,
         packed_length=manifest.packed_length,
         hashes=hashes,
     )
@@ -320,7 +323,7 @@ class _MegatronIndex(Borders):
     """An .idx: a header, length of each sequence, its place in the .bin, and the first sequence of each document."""
 
     def __init__(self, path: str, file: WholeFile, name: str) -> None:
-        self.path = path
+        self.path, self._name = path, name
         if file.size < _MEGATRON_HEADER.size:
             raise ConfigError(f"{name} is no index of Megatron: it ends in its header; copy it anew")
         magic, version, kind, sequences, borders = _MEGATRON_HEADER.unpack(file.read(0, _MEGATRON_HEADER.size))
@@ -348,7 +351,12 @@ class _MegatronIndex(Borders):
         first = self._firsts[document]
         if first == len(self._places):  # documents without a sequence, at the end
             return self.tokens
-        return self._places[first] // self.dtype.itemsize
+        start = self._places[first] // self.dtype.itemsize if 0 <= first < len(self._places) else -1
+        if not 0 <= start <= self.tokens:
+            raise StorageLost(
+                f"{self._name} is damaged: document {document} begins nowhere in its .bin; copy both anew"
+            )
+        return start
 
 
 class _Joined(Borders):
@@ -368,7 +376,7 @@ class _Joined(Borders):
 
 @dataclass(frozen=True)
 class _LitdataChunk:
-    filename: str
+    filename: FileBelow
     chunk_size: int = Field(gt=0)
     dim: int | None = None
 

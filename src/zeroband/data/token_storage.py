@@ -17,6 +17,8 @@ from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
+from zeroband.data.files import tell_left_out
+from zeroband.data.listing import files_matching, has_magic
 from zeroband.data.retries import Damaged, Retries
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
@@ -122,9 +124,11 @@ class _LocalFiles(TokenStorage):
         return path
 
     def matches(self, pattern: str) -> list[str]:
-        if not any(letter in pattern for letter in "*?["):
+        if not has_magic(pattern) or os.path.lexists(pattern):
             return [pattern]
-        return sorted(str(path) for path in _globbed(Path(pattern)) if path.is_file())
+        listing = self._retries.run(lambda: files_matching(pattern), pattern)
+        tell_left_out(pattern, listing)
+        return listing.files
 
     def size(self, path: str) -> int:
         return self._retries.run(lambda: Path(path).stat().st_size, path)
@@ -193,10 +197,6 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-def _globbed(pattern: Path) -> Iterator[Path]:
-    return Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor)))
-
-
 def _pread(descriptor: int, start: int, stop: int) -> bytes:
     content = os.pread(descriptor, stop - start, start)
     while len(content) < stop - start and (
@@ -238,7 +238,7 @@ class _RemoteFiles(TokenStorage):
         return str(self._system.unstrip_protocol(path))
 
     def matches(self, pattern: str) -> list[str]:
-        if not any(letter in pattern for letter in "*?["):
+        if not has_magic(pattern) or self._run(lambda: self._system.exists(pattern), pattern):
             return [pattern]
         return self._run(lambda: sorted(self._system.glob(pattern)), pattern)
 

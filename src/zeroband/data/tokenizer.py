@@ -9,6 +9,7 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
@@ -25,6 +26,17 @@ from zeroband.data.tokenizer_files import (
 )
 from zeroband.errors import ConfigError, way_to_extra
 
+_PROBE = (
+    "The quick brown fox can't, won't & DIDN'T jump: 3.14159, 1,000,000 and 0x1F; e-mail me@example.org!  Two  spaces,"
+    "\ttabs\tand\n\n\nlines\r\nof\u00a0all kinds.\n    def f(x):\n        return {'a': [x ** 2, -1e-9]}  # ok\n\n"
+    "na\u00efve cafe\u0301 \u212b \u00bd \u2460 \ufb01n stra\u00dfe \u0130stanbul \u01c5 \u2026 \u201cquotes\u201d"
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \uc548\ub155 \u041f\u0440\u0438\u0432\u0435 "
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947 \U0001f600\U0001f468"
+    "\u200d\U0001f469\u200d\U0001f467 \U0001d11e \u0000\u0007\u001b\ufeff\u00ad\ufffd\U000f0000 <|endoftext|><s>[SEP] "
+    "aaaaaaaaaaaaaaaa 1234567890123456 ================ UPPER lower MiXeD \u2581under_score "
+)
+"""Text that asks for much of what tokenizers do: cases, digits, blanks, normal forms, scripts, special tokens."""
+
 Ids = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
 
@@ -40,7 +52,9 @@ class Tokenizer(Protocol):
     end_of_document: int
     """The id that follows each document; never the id of text."""
     fingerprint: str
-    """Equal for two tokenizers only if they give the same ids for every text."""
+    """Follows from the ids that it gives: those of the vocabulary, and of a text that asks for much of what it does."""
+    release: str = ""
+    """Versions of the libraries that give the ids, for people; "" where there are none."""
     room: int = 0
     """Ids that the model has room for, where they are more than vocab_size."""
     own_chat_template: str | None = None
@@ -78,6 +92,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str | bytes) -> Ids:
         """Ids of one text, as `encode_batch` gives them."""
         return self.encode_batch([text])[0]
+
+    def gives_ids_of(self, fingerprint: str) -> bool:
+        """Whether its ids are those of the tokenizer that had this fingerprint."""
+        return fingerprint == self.fingerprint
 
     @property
     def padded_vocab_size(self) -> int:
@@ -201,13 +219,29 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
         self.end_of_document = backend.eos_token_id
         self._fast = cast("_FastBackend | None", getattr(backend, "backend_tokenizer", None))
-        content = json.dumps(vocabulary, sort_keys=True) if self._fast is None else self._fast.to_str()
-        digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-        self.fingerprint = f"hf/{self.end_of_document}/{digest}"
+        serialised = None if self._fast is None else self._fast.to_str()
+        before = json.dumps(vocabulary, sort_keys=True) if serialised is None else serialised
+        self._fingerprint_of_before = f"hf/{self.end_of_document}/{_digest(before)}"
+        model = {} if serialised is None else json.loads(serialised)["model"]
+        self.fingerprint = f"hf2/{self.end_of_document}/{_digest(json.dumps(self._what_it_does(vocabulary, model)))}"
+        self.release = ", ".join(f"{library} {version(library)}" for library in ("transformers", "tokenizers"))
         self.special_names = backend.special_tokens_map
         self.special_texts = frozenset(str(token) for token in backend.added_tokens_decoder.values())
         with contextlib.suppress(ValueError):  # it has none, or none that is chosen where nobody chooses
             self.own_chat_template = backend.get_chat_template()
+
+    def _what_it_does(self, vocabulary: Mapping[str, int], model: Mapping[str, Any]) -> list[Any]:
+        """What its ids follow from, in a form that does not depend on how a release of the library writes it."""
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+        scored = model["vocab"] if isinstance(model.get("vocab"), list) else ()
+        scores = [[token, f"{score:.6g}"] for token, score in scored]  # of Unigram
+        added = sorted((id, str(token)) for id, token in self._backend.added_tokens_decoder.items())
+        texts = [_PROBE, *(f"a{text}b {text} c" for _, text in added)]  # their flags show in what is around them
+        return [sorted(vocabulary.items()), merges, scores, added, [ids.tolist() for ids in self.encode_batch(texts)]]
+
+    def gives_ids_of(self, fingerprint: str) -> bool:
+        """Whether its ids are those of the tokenizer that had this fingerprint, which may be one of before."""
+        return fingerprint in (self.fingerprint, self._fingerprint_of_before)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         decoded = [text if isinstance(text, str) else text.decode() for text in texts]
@@ -241,6 +275,15 @@ class HuggingFaceTokenizer(Tokenizer):
         else:  # what begins a conversation is written by the template, as in training
             self._backend.chat_template = self.chat_template
             self._backend.save_pretrained(str(folder))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def named(name: str, release: str | None) -> str:
+    """A tokenizer for messages: its name, and the releases of the libraries that gave its ids, where they are known."""
+    return f"{name!r} ({release})" if release else repr(name)
 
 
 def _encode_fast(backend: _FastBackend, texts: list[str]) -> list[Ids]:
@@ -309,7 +352,7 @@ def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
         return source.template
     try:
         return Path(source.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError, RuntimeError) as e:  # a name may hold a zero byte, or a home that nobody has
         raise ConfigError(
             f"data.source.template={source.template!r} is neither a Jinja template nor a file of one: {e}"
         ) from e
@@ -342,13 +385,15 @@ def open_tokenizer(name: str) -> Tokenizer:
         ) from e
     try:
         backend = transformers.AutoTokenizer.from_pretrained(name, **hub_options(name))
-    except (OSError, ValueError) as e:
+        return HuggingFaceTokenizer(name, cast(_Backend, backend))
+    except ConfigError:
+        raise
+    except Exception as e:  # its libraries raise bare exceptions for files that they cannot make sense of
         why = _first_line(e) + hub_hint()
         raise ConfigError(
             f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {why}; where it "
             "is gated or private, accept its terms on the hub and set HF_TOKEN; without a network, name a folder of it"
         ) from e
-    return HuggingFaceTokenizer(name, cast(_Backend, backend))
 
 
 def _first_line(error: Exception) -> str:

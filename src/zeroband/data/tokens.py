@@ -8,6 +8,7 @@ an entry is never stale; old entries are not removed.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -27,11 +28,21 @@ from pydantic import ConfigDict, TypeAdapter
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
 from zeroband.data.packing import fill_bins
-from zeroband.data.sources import Document, conversations, documents, source_identity
+from zeroband.data.sources import (
+    BadRow,
+    BadRows,
+    Document,
+    OnBad,
+    conversations,
+    documents,
+    refuse,
+    source_identity,
+    usable,
+)
 from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_store import TokenStore, is_padding
-from zeroband.data.tokenizer import Tokenizer, tokenizer_of
+from zeroband.data.tokenizer import Ids, Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -60,7 +71,7 @@ class TokenManifest:
     tokens: int
     documents: int
     empty_documents: int
-    """Documents without any text; they are left out."""
+    """Documents without any text, or whose text gives no ids; they are left out."""
     vocab_size: int
     end_of_document: int
     fingerprint: str
@@ -71,6 +82,8 @@ class TokenManifest:
     """Ids that stand between documents so that samples do not cut them."""
     cut_documents: int = 0
     """Conversations that are longer than a sample."""
+    bad_rows: int = 0
+    """Rows that were left out because they cannot be used (data.skip_bad_rows)."""
     packed_length: int | None = None
     """seq_length that documents were packed for (best-fit); None: they lie end to end."""
 
@@ -159,8 +172,9 @@ def prepare(
         store = _open(entry)
         if store is None:
             with _only_one_builds(entry, _dtype(tokenizer), on_progress):
-                corpus = _chunks_of(config, config.source, seed, tokenizer)
-                store = _open(entry) or _build(entry, config, tokenizer, corpus, on_progress)
+                bad = BadRows()
+                corpus = _chunks_of(config, config.source, seed, tokenizer, bad if config.skip_bad_rows else refuse)
+                store = _open(entry) or _build(entry, config, tokenizer, corpus, bad, on_progress)
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
@@ -177,9 +191,11 @@ def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int
     """Where the ids of a corpus lie, or would."""
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed, config.retry_s)]
     if isinstance(source, ChatSource):
-        identity += [tokenizer.chat_template, config.seq_length]
+        identity += [tokenizer.chat_template, config.seq_length, tokenizer.release]  # special tokens are read, too
     elif config.packing == "best-fit":
         identity += ["best-fit", config.seq_length]
+    if config.skip_bad_rows:
+        identity += ["skip_bad_rows"]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
 
@@ -196,7 +212,7 @@ def _open(entry: Path) -> MappedTokens | None:
         is_whole = entry.stat().st_size == manifest.tokens * np.dtype(manifest.dtype).itemsize
         if manifest.learned is not None:
             is_whole &= _marks(entry).stat().st_size == manifest.tokens
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None
     return _mapped(entry, manifest) if is_whole else None
 
@@ -263,11 +279,11 @@ def _build(
     config: DataConfig,
     tokenizer: Tokenizer,
     corpus: Iterable[_Chunk],
+    bad: BadRows,
     on_progress: OnProgress | None,
 ) -> MappedTokens:
     dtype = _dtype(tokenizer)
-    is_marked = isinstance(config.source, ChatSource)
-    tokens = learned = 0
+    is_marked, tokens, learned = isinstance(config.source, ChatSource), 0, 0
     counted = np.zeros(4, dtype=np.int64)
     with ExitStack() as stack:
         ids = stack.enter_context(_Column(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
@@ -283,7 +299,7 @@ def _build(
                 on_progress(tokens)
     n_documents, n_empty, padding, cut = counted.tolist()
     if not tokens:
-        raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty)")
+        raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty{bad})")
     if marks is not None:
         ids.digest.update(marks.digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
@@ -299,12 +315,14 @@ def _build(
         learned=None if marks is None else learned,
         padding=padding,
         cut_documents=cut,
+        bad_rows=bad.count,
         packed_length=None if is_marked else _packed_length(config),
     )
     _commit(entry, manifest)
     if cut:
         fields = {"cut": cut, "of": n_documents}
         _log.warning("conversations that are longer than data.seq_length are cut", extra={"fields": fields})
+    tell_bad_rows(bad)
     return _mapped(entry, manifest)
 
 
@@ -319,12 +337,19 @@ def _commit(entry: Path, manifest: TokenManifest) -> None:
     draft.replace(entry.with_suffix(".json"))
 
 
+def tell_bad_rows(bad: BadRows) -> None:
+    """Log how many rows were left out, and the first one."""
+    if bad.count:
+        fields = {"count": bad.count, "first": bad.first}
+        _log.warning("left out of the data: rows that cannot be used", extra={"fields": fields})
+
+
 def _chunks_of(
-    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer
+    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer, on_bad: OnBad
 ) -> Iterator[_Chunk]:
     if isinstance(source, ChatSource):
-        return _chats(source, tokenizer, config.seq_length, config.retry_s)
-    texts = _texts(documents(source, seed, config.retry_s), tokenizer)
+        return _chats(source, tokenizer, config.seq_length, config.retry_s, on_bad)
+    texts = _texts(documents(source, seed, config.retry_s, on_bad), tokenizer, on_bad)
     packed_length = _packed_length(config)
     return texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document)
 
@@ -333,10 +358,14 @@ def _packed_length(config: DataConfig) -> int | None:
     return config.seq_length if config.packing == "best-fit" else None
 
 
-def _texts(corpus: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Chunk]:
+def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, on_bad: OnBad) -> Iterator[_Chunk]:
+    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
     for chunk in _chunks(corpus):
-        full = [document for document in chunk if document.text]
-        yield _Chunk(_encode(tokenizer, full), None, len(full), empty=len(chunk) - len(full))
+        encoded = encode_documents(tokenizer, [document for document in chunk if document.text], on_bad)
+        full = [ids for ids in encoded if ids is not None and len(ids)]
+        ids = [part for one in full for part in (one, end)]
+        joined = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
+        yield _Chunk(joined, None, len(full), empty=len(chunk) - len(full) - sum(ids is None for ids in encoded))
 
 
 def _packed(chunks: Iterable[_Chunk], size: int, end: int) -> Iterator[_Chunk]:
@@ -362,9 +391,13 @@ def _groups(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
         yield group
 
 
-def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int, retry_s: float) -> Iterator[_Chunk]:
+def _chats(
+    source: ChatSource, tokenizer: Tokenizer, seq_length: int, retry_s: float, on_bad: OnBad
+) -> Iterator[_Chunk]:
     encoder = ChatEncoder(tokenizer)
-    chats = itertools.chain.from_iterable(map(encoder.encode, conversations(source, retry_s)))
+    read = conversations(source, retry_s, on_bad)
+    written = (chats for one in read for chats in usable(functools.partial(encoder.encode, one), on_bad))
+    chats = itertools.chain.from_iterable(written)
     packed = pack(chats, seq_length, tokenizer.end_of_document)
     while some := list(itertools.islice(packed, _CHUNK_DOCUMENTS)):
         ids, marks = (np.concatenate(parts) for parts in zip(*some, strict=True))
@@ -376,6 +409,9 @@ def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int, retry_s: f
             padding=sum(len(chat.ids) for chat in some) - sum(len(chat.ids) for chat in said),
             cut=sum(len(chat.ids) > seq_length + 1 for chat in said),
         )
+    if encoder.without_thoughts:
+        fields = {"count": len(encoder.without_thoughts), "first": encoder.without_thoughts[0]}
+        _log.warning("the chat template leaves out what the assistant thought", extra={"fields": fields})
 
 
 def _chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
@@ -392,25 +428,27 @@ def _chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def _encode(tokenizer: Tokenizer, chunk: Sequence[Document]) -> npt.NDArray[np.uint32]:
-    """Ids of a group of documents with the end-of-document id behind each."""
-    if not chunk:
-        return np.empty(0, dtype=np.uint32)
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], on_bad: OnBad = refuse) -> list[Ids | None]:
+    """Ids of each of a group of documents, none where the tokenizer leaves nothing of a text; None for a bad one.
+
+    Raises: ConfigError naming the one that the tokenizer does not take, unless `on_bad` leaves it out.
+    """
+    if not documents:
+        return []
     try:
-        encoded = tokenizer.encode_batch([document.text for document in chunk])
-    except UnicodeError as e:
-        raise ConfigError(_unicode_message(tokenizer, chunk)) from e
-    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    return np.concatenate([part for ids in encoded for part in (ids, end)])
+        return [*tokenizer.encode_batch([document.text for document in documents])]
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001 - a tokenizer raises what it likes
+        found = [[*usable(functools.partial(_encoded, tokenizer, document), on_bad)] for document in documents]
+        return [ids[0] if ids else None for ids in found]
 
 
-def _unicode_message(tokenizer: Tokenizer, chunk: Sequence[Document]) -> str:
-    for document in chunk:
-        try:
-            tokenizer.encode(document.text)
-        except UnicodeError as e:
-            return f"data.source: {document.where}: not text that data.tokenizer can take: {e}"
-    raise AssertionError("a group of documents failed to encode, and none of them alone does")
+def _encoded(tokenizer: Tokenizer, document: Document) -> Ids:
+    try:
+        return tokenizer.encode(document.text)
+    except Exception as e:
+        raise BadRow(f"data.source: {document.where}: not text that data.tokenizer can take: {e}") from e
 
 
 def _dtype(tokenizer: Tokenizer) -> Dtype:
@@ -447,6 +485,8 @@ class Corpus:
     fingerprint: str
     """Fingerprint of the tokens."""
     tokenizer_fingerprint: str
+    tokenizer_release: str = ""
+    """Versions of the libraries that made the ids, for messages."""
 
     @property
     def order(self) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -89,7 +89,8 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
     except KeyError as error:
         raise ConfigError(f"{where}: no key {error}") from None
     except ValidationError as error:
-        raise ConfigError(f"{where}: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        raise ConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     head_size = record.get("head_dim") or config.d_model // config.n_heads
     if head_size != config.d_model // config.n_heads:
         raise AnotherArithmetic(
@@ -102,7 +103,10 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
 def _rope_theta(record: Mapping[str, Any], where: str) -> float:
     """Base of the rotary embedding; since transformers 5 it lies in `rope_parameters`."""
     for key in ("rope_parameters", "rope_scaling"):
-        rope: Mapping[str, Any] = record.get(key) or {}
+        rope: Any = record.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{where}: {key}={rope!r:.80}, where an object is needed")
+        rope = cast("dict[str, Any]", rope)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise AnotherArithmetic(

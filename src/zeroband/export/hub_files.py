@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import torch
 import xxhash
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zeroband.checkpoint.layout import hub_name
 from zeroband.config.model import LlamaConfig
+from zeroband.config.section import FileBelow
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard
@@ -23,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 CONFIG_FILE = "config.json"
 
+_WEIGHT_MAP = TypeAdapter(dict[str, FileBelow])
 _SHOWN_PROBLEMS = 5
 _PIECE_BYTES = 16 << 20
 
@@ -72,9 +75,9 @@ def _file_of_each(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE
     if index.exists():
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{index}: not an index of safetensors files: {error!r}") from error
+            return _WEIGHT_MAP.validate_python(json.loads(index.read_bytes())["weight_map"], strict=True)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{index}: not an index of safetensors files beside it: {_reason(error)}") from error
     if not (folder / WEIGHTS_FILE).exists():
         raise ConfigError(
             f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not read: load them with "
@@ -83,10 +86,14 @@ def _file_of_each(folder: Path) -> dict[str, str]:
     return dict.fromkeys(_opened(folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
 
 
+def _reason(error: Exception) -> str:
+    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+
+
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a safetensors file that can be read: {error}") from error
 
 
@@ -94,8 +101,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError where there is none."""
     path = folder / CONFIG_FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read, so {folder} is no directory of a model: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}: not the configuration of a model")
@@ -144,7 +151,10 @@ def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> No
         for name, parameter in parameters.items():
             wanted, there = local_rows(parameter), files.shape(name)[0]
             held = slice(min(wanted.start, there), min(wanted.stop, there))
-            local_shard(parameter)[: held.stop - held.start].copy_(files.rows(name, held))
+            rows = files.rows(name, held)
+            if not bool(rows.isfinite().all()):
+                raise ConfigError(f"{files.folder}: {name} holds values that are not finite; take other weights")
+            local_shard(parameter)[: held.stop - held.start].copy_(rows)
 
 
 def _shape_problems(name: str, there: tuple[int, ...], here: tuple[int, ...], used_ids: int) -> list[str]:

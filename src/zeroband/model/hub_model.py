@@ -197,6 +197,9 @@ class TransformersBlueprint(ForeignBlueprint):
                 f"the weights of {self._what} lack {missing[0]} and {len(missing) - 1} more that the configuration "
                 'has; drop what model.config changes, or set model.weights = "random"'
             )
+        for name, values in module.named_parameters():
+            if not bool(values.isfinite().all()):
+                raise ConfigError(f"the weights of {self._what} hold values that are not finite in {name}; take others")
         return module
 
     # -- as a model of ours -------------------------------------------------------------------------------------

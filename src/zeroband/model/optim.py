@@ -20,6 +20,12 @@ from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, W
 from zeroband.errors import ConfigError
 from zeroband.model.muon import muon_parameters, muon_step
 from zeroband.node.sharding import Parameters, local_part
+from zeroband.observe.log import get_logger
+
+_log = get_logger(__name__)
+
+_SAME_RATE = 0.001
+"""Part by which the rate may be another one at resume without a word."""
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
@@ -244,14 +250,20 @@ class InnerOptimizer:
         return {f"{moment}.{name}": s[moment] for moment in self.moment_names for name, s in states if moment in s}
 
     def counters(self) -> dict[str, Any]:
-        """How far it is: inner steps on the schedule, updates that the moments have seen."""
-        return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moment_names}
+        """How far it is: inner steps on the schedule and the rate there, updates that the moments have seen."""
+        counts = {"step_count": self._step_count, "update_count": self.update_count}
+        return {**counts, "moments": self.moment_names, "lr": self.lr}
 
     def pack(self) -> None:
         """Do nothing: counters and moments are all."""
 
     def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:
         """Take the age of moments that were read before; the place of the schedule is the run's."""
+        step, before = int(counters["step_count"]), counters.get("lr")
+        now = learning_rate(step, optim=self._optim, total_steps=self._total_steps)
+        if isinstance(before, float) and not math.isclose(before, now, rel_tol=_SAME_RATE):
+            fields = {"step": step, "was": before, "is": now, "total_steps": self._total_steps}
+            _log.warning("the learning rate jumps, as train.total_steps or [optim] changed", extra={"fields": fields})
         self.seek(self._step_count, update_count=int(counters["update_count"]))
         return True
 

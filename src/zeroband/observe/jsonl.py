@@ -159,7 +159,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     """The record that a line holds; None where it is no JSON object."""
     try:
         value: object = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 

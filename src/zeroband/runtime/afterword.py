@@ -141,6 +141,8 @@ def closing_words(config: RunConfig, report: Path | None, *, is_complete: bool =
     exported = None if config.export is None else config.export.path or node_dir / EXPORT_DIR
     if exported is not None and exported.exists():
         lines.append(("model", str(exported)))
+    if offline := sorted((node_dir / "wandb").glob("offline-run-*")):
+        lines.append(("wandb", f"wandb sync {shlex.quote(str(offline[-1]))}"))
     if report is not None:
         lines.append(("report", str(report) if report.exists() else f"{report}, in a moment"))
     following = [typed("status" if report is None else "board", run_dir)]

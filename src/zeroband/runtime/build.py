@@ -11,10 +11,10 @@ import torch
 
 from zeroband.checkpoint.random_states import seed_random_state
 from zeroband.checks.plain_paths import plain_paths
-from zeroband.config.load import shared_items
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
+from zeroband.config.shared import REMARK, shared_items
 from zeroband.data.dataset import open_dataset
 from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader
@@ -62,6 +62,7 @@ class TrainerParts(NodeParts):
             config.run.seed,
             fingerprint="" if config.data.private else self.data_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_release=tokenizer.release,
         )
         return TrainedOn(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
 
@@ -98,7 +99,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         shared={
             **{key: str(value) for key, value in shared_items(config).items()},
             **({} if config.data.private else dataset.fingerprints),
-            "data.tokenizer (ids)": tokenizer.fingerprint,
+            **_tokenizer_items(tokenizer),
             **built.shared,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
             **({"train.device (rounds the nodes' common step)": local.device.type} if is_exact else {}),
@@ -117,6 +118,12 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         corpus=_corpus_of(config, dataset.fingerprint),
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _tokenizer_items(tokenizer: Tokenizer) -> dict[str, str]:
+    """What nodes agree on of the tokenizer, and what they tell of it beside."""
+    key = "data.tokenizer (ids)"
+    return {key: tokenizer.fingerprint, **({f"{REMARK}{key}": tokenizer.release} if tokenizer.release else {})}
 
 
 def _corpus_of(config: RunConfig, fingerprint: str) -> str:

@@ -52,7 +52,7 @@ from zeroband.runtime.evaluation import (
 )
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
-from zeroband.runtime.late_reports import InnerStep, LateReports, mean_of
+from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.single_node import SingleNode
@@ -97,6 +97,7 @@ class Training:
     checkpoints: Checkpointing
     report: Report
     evaluations: Evaluations = field(default_factory=NoEvaluations)
+    failed: FailedSteps = field(default_factory=FailedSteps)
 
 
 def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
@@ -112,7 +113,9 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     joined = joiner.enter()
     note_entry(world, report, joined)
     checkpoints = open_checkpoints(node, world, report.events, stack)
-    training = Training(node, world, joiner, checkpoints, report, open_evaluations(node, world, sets, report))
+    failed = FailedSteps(config.train.non_finite_steps, has_learned=world.outer.inner_step > 0)
+    evaluations = open_evaluations(node, world, sets, report)
+    training = Training(node, world, joiner, checkpoints, report, evaluations, failed)
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
@@ -126,6 +129,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
             if not departure.is_cut_short or local.world_size == 1:  # else local ranks are at different places
                 save_if_last(training)
             raise
+    failed.require_something()
     finish(node, report)
 
 
@@ -201,7 +205,7 @@ def train_round(training: Training) -> None:
     node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
     first, ends_round = outer.inner_step, False
     node.loader.assign(outer.upcoming())
-    with LateReports(outer, training.report, node.departure) as reports:
+    with LateReports(outer, training.report, node.departure, training.failed) as reports:
         for step in itertools.count(first):
             if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
                 break

@@ -248,11 +248,23 @@ def _claim(node: NodeParts) -> int:
             _lock(folder)
         except BlockingIOError:
             os.close(folder)
+            if _is_open_here(node.node_dir):
+                raise ConfigError(
+                    f"this process is node {node.node_id!r} of run.id={node.config.run.id!r} already, as where a cell "
+                    "of a notebook is run twice; close the optimizer that was made first: optimizer.close()"
+                ) from None
             raise ConfigError(
                 f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
                 f"{node.node_dir}; give this one another node.id or run.id"
             ) from None
     return folder
+
+
+def _is_open_here(path: Path) -> bool:
+    """Whether this process has a folder open."""
+    opened = Path("/proc/self/fd")
+    names = opened.iterdir() if opened.is_dir() else ()
+    return any(os.path.realpath(name) == os.path.realpath(path) for name in names)
 
 
 def _lock(folder: int) -> None:

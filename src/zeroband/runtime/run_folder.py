@@ -84,7 +84,7 @@ class RunFolder:
             return None
         try:
             session = json.loads((self._path / RUN_FILE).read_text(encoding="utf-8"))["session"]
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
         return None if session is None else str(session)
 

@@ -22,6 +22,7 @@ from zeroband.config import RunConfig
 from zeroband.config.load import render_toml
 from zeroband.config.recorded import other_items, recorded_config
 from zeroband.config.schema import FaultConfig
+from zeroband.config.shared import REMARK
 from zeroband.config.store_url import shown_stores
 from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.records import FOUNDING_ROUND
@@ -129,7 +130,7 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
     access = "the token is the run's" if secrets else "the run has no token"
     print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
     for key, value in other_items(record).items():
-        print(f"  {key}: {value or 'none'}, compared at join")
+        print(f"  {key}: {value or 'none'}{'' if key.startswith(REMARK) else ', compared at join'}")
     node_id = node_id_of(config)
     file = config.run.dir / run_id / f"join-{node_id}.toml"
     try:

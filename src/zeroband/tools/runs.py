@@ -173,7 +173,7 @@ def _newest_records(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # the rest of a long line, one half written, or none of ours
+        except (ValueError, RecursionError):  # the rest of a long line, one half written, or none of ours
             continue
         if isinstance(record, dict):
             records.append(cast("dict[str, Any]", record))

@@ -40,6 +40,18 @@ def test_later_file_wins_key_by_key(load: Load, write: Write) -> None:
     assert load(mine, base).train.micro_bs == 1
 
 
+def test_a_byte_order_mark_may_begin_a_file(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nmicro_bs = 3\r\n")
+    assert load(f"@{tmp_path / 'a.toml'}").train.micro_bs == 3
+
+
+@pytest.mark.parametrize("text", ["a = " + "7" * 5000, "a = " + "[" * 5000 + "]" * 5000, "\ufeff\ufeffa = 1"])
+def test_what_pythons_parser_fails_on_is_no_valid_toml(load: Load, tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"a\.toml is no valid TOML: "):
+        load(f"@{tmp_path / 'a.toml'}")
+
+
 def test_environment_wins_over_files_and_flags_over_both(load: Load, write: Write) -> None:
     file = write("base.toml", "[train]\nmicro_bs = 1\nbatch_size = 1\ntotal_steps = 1\n")
     environ = {"ZERO_BAND_TRAIN__MICRO_BS": "2", "ZERO_BAND_TRAIN__BATCH_SIZE": "2"}

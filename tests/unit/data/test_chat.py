@@ -148,6 +148,33 @@ def test_template_that_forgets_thoughts_gives_each_answer_as_it_is_asked_for(fol
     assert not any(learned(second)[: len(asked)])
 
 
+CURIOUS = "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}" + PLAIN
+"""Looks at the first message, which an empty conversation does not have."""
+
+
+@pytest.mark.parametrize("template", [PLAIN, CURIOUS, MARKED])
+def test_conversation_may_begin_with_the_assistant(folder: Path, backend: Any, template: str) -> None:
+    messages = [
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+    ]
+    (whole,) = encode(opened(folder, template), messages)
+    assert said(backend, whole) == "Hello!<|im_end|>2<|im_end|>"
+    (alone,) = encode(opened(folder, template), messages[:1])
+    assert said(backend, alone) == "Hello!<|im_end|>"
+
+
+def test_thoughts_that_the_template_does_not_write_are_told_of(folder: Path) -> None:
+    writes = PLAIN.replace("m['content']", "(m.get('reasoning_content') or '') + m['content']")
+    for template, expected in ((PLAIN, ["b:1"]), (writes, [])):
+        encoder = ChatEncoder(opened(folder, template))
+        for where, thought in (("a:1", ""), ("b:1", " I add. "), ("c:1", None)):
+            answer = {"role": "assistant", "content": "2", "reasoning_content": thought}
+            encoder.encode(Conversation([{"role": "user", "content": "1+1"}, answer], None, where))
+        assert encoder.without_thoughts == expected
+
+
 def test_end_of_a_turn_that_is_no_token_of_its_own_is_learned_whole(folder: Path, backend: Any) -> None:
     template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import logging
+import lzma
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -83,19 +85,41 @@ def test_find_files_names_an_unknown_protocol() -> None:
         find_files(["nosuch://bucket/a.txt"])
 
 
-def test_open_decompresses_by_the_ending_of_the_name(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"first ") + gzip.compress(b"second"))
-    zstd = pa.Codec("zstd")
-    (tmp_path / "b.txt.zst").write_bytes(b"".join(zstd.compress(part, asbytes=True) for part in (b"first ", b"second")))
-    assert [read(file) for file in find_files([f"{tmp_path}/*"])] == [b"first second"] * 2
+def zst(text: bytes) -> bytes:
+    return pa.Codec("zstd").compress(text, asbytes=True)
 
 
-@pytest.mark.parametrize("damage", ["cut", "not gzip"])
-def test_open_names_a_compressed_file_that_is_damaged(tmp_path: Path, damage: str) -> None:
-    packed = gzip.compress(os.urandom(4096))
-    (tmp_path / "bad.gz").write_bytes(packed[:-100] if damage == "cut" else b"plain text")
-    with pytest.raises(ConfigError, match=r"cannot read .*bad\.gz"):
-        read(find_files([f"{tmp_path}/bad.gz"])[0])
+@pytest.mark.parametrize(
+    ("pack", "ending"), [(gzip.compress, "GZ"), (bz2.compress, "bz2"), (lzma.compress, "xz"), (zst, "zst")]
+)
+def test_open_decompresses_by_the_ending_of_the_name(
+    tmp_path: Path, pack: Callable[[bytes], bytes], ending: str
+) -> None:
+    (tmp_path / f"a.txt.{ending}").write_bytes(pack(b"first ") + pack(b"second"))
+    assert [read(file) for file in find_files([f"{tmp_path}/*"])] == [b"first second"]
+
+
+def test_open_reads_archives_of_the_longest_window(tmp_path: Path) -> None:
+    text = b"as `zstd --long=31` writes it"
+    window, block = (31 - 10) << 3, len(text) << 3 | 1  # RFC 8878: no size of the content; a raw block, the last one
+    frame = b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block.to_bytes(3, "little") + text
+    (tmp_path / "a.txt.zst").write_bytes(frame)
+    assert [read(file) for file in find_files([f"{tmp_path}/*"])] == [text]
+
+
+@pytest.mark.parametrize(
+    ("pack", "ending"), [(gzip.compress, "gz"), (bz2.compress, "bz2"), (lzma.compress, "xz"), (zst, "zst")]
+)
+@pytest.mark.parametrize("damage", ["cut", "changed", "not packed"])
+def test_open_names_a_compressed_file_that_is_damaged(
+    tmp_path: Path, pack: Callable[[bytes], bytes], ending: str, damage: str
+) -> None:
+    packed = pack(os.urandom(4096))
+    changed = packed[:3] + bytes([packed[3] ^ 0xFF]) + packed[4:]
+    content = {"cut": packed[:-100], "changed": changed, "not packed": b"plain text"}[damage]
+    (tmp_path / f"bad.{ending}").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"cannot read .*bad\.{ending}: \S"):
+        read(find_files([f"{tmp_path}/bad.{ending}"])[0])
 
 
 def test_open_names_a_file_that_went_away(tmp_path: Path) -> None:

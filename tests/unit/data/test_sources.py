@@ -95,6 +95,11 @@ def test_jsonl_gives_one_document_a_line_and_skips_blank_lines(tmp_path: Path) -
     assert texts(source) == ["ünï", "", ""]
 
 
+def test_jsonl_takes_numbers_of_any_length(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", '{"text": "a", "id": ' + "7" * 5000 + "}", '{"text": "b", "id": -1}')
+    assert [document.text for document in documents(source, 0)] == ["a", "b"]
+
+
 def test_jsonl_reads_gzip_from_a_url() -> None:
     with fsspec.open("memory://zeroband-sources/a.jsonl.gz", "wb") as out:
         out.write(gzip.compress(b'{"body": "packed"}\n{"body": "twice"}\n'))

@@ -115,7 +115,7 @@ def test_set_of_another_packing_is_refused(
     [
         (
             {"tokenizer": "gpt2", "tokenizer_fingerprint": "other"},
-            "which is called 'gpt2' there; set",
+            "which were made by 'gpt2'; set",
         ),
         ({"vocab_size": 300}, "holds ids below 300, and there is room for 257; set data.vocab_size to 300"),
     ],

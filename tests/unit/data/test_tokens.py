@@ -38,9 +38,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     read = tokens.documents
 
-    def counted(source: Any, seed: int, retry_s: float) -> Iterator[Document]:
+    def counted(source: Any, seed: int, *rest: Any) -> Iterator[Document]:
         seen.append(seed)
-        return read(source, seed, retry_s)
+        return read(source, seed, *rest)
 
     monkeypatch.setattr(tokens, "documents", counted)
     return seen

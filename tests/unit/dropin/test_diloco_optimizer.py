@@ -369,6 +369,14 @@ def test_ddp_makes_the_inner_optimizer_itself(join: Callable[..., zeroband.DiLoC
         join(model, inner_optimizer=ADAMW(model.parameters()), inner_steps=None, settings={"outer.type": "ddp"})
 
 
+def test_a_cell_that_is_run_twice_is_told_to_close_the_first_optimizer(
+    join: Callable[..., zeroband.DiLoCoOptimizer],
+) -> None:
+    join(model_of(), settings={"node.id": "me"})
+    with pytest.raises(ConfigError, match=r"this process is node 'me' of .* already, .*run twice; close the optimizer"):
+        join(model_of(), settings={"node.id": "me"})
+
+
 @pytest.mark.parametrize("store", ["", "  "])
 def test_store_without_an_address_is_refused(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)

@@ -56,6 +56,16 @@ def test_weights_read_back_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    source = model_of(1)
+    with torch.no_grad():
+        next(source.parameters())[1, 1] = value
+    write(source, tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight holds values that are not finite"):
+        load_weights(model_of(2), WeightFiles(tmp_path), used_ids=USED)
+
+
 def test_shorter_vocabulary_leaves_the_padding_as_it_was(tmp_path: Path) -> None:
     source, target, before = model_of(1, vocab_size=USED), model_of(2), model_of(2)
     write(source, tmp_path)

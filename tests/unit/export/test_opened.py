@@ -85,7 +85,7 @@ OTHER_VERSION = r"step_00000010/manifest\.json: another version's \[model\] or \
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"data": OTHER_IDS}, r"data\.tokenizer='byte' is not what it was when step 10 of run demo was saved"),
+        ({"data": OTHER_IDS}, r"data\.tokenizer='byte' does not give the ids of when step 10 of run demo was saved"),
         ({"data": {}}, OTHER_VERSION),
         ({"data": {**OTHER_IDS, "colour": "red"}}, rf"(?s){OTHER_VERSION}.*colour"),
         ({"model": {"d_model": 16, "vocab_size": 320, "n_experts": 8}}, rf"(?s){OTHER_VERSION}.*n_experts"),

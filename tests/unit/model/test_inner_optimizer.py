@@ -1,5 +1,7 @@
 """AdamW with its schedule: the update itself, the state's round trip, late joiners."""
 
+import json
+import logging
 import math
 from typing import Any
 
@@ -281,3 +283,19 @@ def test_steps_by_signs_do_not_depend_on_slices(slices: int) -> None:
     for part, q in zip(theta.chunk(slices), update.chunk(slices), strict=True):
         sign_step(part, q, lr=0.003)
     assert torch.equal(theta, expected)
+
+
+@pytest.mark.parametrize(("then", "now", "jumps"), [(6, 6, False), (6, 12, True), (12, 6, True)])
+def test_a_rate_that_jumps_at_resume_is_told(
+    then: int, now: int, jumps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    optim = OptimConfig.model_validate({"warmup_steps": 0})
+    before, after = (InnerOptimizer(nn.Linear(2, 2), optim, total_steps=steps) for steps in (then, now))
+    before.seek(5)
+    after.seek(5)
+    with caplog.at_level(logging.WARNING):
+        after.restore(json.loads(json.dumps(before.counters())), None)
+    told = [record.__dict__["fields"] for record in caplog.records if "the learning rate jumps" in record.message]
+    assert [(one["step"], one["was"], one["is"]) for one in told] == ([(5, before.lr, after.lr)] if jumps else [])
+    after.restore({"step_count": 5, "update_count": 3}, None)  # as earlier versions saved it
+    assert after.update_count == 3

@@ -48,6 +48,10 @@ def test_closing_words_say_where_everything_lies(run_dir: Path) -> None:
     assert "s3://bucket/c/r" in said and f"open {run_dir / 'report.html'}" in said
     left = closing_words(load_config(flags, {}), None, is_complete=False)
     assert "the same command, with --resume" in left and "zeroband sample" not in left and "--resume" not in said
+    for start in ("1", "2"):
+        (run_dir / "a" / "wandb" / f"offline-run-{start}").mkdir(parents=True)
+    offline = run_dir / "a" / "wandb" / "offline-run-2"
+    assert f"wandb       wandb sync {offline}\n" in closing_words(load_config(flags, {}), None)
     bare = closing_words(load_config([*flags[:3]], {}), None)
     assert "report.html" not in bare and "export" not in bare and f"zeroband status {run_dir}" in bare
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from zeroband.config.shared import REMARK
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
@@ -27,10 +28,15 @@ def record_of(shared: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_equal(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise JoinRefused with the first key that differs."""
+    """Raise JoinRefused with the first key that differs, and what is remarked on it."""
     for key in dict.fromkeys([*ours, *theirs]):
-        if theirs.get(key) != ours.get(key):
-            raise JoinRefused(key, theirs.get(key, "absent"), ours.get(key, "absent"))
+        if not key.startswith(REMARK) and theirs.get(key) != ours.get(key):
+            raise JoinRefused(key, *(_remarked(record, key) for record in (theirs, ours)))
+
+
+def _remarked(record: Mapping[str, str], key: str) -> str:
+    value, remark = record.get(key, "absent"), record.get(f"{REMARK}{key}")
+    return f"{value} ({remark})" if remark else value
 
 
 class Store(Protocol):

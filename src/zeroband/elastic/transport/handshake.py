@@ -168,5 +168,5 @@ def _introduction(hello: bytes) -> Introduction:
         record = json.loads(hello[38 : 38 + size])
         names = str(record["caller"]), str(record["callee"]), str(record["session"])
         return Introduction(*names, record["sealed"] is True, Purpose(record["purpose"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HandshakeFailed("no introduction in the call") from error

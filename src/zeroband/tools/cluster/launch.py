@@ -30,7 +30,9 @@ from zeroband.tools.cluster.gpus import visible_gpus
 _PATIENCE_S = 30.0
 """Seconds between the signal that ends a rank at once and SIGKILL."""
 _POLL_S = 0.05
-_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+_EXIT_FAILED, _EXIT_CONFIG, _EXIT_LEARNS_NOTHING = 1, 2, 4
+_EXITS_AGAIN = (_EXIT_CONFIG, _EXIT_LEARNS_NOTHING)
+"""Which another start would most likely end with, too."""
 
 _FROM_TORCHRUN = {"nproc_per_node": "1", "max_restarts": "0", "nnodes": "1"}
 """Options that torchrun also reads from its environment, and what holds where nobody gives them."""
@@ -193,11 +195,11 @@ class Launcher:
             return 128 + signal.SIGTERM
         if code < 0:  # it could not say so itself
             _say(self._fate(failed))
-        return _EXIT_CONFIG if code == _EXIT_CONFIG else _EXIT_FAILED
+        return code if code in _EXITS_AGAIN else _EXIT_FAILED
 
     def _starts_again(self, restarts: int, code: int) -> bool:
         is_over = self._asked.count > 0 or self._ended_by != 0
-        is_over |= code == _EXIT_CONFIG  # which another start would meet, too
+        is_over |= code in _EXITS_AGAIN
         return not is_over and restarts < self._launch.max_restarts
 
     def _run_once(self, restarts: int) -> int | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from zeroband.config.layers import parse_toml
 from zeroband.config.load import load_config
 from zeroband.config.presets import config_file
 from zeroband.errors import ConfigError
@@ -104,11 +104,10 @@ def read_options(argv: Sequence[str]) -> Options:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as stream:
-            return tomllib.load(stream)
+        return parse_toml(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"@{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from error
 
 

@@ -74,6 +74,10 @@ class UnitRecord:
     text_bytes: int
     hashes: tuple[int, ...]
     """Hashes of the blocks of its shard."""
+    bad: int = 0
+    """Rows that were left out because they cannot be used."""
+    first_bad: str = ""
+    """What is wrong with the first of them."""
 
     def to_json(self) -> bytes:
         return TypeAdapter(UnitRecord).dump_json(self)
@@ -257,6 +261,7 @@ def _set_of(plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> 
         end_of_document=tokenizer.end_of_document,
         tokenizer=plan.tokenizer,
         tokenizer_fingerprint=plan.tokenizer_fingerprint,
+        tokenizer_release=plan.tokenizer_release,
         packed_length=plan.options.packed_length,
         padding=sum(record.padding for record in records),
         sources=plan.sources,

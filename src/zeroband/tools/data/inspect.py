@@ -27,7 +27,7 @@ from zeroband.data.shard_set import (
     hashes_digest,
 )
 from zeroband.data.shard_writer import npy_header
-from zeroband.data.tokenizer import Tokenizer, open_tokenizer
+from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
 from zeroband.tools.data.folder import Folder, open_out
@@ -185,7 +185,10 @@ def _tokenizer_of(found: ShardSet, name: str) -> Tokenizer | None:
     except ConfigError as error:
         print(f"samples are ids: {error}; give --tokenizer", file=sys.stderr)
         return None
-    if tokenizer.fingerprint != found.tokenizer_fingerprint:
-        print(f"samples are ids: {name} is not the tokenizer that made them; give --tokenizer", file=sys.stderr)
+    if not tokenizer.gives_ids_of(found.tokenizer_fingerprint):
+        made_by, here = named(found.tokenizer, found.tokenizer_release), named(name, tokenizer.release)
+        print(
+            f"samples are ids: {here} gives others than {made_by}, which made them; give --tokenizer", file=sys.stderr
+        )
         return None
     return tokenizer

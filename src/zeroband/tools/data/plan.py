@@ -18,21 +18,20 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.data.files import Files, SourceFile
+from zeroband.data.files import COMPRESSED, Files, SourceFile
 from zeroband.data.pieces import parquet_shape
 from zeroband.data.sources import announced, dataset_stamp, load_dataset, require_column
-from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.tokenizer import Tokenizer, named
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
-FORMAT = 1
+FORMAT = 2
 _HUGGING_FACE = "hf:"
-_COMPRESSED = (".gz", ".zst")
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLE = ".parquet"
 _IN_FOLDERS = (
     _TABLE,
-    *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *_COMPRESSED)),
+    *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *COMPRESSED)),
 )
 """Endings of what is taken of a folder: a `README.md` or `dataset_info.json` beside the data is not."""
 _EXPANSION = 4
@@ -59,6 +58,7 @@ class Options:
     seq_length: int | None = None
     """Ids of a bin, where documents are packed."""
     allow_empty: bool = False
+    skip_bad_rows: bool = False
 
     @property
     def unit_bytes(self) -> int:
@@ -117,6 +117,7 @@ class Plan:
     format: int
     tokenizer: str
     tokenizer_fingerprint: str
+    tokenizer_release: str
     options: Options
     sources: tuple[str, ...]
     """As the user wrote them."""
@@ -126,7 +127,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal for two plans only if the same ids come out; what the user calls tokenizer and sources is no matter."""
-        decisive = {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "sources")}
+        told = ("tokenizer", "tokenizer_release", "sources")
+        decisive = {key: value for key, value in asdict(self).items() if key not in told}
         return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     @property
@@ -165,7 +167,8 @@ def differences(then: Plan, now: Plan) -> list[str]:
         if before != after:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
     if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        found.append(f"--tokenizer was {then.tokenizer!r} and is {now.tokenizer!r}, which gives other ids")
+        before, after = (named(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
+        found.append(f"--tokenizer was {before} and is {after}, which gives other ids")
     stamps = [{origin.label: origin.stamp for origin in plan.origins} for plan in (then, now)]
     for words, names in (
         ("not there before", stamps[1].keys() - stamps[0].keys()),
@@ -212,7 +215,7 @@ def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: 
             pieces += [Piece(len(origins), *cut) for cut in cuts]
             origins.append(origin)
     units = tuple(_units(pieces, options.unit_bytes))
-    return Plan(FORMAT, name, tokenizer.fingerprint, options, tuple(sources), tuple(origins), units)
+    return Plan(FORMAT, name, tokenizer.fingerprint, tokenizer.release, options, tuple(sources), tuple(origins), units)
 
 
 Cut = tuple[int, int | None, int]
@@ -226,7 +229,7 @@ def _look(
     if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
         yield _look_at_dataset(source, number, options, looking)
         return
-    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS) if file.name not in known]
+    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         yield from threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options))
 
@@ -242,7 +245,7 @@ def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Orig
     whole = Origin(kind, file.name, number, stamp)
     if size is None:  # it fills a unit of its own, and may be empty
         return whole, [(0, None, limit)]
-    is_packed = file.name.endswith(_COMPRESSED)
+    is_packed = file.name.casefold().endswith(COMPRESSED)
     if kind == "jsonl" and not is_packed and size > limit:
         if file.has_ranges:
             stops = [*range(limit, size, limit), size]
@@ -275,7 +278,8 @@ def _shape_of(source: HuggingFaceSource, column: str, looking: Looking) -> tuple
 
 def kind_of(name: str) -> Kind:
     """What a file is by the ending of its name: text where nothing else is known."""
-    bare = next((name.removesuffix(ending) for ending in _COMPRESSED if name.endswith(ending)), name)
+    name = name.casefold()
+    bare = next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
     return "parquet" if bare.endswith(_TABLE) else "jsonl" if bare.endswith(_LINES) else "text"
 
 

@@ -1,8 +1,9 @@
 """`zeroband data prepare SOURCE... OUT --tokenizer T`: token ids of text, made once for all runs.
 
-SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz and .zst) or Parquet, told by the ending; a
-folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one. A Parquet
-column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as s3://.
+SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz, .bz2, .xz and .zst) or Parquet, told by the
+ending; a folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one.
+A Parquet column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as
+s3://.
 A preparation that was interrupted goes on when the same command is given again.
 Exit codes: 0 OUT is finished; 2 wrong arguments or data, or a SOURCE or OUT that fails; 130 interrupted.
 """
@@ -43,6 +44,7 @@ _WORDS = {
     "data.source.column": "--column",
     "data.source.type='huggingface'": "hf:",
     "data.tokenizer": "--tokenizer",
+    "data.skip_bad_rows": "--skip-bad-rows",
     "or raise data.retry_s": "or raise --retry-s",
     " (data.retry_s)": "",
     "start the node again": "give the same command again",
@@ -101,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that a server of a SOURCE that fails is asked again (default: %(default)g)",
     )
+    add("--skip-bad-rows", action="store_true", help="leave out and count rows that cannot be used")
     add("--allow-empty", action="store_true", help="go on where a source holds nothing")
     add("--start-over", action="store_true", help="remove what an earlier preparation left in OUT")
     add("--dry-run", action="store_true", help="say what would be read, and stop")
@@ -122,7 +125,7 @@ def _options(given: argparse.Namespace) -> Options:
     if given.binary and given.tokenizer != "byte":
         raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
     names = ("field", "column", "binary", "unit_mb", "dedup", "min_tokens", "max_tokens", "pack", "seq_length")
-    return Options(**{name: getattr(given, name) for name in (*names, "allow_empty")})
+    return Options(**{name: getattr(given, name) for name in (*names, "allow_empty", "skip_bad_rows")})
 
 
 class _Preparation:
@@ -264,11 +267,16 @@ class _Preparation:
         print(f"tokens    {made.tokens} of {made.documents} documents in {len(made.shards)} shards{rate}")
         print(
             f"left out  {made.empty_documents} empty, {made.duplicate_documents} duplicates, "
-            f"{made.filtered_documents} for their length"
+            f"{made.filtered_documents} for their length{_bad_rows(records)}"
         )
         if made.packed_length is not None:
             print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
         print(f"look at it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
+
+
+def _bad_rows(records: Sequence[UnitRecord]) -> str:
+    count, first = sum(record.bad for record in records), next((r.first_bad for r in records if r.bad), "")
+    return f", {count} that cannot be used, the first: {first}" if count else ""
 
 
 def _section(out: str, made: ShardSet) -> str:
@@ -294,4 +302,5 @@ def _require_text(records: Sequence[UnitRecord]) -> None:
         raise ConfigError(
             "no document is left of all sources: {} empty, {} duplicates, {} left out for their length; name other "
             "sources, or let --min-tokens and --max-tokens take more".format(*left_out)
+            + _bad_rows(records)
         )

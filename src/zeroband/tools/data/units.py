@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -13,11 +14,12 @@ import xxhash
 
 from zeroband.data.files import Files, SourceFile
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows, read_text
+from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows
 from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
 from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
-from zeroband.data.sources import Dataset, Document, dataset_stamp, load_dataset
+from zeroband.data.sources import BadRows, Dataset, Document, OnBad, dataset_stamp, load_dataset, read_text, refuse
 from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.tokens import encode_documents
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord
 from zeroband.tools.data.plan import Options, Origin, Piece, Plan
@@ -52,40 +54,42 @@ class _Sources:
         self._files = Files(retry_s)
         self._datasets: dict[Origin, Dataset] = {}
 
-    def read(self, unit: Sequence[Piece]) -> Iterator[_Read]:
+    def read(self, unit: Sequence[Piece], on_bad: OnBad) -> Iterator[_Read]:
         """Yield what a unit holds. Raises ConfigError naming what cannot be read, or has changed; StorageLost."""
         for piece in unit:
             origin = self._plan.origins[piece.origin]
             if origin.kind == "huggingface":
-                found: Iterator[Document | IdsRow] = self._rows(origin, piece)
+                found: Iterator[Document | IdsRow] = self._rows(origin, piece, on_bad)
             else:
-                found = self._of_file(origin, piece)
+                found = self._of_file(origin, piece, on_bad)
             yield from (_Read(document, origin.source) for document in found)
 
-    def _of_file(self, origin: Origin, piece: Piece) -> Iterator[Document | IdsRow]:
+    def _of_file(self, origin: Origin, piece: Piece, on_bad: OnBad) -> Iterator[Document | IdsRow]:
         (file,) = self._files.find([origin.name])
         _require_unchanged(origin, tuple(file.stamp()))
-        yield from _pieces_of(file, origin, piece, self._plan.options)
+        yield from _pieces_of(file, origin, piece, self._plan.options, on_bad)
         _require_unchanged(origin, tuple(file.stamp()))
 
-    def _rows(self, origin: Origin, piece: Piece) -> Iterator[Document]:
+    def _rows(self, origin: Origin, piece: Piece, on_bad: OnBad) -> Iterator[Document]:
         named = origin.dataset(self._plan.options)
         if origin not in self._datasets:
             self._datasets[origin] = load_dataset(named, self._retry_s)
         _require_unchanged(origin, dataset_stamp(self._datasets[origin]))
         assert piece.stop is not None, piece
-        yield from read_rows(self._datasets[origin], named, piece.start, piece.stop)
+        yield from read_rows(self._datasets[origin], named, piece.start, piece.stop, on_bad)
 
 
-def _pieces_of(file: SourceFile, origin: Origin, piece: Piece, options: Options) -> Iterator[Document | IdsRow]:
+def _pieces_of(
+    file: SourceFile, origin: Origin, piece: Piece, options: Options, on_bad: OnBad
+) -> Iterator[Document | IdsRow]:
     if origin.kind == "text":
-        return read_text(file, takes_bytes=options.binary)
+        return read_text(file, on_bad, takes_bytes=options.binary)
     if origin.kind == "jsonl":
-        return read_lines(file, options.field, piece.start, *([] if piece.stop is None else [piece.stop]))
+        return read_lines(file, options.field, piece.start, math.inf if piece.stop is None else piece.stop, on_bad)
     assert piece.stop is not None, piece
     if origin.holds_ids:
         return read_ids(file, options.column, piece.start, piece.stop)
-    return read_row_groups(file, options.column, piece.start, piece.stop, takes_bytes=options.binary)
+    return read_row_groups(file, options.column, piece.start, piece.stop, on_bad, takes_bytes=options.binary)
 
 
 def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
@@ -107,14 +111,15 @@ class Units:
         self._folder = folder
         self._open_tokenizer = tokenizer
         self._sources = _Sources(plan, retry_s)
+        self._bad = BadRows()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self._open_tokenizer()
-        if tokenizer.fingerprint != self._plan.tokenizer_fingerprint:
+        if not tokenizer.gives_ids_of(self._plan.tokenizer_fingerprint):
             raise ConfigError(
-                f"--tokenizer {self._plan.tokenizer} has changed since this preparation began; put it back as it was, "
-                "or begin again with --start-over"
+                f"--tokenizer {self._plan.tokenizer} ({tokenizer.release}) has changed since this preparation began "
+                f"({self._plan.tokenizer_release}); put it back as it was, or begin again with --start-over"
             )
         return tokenizer
 
@@ -132,6 +137,7 @@ class Units:
         of_sources: collections.Counter[int] = collections.Counter()
         lengths: list[int] = []
         number = 0
+        self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
         with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
             for chunk in _chunks(self._documents(unit)):
@@ -161,6 +167,8 @@ class Units:
         counts["bytes"] += sum(read.size for read in chunk)
         options = self._plan.options
         for read, ids in zip(full, self._encoded([read.document for read in full]), strict=True):
+            if ids is None:
+                continue
             if not len(ids):
                 counts["empty"] += 1
             elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
@@ -170,18 +178,22 @@ class Units:
                 kept.append(ids)
         return kept
 
+    @property
+    def _on_bad(self) -> OnBad:
+        return self._bad if self._plan.options.skip_bad_rows else refuse
+
     def _documents(self, unit: int) -> Iterator[_Read]:
         """The documents of a unit."""
-        for read in self._sources.read(self._plan.units[unit]):
+        for read in self._sources.read(self._plan.units[unit], self._on_bad):
             if isinstance(read.document, IdsRow):
                 yield from (_Read(document, read.source) for document in self._split(read.document))
             else:
                 yield read
 
-    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[Ids]:
-        """The ids of each."""
+    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[Ids | None]:
+        """The ids of each; None for one that cannot be used."""
         texts = [document for document in documents if isinstance(document, Document)]
-        encoded = iter(encode(self._tokenizer, texts))
+        encoded = iter(encode_documents(self._tokenizer, texts, self._on_bad))
         for document in documents:
             yield next(encoded) if isinstance(document, Document) else document.ids.astype(np.uint32)
 
@@ -226,6 +238,8 @@ class Units:
             of_sources=dict(sorted(of_sources.items())),
             text_bytes=counts["bytes"],
             hashes=hashes,
+            bad=self._bad.count,
+            first_bad=self._bad.first,
         )
 
     def _put(self, unit: int, ids: Ids) -> tuple[int, ...]:
@@ -233,27 +247,6 @@ class Units:
         if len(ids):
             self._folder.storage.write(self._plan.shard_name(unit), npy_pieces(ids))
         return tuple(block_hashes(ids, BLOCK_TOKENS).tolist())
-
-
-def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[npt.NDArray[np.uint32]]:
-    """Ids of each document. Raises ConfigError naming the one that is no text."""
-    if not documents:
-        return []
-    try:
-        return tokenizer.encode_batch([document.text for document in documents])
-    except UnicodeError as error:
-        for document in documents:
-            _require_text(tokenizer, document)
-        raise AssertionError("documents failed to encode, and none of them alone does") from error
-
-
-def _require_text(tokenizer: Tokenizer, document: Document) -> None:
-    try:
-        tokenizer.encode(document.text)
-    except UnicodeError as error:
-        raise ConfigError(
-            f"{document.where}: not text that the tokenizer can take: {error}; correct it, or leave it out"
-        ) from error
 
 
 def _hash_of(document: Document | IdsRow) -> bytes:

@@ -1,0 +1,130 @@
+"""Nothing that a path names is left out in silence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroband.data.files import find_files
+from zeroband.data.listing import files_below, files_matching
+from zeroband.data.token_storage import open_storage
+from zeroband.errors import ConfigError
+
+NOBODY = 65534
+
+
+def made(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def within(folder: Path, files: list[str]) -> list[str]:
+    return [str(Path(file).relative_to(folder)) for file in files]
+
+
+@pytest.fixture
+def as_somebody() -> Iterator[Path]:
+    """A folder, seen by a user whom permissions hold."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = made(Path(name), "a/x.jsonl", "b/x.jsonl", "other/y.jsonl")
+        folder.chmod(0o755)
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(NOBODY)
+        yield folder
+        os.seteuid(before)
+        for path in folder.iterdir():
+            path.chmod(0o755)
+
+
+def close(path: Path) -> None:
+    """Take everybody's permissions, as whoever owns the file."""
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    path.chmod(0)
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("pattern", ["*/x.jsonl", "**/*.jsonl", "b/*.jsonl", "b/x.jsonl"])
+def test_a_folder_that_may_not_be_read_is_refused_by_name(as_somebody: Path, pattern: str) -> None:
+    close(as_somebody / "b")
+    with pytest.raises(ConfigError, match=rf"{as_somebody}/b\b"):
+        find_files([f"{as_somebody}/{pattern}"])
+    with pytest.raises(ConfigError, match=rf"the folder {as_somebody}/b may not be read by this user"):
+        files_below(str(as_somebody), (".jsonl",))
+
+
+def test_a_folder_that_a_pattern_does_not_name_may_be_closed(as_somebody: Path) -> None:
+    close(as_somebody / "other")
+    assert len(find_files([f"{as_somebody}/[ab]/x.jsonl"])) == 2
+
+
+@pytest.mark.parametrize("pattern", ["*/x.jsonl", "b/x.jsonl"])
+def test_a_file_that_may_not_be_read_is_refused_by_name(as_somebody: Path, pattern: str) -> None:
+    close(as_somebody / "b" / "x.jsonl")
+    with pytest.raises(ConfigError, match=rf"{as_somebody}/b/x\.jsonl may not be read by this user"):
+        find_files([f"{as_somebody}/{pattern}"])
+
+
+def test_links_to_folders_are_followed_and_a_file_counts_once(tmp_path: Path) -> None:
+    folder = made(tmp_path / "data", "v2/a.jsonl")
+    made(tmp_path / "far", "b.jsonl")
+    (folder / "latest").symlink_to("v2")
+    (folder / "linked").symlink_to(tmp_path / "far")
+    (folder / "v2" / "up").symlink_to("..")
+    for listing in (files_matching(f"{folder}/**/*.jsonl"), files_below(str(folder), (".jsonl",))):
+        assert within(folder, listing.files) == ["linked/b.jsonl", "v2/a.jsonl"]
+        assert within(folder, listing.left_out["links to files that are listed already"]) == ["latest/a.jsonl"]
+    assert within(folder, files_matching(f"{folder}/l*/*.jsonl").files) == ["latest/a.jsonl", "linked/b.jsonl"]
+
+
+def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    made(tmp_path, "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(ConfigError, match=r"b\.jsonl is a link to gone\.jsonl, which is not there"):
+        files_matching(f"{tmp_path}/*.jsonl")
+
+
+def test_what_is_left_out_is_told_with_its_number_and_the_first_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, "a.jsonl", "B.JSONL", "c.JSONL", "folder.jsonl/d.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with caplog.at_level(logging.WARNING):
+        assert [Path(file.name).name for file in find_files([f"{tmp_path}/*.jsonl"], says=True)] == ["a.jsonl"]
+    told = {record.message: record.__dict__["fields"] for record in caplog.records}
+    assert {text.split(": ")[1].split(",")[0]: fields["count"] for text, fields in told.items()} == {
+        "names that match in another case": 2,
+        "folders": 1,
+        "pipes": 1,
+    }
+    assert told["left out of the data: names that match in another case"]["first"] == f"{tmp_path}/B.JSONL"
+
+
+def test_a_folder_takes_endings_in_any_case_and_tells_the_others(tmp_path: Path) -> None:
+    made(tmp_path, "a.jsonl", "B.JSONL.GZ", "notes.md", ".hidden/c.jsonl")
+    listing = files_below(str(tmp_path), (".jsonl", ".jsonl.gz"))
+    assert within(tmp_path, listing.files) == ["B.JSONL.GZ", "a.jsonl"]
+    left_out = {reason: within(tmp_path, names) for reason, names in listing.left_out.items()}
+    assert left_out == {"files of other endings": ["notes.md"], "hidden names": [".hidden"]}
+
+
+def test_brackets_in_the_name_of_a_folder_are_taken_literally(tmp_path: Path) -> None:
+    made(tmp_path, "set [v1]/a.bin", "set [v1]/b[2].bin", "set v/c.bin")
+    found = files_matching(f"{tmp_path}/set [v1]/*.bin").files
+    assert within(tmp_path, found) == ["set [v1]/a.bin", "set [v1]/b[2].bin"]
+    named = f"{tmp_path}/set [v1]/b[2].bin"
+    assert open_storage(named, 0.0).matches(named) == [named]
+
+
+def test_a_pattern_that_names_folders_alone_says_so(tmp_path: Path) -> None:
+    made(tmp_path, "a/b.txt")
+    with pytest.raises(ConfigError, match=r"no file matches .*left out: folders, whose files .*/a\b"):
+        find_files([f"{tmp_path}/*"])
