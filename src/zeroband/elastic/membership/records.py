@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
 from typing import Any, TypeVar
@@ -160,6 +160,21 @@ class Opening:
     def share(self, member_id: str) -> float:
         """One member's share."""
         return self.shares[self.members.index(member_id)]
+
+    def expected_share(self, member_id: str, weight: int) -> float:
+        """Estimate a member's share of the next round, to which it brings `weight` tokens, before that round is open.
+
+        The others are taken to bring as much as they did to this one, and those that brought nothing (all at a
+        founding, then each joiner) as much as the steps that they asked samples for are beside this member's own.
+        Who asked for none leaves.
+        """
+        own = self.members.index(member_id)
+        asked = max(1, self.steps_requested[own])
+        known = zip(self.weights, self.steps_requested, strict=True)
+        weights = [(before or weight * steps // asked) if steps else 0 for before, steps in known]
+        weights[own] = weight
+        expected = replace(self, weights=tuple(weights), norms=())
+        return expected.share(member_id) * (self.clip(member_id) or 1.0)
 
     def clip(self, member_id: str) -> float | None:
         """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
