@@ -53,7 +53,9 @@ def diloco_with(lr: float = 0.4, momentum: float = 0.9, **settings: Any) -> Dilo
 
 
 def sparseloco_with(**settings: Any) -> SparseLocoConfig:
-    return SparseLocoConfig.model_validate({"type": "sparseloco", "inner_steps": H, "k": 5, "chunk": 4, **settings})
+    divisor = "members" if settings.get("merge") == "eager" else "senders"
+    given = {"type": "sparseloco", "inner_steps": H, "k": 5, "chunk": 4, "divisor": divisor, **settings}
+    return SparseLocoConfig.model_validate(given)
 
 
 FED_ADAM = str(Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py")
@@ -203,7 +205,7 @@ def rule_of(name: str, fragments: Sequence[Fragment]) -> OuterRule:
         case _:
             config = sparseloco_with()
             codecs = [error_rule(config, LAYOUT.only(fragment.names)).codec for fragment in fragments]
-            return Sparse(config.lr, config.decay, [runs_of(codec) for codec in codecs])
+            return Sparse(config.lr, config.decay, [runs_of(codec) for codec in codecs], config.divisor)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

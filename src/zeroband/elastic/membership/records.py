@@ -136,10 +136,20 @@ class Opening:
         usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
         long with a joiner as without.
         """
-        counts, total = self.counts, float(sum(self.counts))
-        if self.longest:
-            total = sum(c * t for c, t in zip(counts, self.trained, strict=True)) / self.longest
-        return tuple(count / total if total else 0.0 for count in counts)
+        total = sum(self._behind_divisor)
+        return tuple(count / total if total else 0.0 for count in self.counts)
+
+    @property
+    def divisor_parts(self) -> tuple[float, ...]:
+        """What each member counts in the divisor of the mean, in 0..1: they add up to 1, whatever is clipped."""
+        total = sum(self._behind_divisor)
+        return tuple(part / total if total else 0.0 for part in self._behind_divisor)
+
+    @property
+    def _behind_divisor(self) -> tuple[float, ...]:
+        if not self.longest:
+            return tuple(map(float, self.counts))
+        return tuple(c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True))
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ PRESETS: Mapping[str, Preset] = {
         "all_gather",
     ),
     "sparseloco": Preset(
-        "SparseLoCo: 64 of 4096 values as two bits, error feedback",
+        "SparseLoCo: 64 of 4096 values as two bits, error feedback, each divided by the weights of its senders",
         {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
         "all_gather",
         has_rounds=True,
