@@ -14,10 +14,9 @@ from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate, sum_of
-from zeroband.export.opened import Opened, open_trained
+from zeroband.export.opened import Opened
 
 _ALONE = ("--outer=none", "--store.url=none")
-_BATCH_SIZE = 8
 """Nobody is joined here, whatever the configuration says."""
 
 
@@ -29,20 +28,12 @@ class HeldOut:
     config: DataConfig
 
 
-def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Evaluation:
-    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
-
-    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
-    """
-    opened = open_trained(where)
-    by_source = losses_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
-    return sum_of(by_source.values())
-
-
 def losses_of(
-    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int
+    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
 ) -> dict[str, Evaluation]:
     """The loss of a model on at most so many samples that were held out of each source, by the source's name.
+
+    `first`: number of the first one that counts.
 
     Raises: ConfigError where nothing in them is learned.
     """
@@ -57,7 +48,7 @@ def losses_of(
     model = opened.model.build(device)
     results: dict[str, Evaluation] = {}
     for number, source in enumerate(held_out.dataset.sources):
-        batches = loader.held_out_batches(samples, batch_size, number)
+        batches = loader.held_out_batches(samples, batch_size, number, first=first)
         results[source.name] = evaluate(model, batches, opened.model.tokenizer, device)
     loader.close()
     if not sum_of(results.values()).targets:

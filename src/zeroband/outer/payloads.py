@@ -112,8 +112,6 @@ class PayloadExchange:
         receives = receiver in (None, member_id)
         room = self.room_for(gathering.total_bytes if receives else 0)
         moved = self._mesh.gather(RoundRequest(opening, member_id, own, room), gathering)
-        is_sent = len(own) > 0 and len(opening.members) > 1 and receiver != member_id
-        moved = replace(moved, payload_bytes=len(own) if is_sent else None)
         senders = enumerate(opening.members) if receives else ()
         return moved, {member: room[gathering.part_of(i)] for i, member in senders if lengths[i]}
 
