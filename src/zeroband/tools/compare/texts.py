@@ -34,6 +34,7 @@ _HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
 _OF = 16
 """One document in so many goes to each half of what is held out."""
 _TRAINED = "trained"
+_SOURCES = ("source", "sources")
 _COLUMN = "text"
 _AT_ONCE = 1024
 _BATCH_SIZE = 8
@@ -53,10 +54,13 @@ class Texts:
         kept, skips = list[str](), False
         for argument in arguments:
             is_source = argument.startswith("--data.source")
+            if argument.startswith("--data={"):  # a whole section, as files give it
+                section = json.loads(argument.removeprefix("--data="))
+                argument = f"--data={json.dumps({k: v for k, v in section.items() if k not in _SOURCES})}"
             if not (is_source or skips):
                 kept.append(argument)
             skips = is_source and "=" not in argument
-        trained = self.trained.model_dump(mode="json", include={"source", "sources"})
+        trained = self.trained.model_dump(mode="json", include=set(_SOURCES))
         name = "sources" if self.trained.sources else "source"
         return (*kept, f"--data.{name}={json.dumps(trained[name])}")
 

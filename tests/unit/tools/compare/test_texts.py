@@ -98,6 +98,16 @@ def test_what_has_no_documents_to_tell_apart_stays_whole(source: Any, tmp_path: 
     assert cut(data, 0, tmp_path / "texts") is None
 
 
+def test_source_that_a_file_names_is_replaced(lines: JsonlSource, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nseq_length = 16\ncache_dir = "{tmp_path}"\n[data.source]\ntype = "jsonl"\nfield = "text"\n'
+        f'paths = ["{lines.paths[0]}"]\n'
+    )
+    options = read_options(["--methods=ddp", f"@{tmp_path / 'run.toml'}"])
+    texts = cut_or_fail(load_config(options.arguments, {}).data, tmp_path / "texts")
+    assert load_config(texts.arguments(options.arguments), {}).data == texts.trained
+
+
 def test_run_trains_what_is_left_and_its_digest_follows_the_text_not_its_place(tmp_path: Path) -> None:
     asked = ["--methods=diloco", "--warm-steps=3", "--data.source.type", "synthetic", "--data.source.documents=300"]
     options = read_options([*asked, "--data.seq-length=32", f"--data.cache-dir={tmp_path / 'cache'}"])
