@@ -14,10 +14,11 @@ from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate, sum_of
-from zeroband.export.opened import Opened
+from zeroband.export.opened import Opened, open_trained
 
 _ALONE = ("--outer=none", "--store.url=none")
 """Nobody is joined here, whatever the configuration says."""
+_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class HeldOut:
 
     dataset: Dataset
     config: DataConfig
+
+
+def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Evaluation:
+    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
+
+    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
+    """
+    opened = open_trained(where)
+    by_source = losses_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
+    return sum_of(by_source.values())
 
 
 def losses_of(

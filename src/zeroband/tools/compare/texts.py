@@ -47,7 +47,7 @@ class Texts:
     trained: DataConfig
     held_out: Mapping[Half, DataConfig]
     digest: str
-    """Of the documents, as far as the stamps of their files tell, and of how they are mixed."""
+    """Digest of the documents, as far as the stamps of their files tell, and of how they are mixed."""
 
     def arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
         """Return the flags of a run with what is trained in the place of the text that was cut."""
