@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tests.oracles.problem import Problem, mean, nesterov
@@ -38,28 +38,43 @@ def delayed(problem: Problem, rounds: int, inner_steps: int, lr: float, mu: floa
 def eager(
     problem: Problem,
     rounds: int,
-    inner_steps: int,
+    inner_steps: int | Sequence[int],
     lr: float,
     mu: float,
     sent: Callable[[int, Tensor], Tensor] = lambda node, delta: delta,
+    weights: Sequence[int] | None = None,
+    flush_every: int | None = None,
 ) -> list[list[Tensor]]:
     """Eager updates, arXiv:2502.12996, algorithm 3 (second-hand): each replica's own parameters after each round.
 
     Each has an outer optimizer of its own, fed with the mean of its fresh pseudo-gradient and the others' late ones.
-    `sent`: what becomes of a node's pseudo-gradient where it is compressed.
+    `sent`: what becomes of a node's pseudo-gradient where it is compressed. `inner_steps`: of all nodes, or of each.
+    `weights`: of the nodes in the mean; None: equal. `flush_every`: rounds from one to the next whose mean is waited
+    for: then all replicas begin anew from the one that has had all means and nothing early. Where no late mean has
+    come, in the first round and after a flush, only what is fresh moves a replica.
     """
-    nodes = range(problem.nodes)
-    thetas = [problem.start() for _ in nodes]
-    vs = [torch.zeros(problem.numel) for _ in nodes]
-    late = [torch.zeros(problem.numel) for _ in nodes]
+    nodes, nothing = range(problem.nodes), torch.zeros(problem.numel)
+    steps = [inner_steps] * problem.nodes if isinstance(inner_steps, int) else inner_steps
+    common, common_v = problem.start(), nothing
+    thetas, vs = [common for _ in nodes], [common_v for _ in nodes]
+    late: list[Tensor] | None = None
     history: list[list[Tensor]] = []
     for round in range(rounds):
-        first = 1 + round * inner_steps
-        fresh = [sent(m, thetas[m] - problem.inner_steps(m, first, inner_steps, thetas[m])) for m in nodes]
+        fresh = [sent(m, thetas[m] - problem.inner_steps(m, 1 + round * steps[m], steps[m], thetas[m])) for m in nodes]
+        old = late or [nothing for _ in nodes]
         for m in nodes:
-            delta = mean([fresh[m] if other == m else late[other] for other in nodes])
-            thetas[m], vs[m] = nesterov(thetas[m], vs[m], delta, lr, mu)
+            delta = mean([fresh[m] if other == m else old[other] for other in nodes], weights)
+            if late is None:
+                thetas[m], own = nesterov(common, nothing, delta, lr, mu)
+                vs[m] = common_v + own
+            else:
+                thetas[m], vs[m] = nesterov(thetas[m], vs[m], delta, lr, mu)
+        if late is not None:
+            common, common_v = nesterov(common, common_v, mean(late, weights), lr, mu)
         late = fresh
+        if flush_every and (round + 1) % flush_every == 0:
+            common, common_v = nesterov(common, common_v, mean(late, weights), lr, mu)
+            thetas, late = [common for _ in nodes], None
         history.append(list(thetas))
     return history
 

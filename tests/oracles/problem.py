@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,6 +77,20 @@ class Pooled(Problem):
         return (0.5 + self._noise(1).abs()) * (theta - mean(samples)) + mean(shaken)
 
 
+class Steady(Problem):
+    """A node sees the same noise in every step, whatever its number."""
+
+    def gradient(self, node: int, step: int, theta: Tensor) -> Tensor:
+        return super().gradient(node, 1, theta)
+
+
+class Forgetful(Problem):
+    """What a node learns in a step does not depend on where it stands."""
+
+    def gradient(self, node: int, step: int, theta: Tensor) -> Tensor:
+        return super().gradient(node, step, torch.zeros(self.numel))
+
+
 class Converging(Problem):
     """Every round of a node ends at its own optimum, whatever the outer parameters were."""
 
@@ -89,8 +104,10 @@ def noise(key: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(key))
 
 
-def mean(tensors: list[Tensor]) -> Tensor:
-    """Added up in the order of the nodes; exact to divide for 1, 2, 4, 8 nodes."""
+def mean(tensors: list[Tensor], weights: Sequence[int] | None = None) -> Tensor:
+    """Added up in the order of the nodes; exact to divide for 1, 2, 4, 8 nodes. `weights`: None: equal."""
+    if weights is not None:
+        tensors = [tensor * (len(weights) * w / sum(weights)) for tensor, w in zip(tensors, weights, strict=True)]
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor

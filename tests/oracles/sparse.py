@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from tests.oracles.problem import LAYOUT, SHAPES, Problem, mean
+from tests.oracles.problem import LAYOUT, SHAPES, Problem
 from torch import Tensor
 
 from zeroband.outer.compression.bits import ALIGNMENT
@@ -163,6 +163,20 @@ def sparsified(errors: Tensor, runs: Runs) -> Tensor:
     return sent
 
 
+def divided(sent: list[Tensor], divisor: str, weights: Sequence[int] | None = None) -> Tensor:
+    """The weighted sum of what nodes sent, over the weight of all of them, or of those that sent a value.
+
+    `divisor`: "members" or "senders". `weights`: None: equal.
+    """
+    weights = weights or [1] * len(sent)
+    result = torch.zeros(len(sent[0]))
+    for i in range(len(result)):
+        senders = [m for m, values in enumerate(sent) if values[i] != 0 or divisor == "members"]
+        if senders:
+            result[i] = sum(weights[m] * float(sent[m][i]) for m in senders) / sum(weights[m] for m in senders)
+    return result
+
+
 def sparseloco(
     problem: Problem,
     rounds: int,
@@ -172,8 +186,14 @@ def sparseloco(
     decay: float,
     lr: float,
     leaves: dict[int, int] | None = None,
+    divisor: str = "senders",
+    weights: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """The outer parameters after each round. `leaves`: nodes, and the first round without them, which count from 0."""
+    """The outer parameters after each round. `leaves`: nodes, and the first round without them, which count from 0.
+
+    `divisor`: "senders", of each value those nodes that sent it, as the authors' code has it; "members", all of them,
+    as in the paper. `weights`: of the nodes; None: equal.
+    """
     theta = problem.start()
     errors = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
     history: list[Tensor] = []
@@ -185,6 +205,7 @@ def sparseloco(
             sent = sparsified(errors[m], runs)
             errors[m] = errors[m] - sent
             decoded.append(sent)
-        theta = theta - lr * mean([sent for m, sent in enumerate(decoded) if round < (leaves or {}).get(m, rounds)])
+        there = [m for m in range(problem.nodes) if round < (leaves or {}).get(m, rounds)]
+        theta = theta - lr * divided([decoded[m] for m in there], divisor, weights and [weights[m] for m in there])
         history.append(theta)
     return history

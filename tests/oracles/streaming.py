@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from tests.oracles.problem import LAYOUT, Problem, mean, nesterov
-from tests.oracles.sparse import Runs, sparsified
+from tests.oracles.sparse import Runs, divided, sparsified
 from torch import Tensor
 
 N = LAYOUT.numel
@@ -22,19 +22,30 @@ class OuterRule(Protocol):
         """What the others get of a node's pseudo-gradient of fragment `p`, whose values are `here`."""
         ...
 
+    def combined(self, sent: list[Tensor]) -> Tensor:
+        """What the nodes make together of what they sent of a fragment."""
+        ...
+
     def stepped(self, here: list[int], theta: Tensor, update: Tensor) -> Tensor:
-        """The outer parameters of a fragment after a step by the mean of what was sent."""
+        """The outer parameters of a fragment after a step by what the nodes made together."""
         ...
 
 
-@dataclass
-class Nesterov:
-    lr: float
-    mu: float
-    v: Tensor = field(default_factory=lambda: torch.zeros(N))
+class Mean:
+    """The nodes make the mean of their pseudo-gradients."""
 
     def sent(self, node: int, p: int, here: list[int], delta: Tensor) -> Tensor:
         return delta
+
+    def combined(self, sent: list[Tensor]) -> Tensor:
+        return mean(sent)
+
+
+@dataclass
+class Nesterov(Mean):
+    lr: float
+    mu: float
+    v: Tensor = field(default_factory=lambda: torch.zeros(N))
 
     def stepped(self, here: list[int], theta: Tensor, update: Tensor) -> Tensor:
         theta, self.v[here] = nesterov(theta, self.v[here], update, self.lr, self.mu)
@@ -42,16 +53,13 @@ class Nesterov:
 
 
 @dataclass
-class Adam:
+class Adam(Mean):
     lr: float
     beta1: float
     beta2: float
     tau: float
     m: Tensor = field(default_factory=lambda: torch.zeros(N))
     v: Tensor = field(default_factory=lambda: torch.zeros(N))
-
-    def sent(self, node: int, p: int, here: list[int], delta: Tensor) -> Tensor:
-        return delta
 
     def stepped(self, here: list[int], theta: Tensor, update: Tensor) -> Tensor:
         self.m[here] = self.m[here] * self.beta1 + update * (1 - self.beta1)
@@ -65,6 +73,7 @@ class Sparse:
     decay: float
     runs: list[Runs]
     """For each fragment, as indices of the whole state."""
+    divisor: str
     errors: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def sent(self, node: int, p: int, here: list[int], delta: Tensor) -> Tensor:
@@ -73,6 +82,9 @@ class Sparse:
         decoded = sparsified(errors, self.runs[p])
         errors[here] = errors[here] - decoded[here]
         return decoded[here]
+
+    def combined(self, sent: list[Tensor]) -> Tensor:
+        return divided(sent, self.divisor)
 
     def stepped(self, here: list[int], theta: Tensor, update: Tensor) -> Tensor:
         return theta - self.lr * update
@@ -101,7 +113,7 @@ def streaming(
             if (t - (p + 1) * inner_steps // count) % inner_steps == 0:
                 here = fragments[p]
                 sent = [rule.sent(m, p, here, anchor[here] - thetas[m][here]) for m in nodes]
-                in_flight.append((t + overlap, p, mean(sent)))
+                in_flight.append((t + overlap, p, rule.combined(sent)))
         for due, p, update in in_flight:
             if due == t:
                 here = fragments[p]

@@ -163,8 +163,21 @@ class SparseLocoConfig(RoundsConfig):
     """How values travel."""
     decay: float = Field(default=0.95, ge=0, le=1)
     """Decay of what was not sent (beta)."""
+    divisor: Literal["senders", "members"] = "senders"
+    """What a sum of sent values is divided by. senders: each value by the weight of those that sent it, as the code
+    behind the published runs does. members: all by that of all members, as the paper writes it; few nodes choose the
+    same values, so with M nodes the outer step is up to M times shorter."""
     lr: PositiveFloat = 1.0
     """Learning rate of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
+
+    @model_validator(mode="after")
+    def _has_a_share_of_its_own(self) -> SparseLocoConfig:
+        if self.merge == "eager" and self.divisor == "senders":
+            raise ValueError(
+                'outer.merge = "eager" counts a node\'s own share at once, and with outer.divisor = "senders" that '
+                'depends on who else sends a value; set outer.divisor = "members", or outer.merge = "mix"'
+            )
+        return self
 
 
 class CustomConfig(RoundsConfig):

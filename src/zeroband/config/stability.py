@@ -69,8 +69,8 @@ def largest_stable_lr(method: Method, nodes: int, momentum: float) -> float:
     mu and an outer gradient a d(r) + b d(r - 1) then has the characteristic polynomial
         z (z - 1) (z - mu) + lr ((1 + mu) z - mu) (a z + b),
     a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones, a = 1 / M, b = 1 - 1 / M for what
-    nodes have in common under eager ones. How those differ is stable up to M times the synchronous limit, so it never
-    decides.
+    nodes of equal weight have in common under eager ones. How those differ is stable up to M times the synchronous
+    limit, so it never decides.
     """
     low, high = 0.0, 4.0
     while high - low > _TOLERANCE:

@@ -92,10 +92,11 @@ class Dataset:
             spans[chosen] = source.index.spans(source.index.positions(own[chosen]))
         return sources, spans
 
-    def held_out(self, n: int, source: int = 0) -> list[Sample]:
-        """The first n samples that are held out of a source, or all when there are fewer."""
+    def held_out(self, n: int, source: int = 0, *, first: int = 0) -> list[Sample]:
+        """N samples that are held out of a source, from the `first`-th on, or all of these when there are fewer."""
         index = self.sources[source].index
-        return [Sample(source, *span) for span in index.spans(index.held_out_positions(n)).tolist()]
+        positions = index.held_out_positions(first + n)[first:]
+        return [Sample(source, *span) for span in index.spans(positions).tolist()]
 
     def passes(self, n: int) -> tuple[float, ...]:
         """Passes over each source that the first n samples of the run make."""

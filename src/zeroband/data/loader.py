@@ -193,14 +193,14 @@ class Loader:
         """Samples that are held out of a source."""
         return self.dataset.sources[source].index.n_held_out
 
-    def held_out_batches(self, n: int, batch: int, source: int = 0) -> Iterator[MicroBatch]:
-        """This rank's share of the first n held-out samples of a source, `batch` rows at a time.
+    def held_out_batches(self, n: int, batch: int, source: int = 0, *, first: int = 0) -> Iterator[MicroBatch]:
+        """This rank's share of n held-out samples of a source, from the `first`-th on, `batch` rows at a time.
 
         All ranks yield equally many batches of equal sizes, so a sharded model runs in lock step: rows without a sample
         have no targets. With `even_micro_batches` the last batch is filled up with them, too. Summed over the ranks,
         losses and targets are those of the samples, each once.
         """
-        samples = self.dataset.held_out(n, source)
+        samples = self.dataset.held_out(n, source, first=first)
         self._tell_stores(first=samples)
         unit = self._local_world_size * (batch if self._even_micro_batches else 1)
         padding = -len(samples) % unit

@@ -17,8 +17,8 @@ from zeroband.export.evaluation import Evaluation, evaluate, sum_of
 from zeroband.export.opened import Opened, open_trained
 
 _ALONE = ("--outer=none", "--store.url=none")
-_BATCH_SIZE = 8
 """Nobody is joined here, whatever the configuration says."""
+_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Ev
 
 
 def losses_of(
-    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int
+    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
 ) -> dict[str, Evaluation]:
     """The loss of a model on at most so many samples that were held out of each source, by the source's name.
+
+    `first`: number of the first one that counts.
 
     Raises: ConfigError where nothing in them is learned.
     """
@@ -57,7 +59,7 @@ def losses_of(
     model = opened.model.build(device)
     results: dict[str, Evaluation] = {}
     for number, source in enumerate(held_out.dataset.sources):
-        batches = loader.held_out_batches(samples, batch_size, number)
+        batches = loader.held_out_batches(samples, batch_size, number, first=first)
         results[source.name] = evaluate(model, batches, opened.model.tokenizer, device)
     loader.close()
     if not sum_of(results.values()).targets:

@@ -212,6 +212,9 @@ class DeviceState:
     def sent(self, turn: int, share: float, outer_step: int) -> None:
         """Do nothing: no round travels beside training (`require_device`)."""
 
+    def counted(self, turn: int, share: float) -> None:
+        """Do nothing, as in `sent`."""
+
     def expect(self, turn: int) -> None:
         self.restart(turn)
 

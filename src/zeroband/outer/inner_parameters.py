@@ -45,6 +45,10 @@ class InnerParameters(Protocol):
         """
         ...
 
+    def counted(self, turn: int, share: float) -> None:
+        """The mean of what was sent last is there, in which this node had this share; before anything else is sent."""
+        ...
+
     def expect(self, turn: int) -> None:
         """A fragment of the outer state moved, and `sent` follows at once with what was learned since it was sent."""
         ...
@@ -117,6 +121,9 @@ class MixedReplica:
     def sent(self, turn: int, share: float, outer_step: int) -> None:
         """Do nothing: the others' part is missing."""
 
+    def counted(self, turn: int, share: float) -> None:
+        """Do nothing: nothing counted before its mean was there."""
+
     def expect(self, turn: int) -> None:
         self.receive(turn)
 
@@ -146,8 +153,9 @@ class EagerView:
     share_r d_r - share_(r-1) d_(r-1) did, for the outer SGD is linear. Over the rounds they telescope, so that
         view = canonical - lr (c + mu u),  u <- mu u + c,  c = share d
     with Nesterov, and canonical - lr u without: one buffer `u` stands for the whole history. The canonical state stays
-    bit-identical on all nodes; the view is local. Zeroing `u` ends the difference: the flush at the end of the run, at
-    a checkpoint and when members change, after the late mean was applied.
+    bit-identical on all nodes; the view is local. While a round is not open its share is an estimate; `correct` puts
+    the true one into `u` when the mean has come, so an error lasts for one phase. Zeroing `u` ends the difference: the
+    flush at the end of the run, at a checkpoint and when members change, after the late mean was applied.
     """
 
     def __init__(self, *, lr: float, momentum: float, nesterov: bool = True) -> None:
@@ -158,6 +166,10 @@ class EagerView:
     def add(self, history: Tensor, fresh: Tensor, *, share: float) -> None:
         """History <- mu history + share fresh, in place: u takes in the pseudo-gradient that was just sent."""
         history.mul_(self._momentum).add_(fresh.mul(share))
+
+    def correct(self, history: Tensor, sent: Tensor, *, by: float) -> None:
+        """History <- history + by sent, in place: the share with which `add` took it in was smaller by so much."""
+        history.add_(sent.mul(by))
 
     def write(self, canonical: Tensor, history: Tensor, fresh: Tensor, out: Tensor, *, share: float) -> None:
         """Write the parameters from which this node trains on, after `add` of the same `fresh`."""
@@ -179,6 +191,8 @@ class EagerReplica:
         self._buffers = parts.buffers
         self._shards = _Shards(parts, outer)
         self._config = config
+        self._expected_share = 0.0
+        """That of what was sent last, as `sent` was told."""
         for turn in range(len(parts.fragments)):
             self.restart(turn)
 
@@ -199,6 +213,16 @@ class EagerReplica:
             eager.add(history, fresh[part.name], share=share)
             eager.write(part.outer, history, fresh[part.name], view, share=share)
             part.inner.copy_(view)
+        self._expected_share = share
+
+    def counted(self, turn: int, share: float) -> None:
+        by = share - self._expected_share
+        if by == 0:
+            return
+        own, config = self._own(turn), self._config
+        eager = EagerView(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        for name, sent in self._parts.sent.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names):
+            eager.correct(own[name][1], sent, by=by)
 
     def expect(self, turn: int) -> None:
         """Do nothing: `sent` writes the view anew."""

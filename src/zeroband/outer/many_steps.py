@@ -153,6 +153,8 @@ class ManySteps(RoundCoordinator):
         before = self._arrived() if self._is_under_way else None
         if before is not None and not self._is_delayed:
             reports.append(self._receive(before, since=1.0))
+        if before is not None and self._is_delayed:
+            self._inner_parameters.counted(self._turn, before.verdict.opening.share(self._parts.mesh.member_id))
         self._turns.end_phase()
         turn = self._turn
         is_finite = self.contribute(turn)
@@ -176,7 +178,8 @@ class ManySteps(RoundCoordinator):
             self._start(offer)
             if before is None and self._is_delayed:
                 self._inner_parameters.expect(turn)  # the round that has not arrived counts as one that changed nothing
-            share = 1 / len(self._members) if before is None else self._share  # all are equal after a flush
+            assert self._opening is not None, "this node was in a round before"
+            share = self._opening.expected_share(self._parts.mesh.member_id, offer.weight)
             self._inner_parameters.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
         self._begin_phase()
         return reports

@@ -38,7 +38,8 @@ class PayloadExchange:
     """Gathers the payloads of the members that have weight, and decodes them in the order of the members.
 
     `memory`: what this node's payloads are taken out of. `divisor`: as in `SparseCodec.decode`. `counts_tokens`:
-    payloads count with their members' shares of the round, else each counts 1. Called by all local ranks.
+    payloads count with their members' shares of the round, and in the divisor with their parts of it; else each counts
+    1. Called by all local ranks.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class PayloadExchange:
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._gathered: Tensor | None = None
-        self._decoded: tuple[Sequence[Payload], Sequence[float] | None] = (), None
-        """Payloads and weights that the last result was decoded from."""
+        self._decoded: tuple[Sequence[Payload], Counted] = (), ()
+        """What the last result was decoded from."""
 
     @property
     def _codec(self) -> SparseCodec:
@@ -111,8 +112,6 @@ class PayloadExchange:
         receives = receiver in (None, member_id)
         room = self.room_for(gathering.total_bytes if receives else 0)
         moved = self._mesh.gather(RoundRequest(opening, member_id, own, room), gathering)
-        is_sent = len(own) > 0 and len(opening.members) > 1 and receiver != member_id
-        moved = replace(moved, payload_bytes=len(own) if is_sent else None)
         senders = enumerate(opening.members) if receives else ()
         return moved, {member: room[gathering.part_of(i)] for i, member in senders if lengths[i]}
 
@@ -160,17 +159,21 @@ class PayloadExchange:
 
     def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""
-        weights = shares_of(opening, list(payloads)) if payloads and self._counts_tokens else None
-        return self._decode(list(payloads.values()), weights)
+        counted: Counted = ()
+        if payloads and self._counts_tokens:
+            of_values, of_divisor = counted_of(opening, list(payloads))
+            counted = (of_values,) if self._divisor == "none" else (of_values, of_divisor)
+        return self._decode(list(payloads.values()), counted)
 
-    def _decode(self, payloads: Sequence[Payload], weights: Sequence[float] | None) -> bool:
+    def _decode(self, payloads: Sequence[Payload], counted: Counted) -> bool:
         """Whether their update was written; as `_is_decoded`."""
         local, is_finite = self._mesh.local, True
-        self._decoded = payloads, weights
+        self._decoded = payloads, counted
         if payloads:
             place = {"rank": local.rank, "world_size": local.world_size}
             try:
-                self._codec.decode(payloads, self._result, weights=weights, divisor=self._divisor, **place)
+                weights, parts, *_ = *counted, None, None
+                self._codec.decode(payloads, self._result, weights=weights, parts=parts, divisor=self._divisor, **place)
             except MalformedPayload:
                 is_finite = False
         else:
@@ -180,8 +183,8 @@ class PayloadExchange:
     # -- for the journal ----------------------------------------------------------------------------------------
 
     def pack(self, result: Tensor, room: Room) -> Tensor:
-        payloads, weights = self._decoded
-        packed = pack_payloads([payload.data for payload in payloads], weights)
+        payloads, counted = self._decoded
+        packed = pack_payloads([payload.data for payload in payloads], counted)
         return room(packed.numel()).copy_(packed)
 
     def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
@@ -206,8 +209,8 @@ class PayloadExchange:
 
     def _write_unpacked(self, data: Tensor) -> None:
         """Write the result that a packed round stands for. Raises MalformedPayload."""
-        parts, weights = unpack_payloads(data, self._codec.nbytes)
-        if not self._decode([self._codec.check(part) for part in parts], weights):
+        parts, counted = unpack_payloads(data, self._codec.nbytes)
+        if not self._decode([self._codec.check(part) for part in parts], counted):
             raise MalformedPayload("payloads: a sum that is not finite")
 
     def _shared_by_ranks(self, update: Tensor | None) -> Tensor:
@@ -226,34 +229,45 @@ class PayloadExchange:
         barrier(self._mesh.local)
 
 
+Counted = tuple[Sequence[float], ...]
+"""What payloads count, a number for each: nothing said, and each counts 1; their values' weights; or these and
+their parts of the divisor."""
+
 _COUNTS = struct.Struct("<II")
-"""Payloads, and weights: as many or none."""
-_WEIGHT = struct.Struct("<d")
+"""Payloads, and numbers that say what they count: none, one or two for each."""
+_NUMBER = struct.Struct("<d")
 
 
 def packed_bytes(payloads: int, nbytes: int) -> int:
     """The most that so many payloads of one length take."""
-    return _COUNTS.size + payloads * (_WEIGHT.size + nbytes)
+    return _COUNTS.size + payloads * (2 * _NUMBER.size + nbytes)
 
 
-def pack_payloads(payloads: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
-    """Payloads and their weights in one new tensor, (nbytes,) uint8."""
-    head = _COUNTS.pack(len(payloads), len(weights or ())) + b"".join(map(_WEIGHT.pack, weights or ()))
+def pack_payloads(payloads: Sequence[Tensor], counted: Counted) -> Tensor:
+    """Payloads and what they count in one new tensor, (nbytes,) uint8."""
+    numbers = [number for of_each in counted for number in of_each]
+    head = _COUNTS.pack(len(payloads), len(numbers)) + b"".join(map(_NUMBER.pack, numbers))
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *payloads])
 
 
-def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Sequence[float] | None]:
+def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Counted]:
     """What `pack_payloads` was given, as views; the payloads have `nbytes` each. Raises MalformedPayload."""
     counts = bytes(data[: _COUNTS.size].tolist())
-    count, weighted = _COUNTS.unpack(counts) if len(counts) == _COUNTS.size else (0, 1)
-    begin = _COUNTS.size + weighted * _WEIGHT.size
-    if weighted not in (0, count) or len(data) != begin + count * nbytes:
-        raise MalformedPayload(f"{len(data)} bytes are not {count} payloads of {nbytes} with {weighted} weights")
-    weights = [weight for (weight,) in _WEIGHT.iter_unpack(bytes(data[_COUNTS.size : begin].tolist()))]
-    return data[begin:].split(nbytes) if count else (), weights if weighted else None
+    count, length = _COUNTS.unpack(counts) if len(counts) == _COUNTS.size else (0, 1)
+    begin = _COUNTS.size + length * _NUMBER.size
+    if length not in (0, count, 2 * count) or len(data) != begin + count * nbytes:
+        raise MalformedPayload(f"{len(data)} bytes are not {count} payloads of {nbytes} with {length} weights")
+    numbers = [number for (number,) in _NUMBER.iter_unpack(bytes(data[_COUNTS.size : begin].tolist()))]
+    counted = tuple(numbers[first : first + count] for first in range(0, length, count)) if count else ()
+    return data[begin:].split(nbytes) if count else (), counted
 
 
-def shares_of(opening: Opening, members: Sequence[str]) -> tuple[float, ...]:
-    """Shares of some members, as if the others had no weight."""
-    counted = sum(count for member, count in zip(opening.members, opening.counts, strict=True) if member in members)
-    return tuple(opening.share(member) * (sum(opening.counts) / counted) for member in members)
+def counted_of(opening: Opening, members: Sequence[str]) -> tuple[Sequence[float], Sequence[float]]:
+    """What some members' values and they themselves in the divisor count, as if the others had no weight."""
+    is_in = [member in members for member in opening.members]
+    scale = sum(opening.counts) / sum(count for count, here in zip(opening.counts, is_in, strict=True) if here)
+    shares, parts = (
+        [n * scale for n, here in zip(of_all, is_in, strict=True) if here]
+        for of_all in (opening.shares, opening.divisor_parts)
+    )
+    return shares, parts

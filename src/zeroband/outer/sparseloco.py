@@ -2,8 +2,10 @@
 
 A round on node i, pseudo-gradient d_i = outer - inner parameters (arXiv:2508.15706):
     e_i <- beta e_i + d_i;  (places, values) = k largest of each chunk, two bits;  e_i <- e_i - decoded
-    theta <- theta - lr sum_i w_i decoded_i,  w_i the share of node i in the round
-Error buffers stay on their nodes; the outer state is the parameters alone.
+    theta <- theta - lr sum_i w_i decoded_i / W,  w_i the share of node i in the round
+W is, of each value, the sum of w_i over the nodes that sent it (divisor = "senders", as in the code behind the
+published runs), or 1 (divisor = "members", as in the paper). Error buffers stay on their nodes; the outer state is the
+parameters alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.node.mesh import barrier
 from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import Payload, SparseCodec, SparseRule
+from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.payloads import PayloadExchange
@@ -27,6 +29,9 @@ from zeroband.state.flat import FlatLayout
 from zeroband.state.fragments import arranged
 
 ERRORS = "errors"
+
+_DIVISORS: Mapping[str, Divisor] = {"senders": "senders", "members": "none"}
+"""Shares of all members add up to 1."""
 
 
 def error_rule(config: SparseLocoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> SparseResidual:
@@ -54,7 +59,9 @@ class SparseLoCo(ManySteps):
         rules = [rule(layout.only(fragment.names)) for fragment in fragments]
         self._codecs = [rule(arranged(layout, [fragment])).codec for fragment in fragments]
         self._memory = LocalMemory(parts, ERRORS, rules)
-        self._payloads = PayloadExchange(parts.mesh, parts.buffers, self._memory, self._codecs, counts_tokens=True)
+        self._payloads = PayloadExchange(
+            parts.mesh, parts.buffers, self._memory, self._codecs, divisor=_DIVISORS[config.divisor], counts_tokens=True
+        )
         self._is_eager = config.merge == "eager"
         super().__init__(parts, config, exchange=self._payloads)
 

@@ -183,6 +183,13 @@ def test_overlap_that_cannot_be_is_refused_with_a_way_out(settings: dict[str, ob
         DilocoConfig.model_validate({"type": "diloco", **settings})
 
 
+def test_eager_updates_of_values_that_are_divided_by_their_senders_are_refused_with_a_way_out() -> None:
+    settings = {"type": "sparseloco", "overlap": "full", "merge": "eager"}
+    with pytest.raises(ValueError, match=r'set outer\.divisor = "members"'):
+        SparseLocoConfig.model_validate(settings)
+    assert SparseLocoConfig.model_validate(settings | {"divisor": "members"}).divisor == "members"
+
+
 @pytest.mark.parametrize(
     ("settings", "phase_steps", "overlap_steps"),
     [

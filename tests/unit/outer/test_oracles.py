@@ -200,7 +200,8 @@ def test_demo_without_a_peer_is_as_if_it_had_never_been_listed(values: str) -> N
 
 
 @pytest.mark.slow
-def test_sparseloco_is_its_oracle_bit_for_bit() -> None:
+@pytest.mark.parametrize("divisor", ["senders", "members"])
+def test_sparseloco_is_its_oracle_bit_for_bit(divisor: str) -> None:
     problem, feedback = Problem(4), error_rule(SparseLocoConfig(type="sparseloco", k=5, chunk=4), LAYOUT)
     optimizer = OuterSGD(OuterSGDConfig(lr=0.8, momentum=0.0, nesterov=False))
     theta, v, errors = problem.start(), zeros(), [zeros() for _ in range(4)]
@@ -211,10 +212,12 @@ def test_sparseloco_is_its_oracle_bit_for_bit() -> None:
             feedback.accumulate(errors[m], delta)
             payloads.append(feedback.extract(errors[m]).payload)
         result = torch.empty_like(theta)
-        feedback.codec.decode([feedback.codec.check(p) for p in payloads], result, weights=[0.25] * 4)
+        rule = "senders" if divisor == "senders" else "none"
+        feedback.codec.decode([feedback.codec.check(p) for p in payloads], result, weights=[0.25] * 4, divisor=rule)
         optimizer.apply(theta, v, result, outer_step=round + 1)
         ours.append(theta.clone())
-    theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs_of(feedback.codec), decay=0.95, lr=0.8)
+    runs = runs_of(feedback.codec)
+    theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, divisor=divisor)
     assert equal(ours, theirs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.diloco import delayed, diloco, eager
-from tests.oracles.problem import LAYOUT, SHAPES, Problem
+from tests.oracles.problem import LAYOUT, SHAPES, Forgetful, Problem, Steady
 from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
 from torch import Tensor, nn
@@ -53,7 +53,9 @@ def diloco_with(lr: float = 0.4, momentum: float = 0.9, **settings: Any) -> Dilo
 
 
 def sparseloco_with(**settings: Any) -> SparseLocoConfig:
-    return SparseLocoConfig.model_validate({"type": "sparseloco", "inner_steps": H, "k": 5, "chunk": 4, **settings})
+    divisor = "members" if settings.get("merge") == "eager" else "senders"
+    given = {"type": "sparseloco", "inner_steps": H, "k": 5, "chunk": 4, "divisor": divisor, **settings}
+    return SparseLocoConfig.model_validate(given)
 
 
 FED_ADAM = str(Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py")
@@ -123,6 +125,48 @@ def test_eager_replicas_are_those_of_the_paper(train: Callable[..., Run], nodes:
     assert_every_sample_once(run)
 
 
+@pytest.mark.parametrize("flush_every", [None, 6])
+@pytest.mark.parametrize("paces", [(1, 3), (1, 2, 7)], ids=["10:30", "10:20:70"])
+def test_eager_updates_count_by_tokens_from_the_first_phase_on_and_after_each_flush(
+    start_run: StartRun, paces: tuple[int, ...], flush_every: int | None
+) -> None:
+    """Ten tokens a step, so the weights of a round are those in the ids."""
+    names, problem = NAMES[: len(paces)], Steady(len(paces))
+    config = diloco_with(lr=0.2, overlap="full", merge="eager", inner_steps=max(paces))
+    pace = dict(zip(names, paces, strict=True))
+    run = start_run(config, *names, model=Oracle, pace=pace, flush_every=flush_every)
+    expected = eager(problem, ROUNDS, paces, 0.2, 0.9, weights=paces, flush_every=flush_every)
+    for round in range(ROUNDS):
+        go_on_by(run, problem, pace)
+        for name, theta in zip(names, expected[round], strict=True):
+            torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
+def go_on_by(run: Run, problem: Problem, pace: dict[str, int], tokens: dict[str, int] | None = None) -> None:
+    """A phase of each node, of its own length."""
+    work = {n: partial(run[n].train, partial(problem.inner_step, NAMES.index(n)), steps) for n, steps in pace.items()}
+    run.together(**{name: partial(train, tokens=(tokens or {}).get(name, 10)) for name, train in work.items()})
+
+
+@pytest.mark.parametrize("weights", [(10, 30), (10, 20, 70)])
+def test_share_that_was_not_known_when_a_contribution_was_sent_is_put_right_when_it_is(
+    start_run: StartRun, weights: tuple[int, ...]
+) -> None:
+    """Steps of unequal tokens: nobody can tell before the first round. From its mean on, the views are the oracle's."""
+    names = NAMES[: len(weights)]
+    run = start_run(diloco_with(lr=0.2, overlap="full", merge="eager"), *names, model=Oracle)
+    tokens, pace = dict(zip(names, weights, strict=True)), dict.fromkeys(names, H)
+    problem = Forgetful(len(weights))
+    expected = eager(problem, 8, H, 0.2, 0.9, weights=weights)
+    for round in range(8):
+        go_on_by(run, problem, pace, tokens)
+        off = max(float((run[n].params - theta).abs().max()) for n, theta in zip(names, expected[round], strict=True))
+        assert (off > 0.01) if round == 0 else (off < 3e-6)
+    assert_one_outer_state(run)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eager_replicas_of_sparse_updates_count_what_they_sent(train: Callable[..., Run], nodes: int) -> None:
     """What a payload left in the errors comes later, for the node itself as for the others."""
@@ -161,7 +205,7 @@ def rule_of(name: str, fragments: Sequence[Fragment]) -> OuterRule:
         case _:
             config = sparseloco_with()
             codecs = [error_rule(config, LAYOUT.only(fragment.names)).codec for fragment in fragments]
-            return Sparse(config.lr, config.decay, [runs_of(codec) for codec in codecs])
+            return Sparse(config.lr, config.decay, [runs_of(codec) for codec in codecs], config.divisor)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -70,26 +70,51 @@ def test_demo_of_four_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(start_r
         assert all(torch.equal(a, b) for a, b in zip(done[name], theirs, strict=True))
 
 
-def train_sparseloco(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
+def train_sparseloco(run: FakeRun, problem: Problem, name: str, tokens: int = 10) -> list[Tensor]:
     node, history = run[name], list[Tensor]()
     for round in range(ROUNDS):
         first = 1 + round * INNER_STEPS
-        node.set_params(problem.inner_steps("ab".index(name), first, INNER_STEPS, node.params))
-        node.outer.learned(10, 0.0)
+        node.set_params(problem.inner_steps("abcd".index(name), first, INNER_STEPS, node.params))
+        node.outer.learned(tokens, 0.0)
         (report,) = node.outer.sync_parameters(first, ends_round=True)
         assert digest_of(node.params) == report.state_digest
         history.append(node.params)
     return history
 
 
+DIVISORS = pytest.mark.parametrize("divisor", ["senders", "members"])
+Divisor = Literal["senders", "members"]
+
+
+def small_sparseloco(divisor: Divisor) -> SparseLocoConfig:
+    return SparseLocoConfig(type="sparseloco", inner_steps=INNER_STEPS, k=5, chunk=4, lr=0.8, divisor=divisor)
+
+
 @pytest.mark.slow
-def test_sparseloco_of_two_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(start_run: StartRun) -> None:
-    problem, config = Problem(2), SparseLocoConfig(type="sparseloco", inner_steps=INNER_STEPS, k=5, chunk=4, lr=0.8)
+@DIVISORS
+def test_sparseloco_of_two_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(
+    start_run: StartRun, divisor: Divisor
+) -> None:
+    problem, config = Problem(2), small_sparseloco(divisor)
     run = start_problem(start_run, problem, config, faults={"b": ["opened@11=SIGKILL"]})
     done = run.together(**{name: partial(train_sparseloco, run, problem, name) for name in "ab"})
     runs = runs_of(error_rule(config, LAYOUT).codec)
-    theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, leaves={1: 10})
+    theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, leaves={1: 10}, divisor=divisor)
     assert all(torch.equal(a, b) for a, b in zip(done["a"], theirs, strict=True))
+
+
+@pytest.mark.slow
+@DIVISORS
+def test_sparseloco_of_unequal_weights_is_its_oracle(start_run: StartRun, divisor: Divisor) -> None:
+    """By as much as float32 rounds thirds."""
+    problem, config, weights = Problem(3), small_sparseloco(divisor), (10, 20, 70)
+    run = start_problem(start_run, problem, config, faults={})
+    works = {n: partial(train_sparseloco, run, problem, n, tokens) for n, tokens in zip("abc", weights, strict=True)}
+    done = run.together(**works)
+    runs = runs_of(error_rule(config, LAYOUT).codec)
+    theirs = sparseloco(problem, 3, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, divisor=divisor, weights=weights)
+    for ours, expected in zip(done["a"][:3], theirs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 def start_problem(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
 from typing import Any, TypeVar
@@ -136,10 +136,20 @@ class Opening:
         usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
         long with a joiner as without.
         """
-        counts, total = self.counts, float(sum(self.counts))
-        if self.longest:
-            total = sum(c * t for c, t in zip(counts, self.trained, strict=True)) / self.longest
-        return tuple(count / total if total else 0.0 for count in counts)
+        total = sum(self._behind_divisor)
+        return tuple(count / total if total else 0.0 for count in self.counts)
+
+    @property
+    def divisor_parts(self) -> tuple[float, ...]:
+        """What each member counts in the divisor of the mean, in 0..1: they add up to 1, whatever is clipped."""
+        total = sum(self._behind_divisor)
+        return tuple(part / total if total else 0.0 for part in self._behind_divisor)
+
+    @property
+    def _behind_divisor(self) -> tuple[float, ...]:
+        if not self.longest:
+            return tuple(map(float, self.counts))
+        return tuple(c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -160,6 +170,21 @@ class Opening:
     def share(self, member_id: str) -> float:
         """One member's share."""
         return self.shares[self.members.index(member_id)]
+
+    def expected_share(self, member_id: str, weight: int) -> float:
+        """Estimate a member's share of the next round, to which it brings `weight` tokens, before that round is open.
+
+        The others are taken to bring as much as they did to this one, and those that brought nothing (all at a
+        founding, then each joiner) as much as the steps that they asked samples for are beside this member's own.
+        Who asked for none leaves.
+        """
+        own = self.members.index(member_id)
+        asked = max(1, self.steps_requested[own])
+        known = zip(self.weights, self.steps_requested, strict=True)
+        weights = [(before or weight * steps // asked) if steps else 0 for before, steps in known]
+        weights[own] = weight
+        expected = replace(self, weights=tuple(weights), norms=())
+        return expected.share(member_id) * (self.clip(member_id) or 1.0)
 
     def clip(self, member_id: str) -> float | None:
         """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""

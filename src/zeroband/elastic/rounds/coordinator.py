@@ -126,10 +126,8 @@ class RoundCoordinator(ABC):
         self._parts = parts
         self._buffers = parts.buffers
         self._local = parts.mesh.local
-        self._share = 0.0
-        """This node's in the newest round."""
-        self._members: tuple[str, ...] = ()
-        """Those of the newest round."""
+        self._opening: Opening | None = None
+        """That of the newest round which this node was in."""
         self._later: Sequence[LaterPart] = ()
         """Parts of the state that was taken over which were of later rounds; meaningless once the state is at these."""
         self._has_new_members = False
@@ -564,9 +562,8 @@ class RoundCoordinator(ABC):
         """Note that the state now holds a committed round."""
         self._offered_steps = 0
         self._record_state(verdict.round, verdict.record, state)
-        opening, own = verdict.opening, self._parts.mesh.member_id
-        self._share = opening.share(own)
-        self._has_new_members, self._members = opening.members != self._members, opening.members
+        before, self._opening = self._opening, verdict.opening
+        self._has_new_members = before is None or before.members != verdict.members
 
     def _record_state(self, round: int, record: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""

@@ -140,7 +140,10 @@ class ElasticDeviceMesh:
 
         Raises PeerLost as `reduce_mean` does.
         """
-        return self._transfer(request.opening, lambda: self._plane.gather(request, gathering))
+        moved = self._transfer(request.opening, lambda: self._plane.gather(request, gathering))
+        opening, own = request.opening, len(request.sent)
+        is_sent = own > 0 and len(opening.members) > 1 and gathering.receiver != request.member_id
+        return replace(moved, payload_bytes=own if is_sent else None)
 
     def _transfer(self, opening: Opening, move: Callable[[], Moved]) -> Transfer:
         """Move bytes between nodes, with the opening watched. Raises PeerLost on all local ranks."""

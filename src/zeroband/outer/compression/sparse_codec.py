@@ -38,7 +38,7 @@ BLOCK_NUMEL = 1 << 22
 """Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
 
 Divisor = Literal["none", "senders"]
-"""Whether a decoded value is the sum over the members, or divided by the weight of those that sent this one."""
+"""Whether a decoded value is the sum over the members, or divided by what those count that sent this one."""
 
 
 @dataclass(frozen=True)
@@ -222,19 +222,21 @@ class SparseCodec:
         out: Tensor,
         *,
         weights: Sequence[float] | None = None,
+        parts: Sequence[float] | None = None,
         divisor: Divisor = "none",
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         """Write the weighted sum of payloads, or their mean over the senders of each value, into a flat buffer.
 
-        `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1.
+        `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1. `parts`: what
+        each counts in the divisor, where it is not its weight.
         Ranks of a node write their shares of the chunks. Raises MalformedPayload where a sum is not finite.
         """
         with self._beside_training():
             for section in self.sections:
                 for first, stop in section.blocks(rank, world_size):
-                    total, weight = self.sums_of(section, first, stop, payloads, weights, device=self._device)
+                    total, weight = self.sums_of(section, first, stop, payloads, weights, parts, device=self._device)
                     coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
                     self.write(section, first, stop, coefficients, out)
 
@@ -262,21 +264,23 @@ class SparseCodec:
         stop: int,
         payloads: Sequence[Payload],
         weights: Sequence[float] | None = None,
+        parts: Sequence[float] | None = None,
         *,
         device: torch.device | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum of each coefficient in a range of chunks, and the weight of who sent one that is not 0.
+        """The weighted sum of each coefficient in a range of chunks, and what those count who sent one that is not 0.
 
         Shapes: both (stop - first, numel) float32. `device`: where they are made; None: where the payloads lie.
         """
         device = device or (payloads[0].data.device if payloads else None)
         total, weight = torch.zeros(2, stop - first, section.group.numel, device=device).unbind()
-        for payload, share in zip(payloads, weights or [1.0] * len(payloads), strict=True):
+        shares = weights or [1.0] * len(payloads)
+        for payload, share, part in zip(payloads, shares, parts or shares, strict=True):
             chosen = section.record.decode(payload.data[section.bytes_of(first, stop)].to(device), stop - first)
             places, values = chosen.indices.long(), chosen.values
             # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
             total.scatter_(1, places, total.gather(1, places) + values * share)
-            weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * share)
+            weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * part)
         return total, weight
 
     def header(self, kind: int, sources: int, body_bytes: int) -> Tensor:

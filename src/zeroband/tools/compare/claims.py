@@ -1,19 +1,26 @@
 """What a comparison should show, written down before it runs, and whether it did. Pure.
 
 Each claim is a table in [[compare.claims]]: a figure of one method, of which others, and the limit. A pattern,
-`eager:*`, stands for the best of the methods that it fits, by the loss with the first seed.
+`eager:*`, stands for the best of the methods that it fits, by what its learning rate was chosen by.
+
+A figure is taken of each seed, on which all methods have the same start, data and held-out text, so it is paired. Three
+answers are possible: its confidence interval lies within the limits, outside of them, or neither. Two seeds can rarely
+tell: their interval is 12.7 times as wide as half of their distance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from zeroband.errors import ConfigError
-from zeroband.tools.compare.table import Row, gap, ppl_ratio
+from zeroband.tools.compare.table import Row
+
+Answer = Literal["met", "NOT MET", "cannot tell", "not measured"]
 
 FIGURES = {
     "ppl_ratio": "perplexity of `of` over that of `over`",
@@ -22,6 +29,10 @@ FIGURES = {
     "bytes_ratio": "bytes that `over` sends a token over those of `of`",
     "payload_ratio": "2 N bytes a step over what `of` has to say",
 }
+_COUNTED = ("bytes_ratio", "payload_ratio")
+
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t that 2.5 % lie above, for 1 to 10 degrees of freedom; with more of them it is taken for that of 10."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +54,57 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A mean over the seeds, and where the mean over all seeds lies with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.mean:.4g}"
+        if math.isinf(self.low):
+            return f"{self.mean:.4g} with one seed, which shows no spread"
+        return f"{self.mean:.4g}, 95 % of {self.low:.4g} to {self.high:.4g} over {self.seeds} seeds"
+
+
+def interval_of(figures: Sequence[float]) -> Interval:
+    """Return the mean of a figure of each seed with its confidence interval, by Student's t.
+
+    One seed shows no spread, and the interval is all numbers.
+    """
+    count, mean = len(figures), statistics.mean(figures)
+    if count == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    half = _T_975[min(count - 1, len(_T_975)) - 1] * statistics.stdev(figures) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+@dataclass(frozen=True)
 class ClaimVerdict:
     """A claim and what was found."""
 
     claim: Claim
-    found: float | None
+    found: Interval | None
     """The figure that was found; None: what it needs is not there."""
     why: str = ""
     """Why nothing was found."""
 
     @property
-    def is_met(self) -> bool | None:
-        """Whether the claim holds; None where nothing was found."""
+    def answer(self) -> Answer:
+        """Whether the whole interval lies within the limits, or outside of one of them."""
         if self.found is None:
-            return None
+            return "not measured"
         low, high = self.claim.at_least, self.claim.at_most
-        return (low is None or self.found >= low) and (high is None or self.found <= high)
+        if (low is not None and self.found.high < low) or (high is not None and self.found.low > high):
+            return "NOT MET"
+        is_within = (low is None or self.found.low >= low) and (high is None or self.found.high <= high)
+        return "met" if is_within else "cannot tell"
 
     def __str__(self) -> str:
-        word = {True: "met", False: "NOT MET", None: "not measured"}[self.is_met]
-        return f"{word}: {self.claim}; " + (self.why if self.found is None else f"found {self.found:.4g}")
+        return f"{self.answer}: {self.claim}; " + (self.why if self.found is None else f"found {self.found}")
 
 
 def parse_claims(value: Any) -> tuple[Claim, ...]:
@@ -92,12 +134,14 @@ def _verdict(claim: Claim, rows: Sequence[Row]) -> ClaimVerdict:
             return ClaimVerdict(named, None, why)
     assert of is not None, "a claim is about a method"
     try:
-        found = _figure(claim.figure, of, over, to)
+        found = _figures(claim.figure, of, over, to)
     except (OverflowError, ZeroDivisionError) as error:
         return ClaimVerdict(named, None, f"the figure cannot be computed: {error}")
     if found is None:
         return ClaimVerdict(named, None, "the runs do not give this figure")
-    return ClaimVerdict(named, found) if math.isfinite(found) else ClaimVerdict(named, None, f"the figure is {found}")
+    if bad := [figure for figure in found if not math.isfinite(figure)]:
+        return ClaimVerdict(named, None, f"the figure is {bad[0]}")
+    return ClaimVerdict(named, interval_of(found))
 
 
 def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
@@ -112,7 +156,7 @@ def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
 def _best(rows: Sequence[Row], name: str) -> Row | None:
     """The best of the methods that ended well and have this name or fit this pattern."""
     fitting = [row for row in rows if row.losses and _fits(row, name)]
-    return min(fitting, key=lambda row: row.losses[0], default=None)
+    return min(fitting, key=lambda row: row.chosen_by, default=None)
 
 
 def _fits(row: Row, name: str) -> bool:
@@ -123,15 +167,29 @@ def _named(name: str, row: Row | None) -> str:
     return name if row is None or row.arm == name else f"{name} ({row.arm})"
 
 
-def _figure(figure: str, of: Row, over: Row | None, to: Row | None) -> float | None:
-    figures: Mapping[str, float | None] = {
-        "ppl_ratio": ppl_ratio(of, over),
-        "loss_ratio": None if over is None or over.loss is None or of.loss is None else of.loss / over.loss,
-        "gap": gap(of, over, to),
-        "bytes_ratio": _bytes_ratio(of, over),
-        "payload_ratio": of.payload_ratio,
-    }
-    return figures[figure]
+def _figures(figure: str, of: Row, over: Row | None, to: Row | None) -> Sequence[float] | None:
+    """Return the figure of each seed that all of the methods have, so that what a seed does to all of them falls out.
+
+    Counters are the same with every seed: they are exact, and given twice.
+    """
+    if figure in _COUNTED:
+        counted = _bytes_ratio(of, over) if figure == "bytes_ratio" else of.payload_ratio
+        return None if counted is None else (counted, counted)
+    others = [row.by_seed for row in (over, to) if row is not None]
+    seeds = [seed for seed in of.by_seed if all(seed in losses for losses in others)]
+    found = [_of_losses(figure, of.by_seed[seed], *(losses[seed] for losses in others)) for seed in seeds]
+    known = [one for one in found if one is not None]
+    return known if known and len(known) == len(found) else None
+
+
+def _of_losses(figure: str, of: float, over: float | None = None, to: float | None = None) -> float | None:
+    if over is None:
+        return None
+    if figure == "ppl_ratio":
+        return math.exp(of - over)
+    if figure == "loss_ratio":
+        return of / over
+    return None if to is None or to == over else (of - over) / (to - over)
 
 
 def _bytes_ratio(of: Row, over: Row | None) -> float | None:

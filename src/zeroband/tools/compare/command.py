@@ -3,7 +3,7 @@
 Every method gets the same start, the same data, the same number of steps and the same tries at a learning rate. A run
 that fails is shown as failed and the others go on; an interrupted comparison goes on where it was.
 Exit codes: 0 done, and every claim is met; 1 a run failed, none ended with a loss, or a claim was not measured; 2 wrong
-arguments; 3 a claim is not met; 130 after Ctrl-C.
+arguments; 3 a claim is not met; 4 none is refuted, and the seeds cannot tell of one; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from zeroband.tools.compare.results import Outcome, ResultFiles
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.search import Losses, best_lr, next_lr
 from zeroband.tools.compare.table import Row, row_of
+from zeroband.tools.compare.texts import cut
 from zeroband.tools.compare.trial_progress import Bar, line_of
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 from zeroband.tools.document.model_words import model_in_words
 
-_EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3
+_EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
 _PAGE, _TABLE = "index.html", "table.md"
 
 
@@ -60,23 +61,31 @@ def main(argv: Sequence[str]) -> int:
         for line in lacking:
             print(f"zeroband compare: {line}", file=sys.stderr)
         return _EXIT_FAILED
-    broken = [verdict for verdict in comparison.report().verdicts if not verdict.is_met]
-    for verdict in broken:
+    open_claims = [verdict for verdict in comparison.report().verdicts if verdict.answer != "met"]
+    for verdict in open_claims:
         print(f"zeroband compare: {verdict}", file=sys.stderr)
-    return _EXIT_NOT_MET if broken else 0
+    if any(verdict.answer == "NOT MET" for verdict in open_claims):
+        return _EXIT_NOT_MET
+    return _EXIT_CANNOT_TELL if open_claims else 0
 
 
 class Comparison:
     """The runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
 
     def __init__(self, options: Options, command: str, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        self._options, self._command = options, command
-        self._config = load_config(options.arguments, {})
+        self._command, self._config = command, load_config(options.arguments, {})
+        self._read = [one.model_dump() for one in self._config.data.sources] or self._config.data.source.model_dump()
+        self._texts = cut(self._config.data, self._config.run.seed, shared_folder("texts"))
+        if self._texts is not None:
+            options = replace(options, arguments=self._texts.arguments(options.arguments))
+        self._options, self._text_digest = options, "" if self._texts is None else self._texts.digest
         self._lrs = options.lrs or (self._config.optim.adamw.lr,)
         self._files = ResultFiles(shared_folder("results"))
-        self._start_digest = warm_up(options)[1] if options.warm_steps else ""
+        self._start_digest = warm_up(options, texts=self._text_digest)[1] if options.warm_steps else ""
         limit_s = 60 * options.limit_minutes
-        self._runner = Runner(options.out, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped)
+        self._runner = Runner(
+            options.out, texts=self._texts, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped
+        )
         self.outcomes: list[Outcome] = []
         self._trials: dict[tuple[str, float, int], Trial] = {}
         planned = [self._trial(arm, lr, options.seeds[0]) for arm in options.methods for lr in self._lrs]
@@ -86,7 +95,8 @@ class Comparison:
     def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
         key = (arm.name, lr, seed)
         if key not in self._trials:
-            self._trials[key] = trial(self._options, arm, lr, seed, start=self._start_digest)
+            digests = {"start": self._start_digest, "texts": self._text_digest}
+            self._trials[key] = trial(self._options, arm, lr, seed, **digests)
         return self._trials[key]
 
     def run(self, console: Console) -> None:
@@ -106,7 +116,7 @@ class Comparison:
         """The directory that every run starts from, made once for all comparisons that have it in common."""
         if not self._options.warm_steps:
             return None
-        arguments, digest = warm_up(self._options)
+        arguments, digest = warm_up(self._options, texts=self._text_digest)
         out = shared_folder("starts") / digest / "model"
         if not out.exists():
             samples = self._options.warm_steps * self._options.nodes * self._config.train.batch_size
@@ -125,7 +135,7 @@ class Comparison:
                 untried = [self._trial(arm, rest, first) for rest in self._lrs if rest > lr]
                 bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
                 break
-            losses[lr] = outcome.loss
+            losses[lr] = outcome.tuning_loss
         lr = best_lr(losses)
         for seed in others:
             if lr is not None:
@@ -174,7 +184,7 @@ class Comparison:
         failed = [f"{o.arm}, lr {o.lr:g}, seed {o.seed} failed" for o in self.outcomes if o.failure]
         if not any(outcome.loss is not None for outcome in self.outcomes):
             failed.append("no run ended with a loss, so nothing was compared")
-        return failed + [str(verdict) for verdict in self.report().verdicts if verdict.is_met is None]
+        return failed + [str(verdict) for verdict in self.report().verdicts if verdict.answer == "not measured"]
 
     def report(self) -> ResultPage:
         """What the page shows."""
@@ -201,7 +211,6 @@ class Comparison:
     def _setting(self) -> list[tuple[str, str]]:
         options, config = self._options, self._config
         params = next((outcome.params for outcome in self.outcomes if outcome.params), 0)
-        read = [one.model_dump() for one in config.data.sources] or config.data.source.model_dump()
         start = f"{options.warm_steps} steps of data parallel training, then fresh optimizer moments for every method"
         return [
             (
@@ -209,7 +218,7 @@ class Comparison:
                 f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
             ),
             ("model", model_in_words(config.model, params)),
-            ("data", f"{read}, tokenizer {config.data.tokenizer}, {config.data.seq_length} tokens a sample"),
+            ("data", f"{self._read}, tokenizer {config.data.tokenizer}, {config.data.seq_length} tokens a sample"),
             (
                 "run",
                 f"{config.train.total_steps} steps of {config.train.batch_size} samples a node, {options.nodes} nodes",
@@ -219,7 +228,12 @@ class Comparison:
             ("seeds", f"{', '.join(map(str, options.seeds))}; the learning rate is chosen with the first"),
             (
                 "evaluated",
-                f"outer parameters, on {options.samples} held-out samples, at {options.points} places of a run",
+                f"outer parameters, on {options.samples} samples of documents that nothing is trained on, at "
+                f"{options.points} places of a run; rates are chosen on as many of other documents"
+                if self._texts is not None
+                else f"outer parameters, on up to {options.samples} held-out samples, at {options.points} places of a "
+                "run; rates are chosen on as many others. Their documents are trained in other places: text as this "
+                "one cannot be cut by documents",
             ),
             ("link", options.link),
             *((arm.name, PRESETS[arm.preset].what) for arm in options.methods),

@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from zeroband.config.cautions import method_of
 from zeroband.config.load import load_config
@@ -18,9 +18,6 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.section import key_value
 from zeroband.config.stability import safe_lr
 from zeroband.errors import ConfigError
-
-Way = Literal["none", "all_reduce", "all_gather"]
-"""How bytes travel: it decides what a counted byte is worth and how long a transfer takes."""
 
 NO_STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
 """Environment for looking at a configuration without running it."""
@@ -36,7 +33,6 @@ class Preset:
     """Meaning in words, for the page."""
     outer: Mapping[str, Any] | None
     """The section; None: one node alone, with the batch of one."""
-    way: Way
     codec: str | None = None
     """comm.codec; None: the algorithm has its own."""
     has_rounds: bool = False
@@ -46,20 +42,19 @@ class Preset:
 
 
 def _diloco(what: str, codec: str = "int8", flags: Mapping[str, Any] | None = None, **outer: Any) -> Preset:
-    return Preset(what, {"type": "diloco", **outer}, "all_reduce", codec, has_rounds=True, flags=flags or {})
+    return Preset(what, {"type": "diloco", **outer}, codec, has_rounds=True, flags=flags or {})
 
 
 PRESETS: Mapping[str, Preset] = {
-    "single": Preset("one node alone: what the others add nothing to", None, "none"),
-    "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, "all_reduce", "fp32"),
-    "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, "all_reduce", "bf16"),
-    "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "all_reduce", "int8"),
+    "single": Preset("one node alone: what the others add nothing to", None),
+    "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, "fp32"),
+    "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, "bf16"),
+    "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "int8"),
     "diloco": _diloco("DiLoCo, int8 pseudo-gradients"),
     "diloco-fp32": _diloco("DiLoCo, float32 pseudo-gradients", "fp32"),
     "ddp-muon": Preset(
         "data parallel in float32, with Muon for the matrices",
         {"type": "ddp"},
-        "all_reduce",
         "fp32",
         flags={"optim.muon": "{}"},
     ),
@@ -78,15 +73,13 @@ PRESETS: Mapping[str, Preset] = {
     "demo": Preset(
         "DeMo / DisTrO: 4 of 4096 coefficients as signs, at every step",
         {"type": "demo", "k": 4, "chunk": 64, "values": "sign", "decay": 0.999},
-        "all_gather",
     ),
     "sparseloco": Preset(
-        "SparseLoCo: 64 of 4096 values as two bits, error feedback",
+        "SparseLoCo: 64 of 4096 values as two bits, error feedback, each divided by the weights of its senders",
         {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
-        "all_gather",
         has_rounds=True,
     ),
-    "custom": Preset("an algorithm from a file of its own", {"type": "custom"}, "all_reduce", has_rounds=True),
+    "custom": Preset("an algorithm from a file of its own", {"type": "custom"}, has_rounds=True),
 }
 
 
@@ -99,10 +92,6 @@ class Arm:
     preset: str
     settings: tuple[tuple[str, Any], ...] = ()
     """Settings over the preset's, by dotted key; below [outer] where no section is named."""
-
-    @property
-    def way(self) -> Way:
-        return PRESETS[self.preset].way
 
     @property
     def is_alone(self) -> bool:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from zeroband.tools.compare.trial_measures import Measured
 
-FORMAT = 1
+FORMAT = 2
 """Number of the files' format, and part of every digest: another one makes all runs anew."""
 
 
@@ -26,7 +26,7 @@ class Point:
 
     step: int
     loss: float | None
-    """Held-out, nats per token; None where it is not finite."""
+    """On the text that is reported on, nats per token; None where it is not finite."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Outcome:
     """Digest of its configuration, its start and how it is evaluated."""
     params: int = 0
     points: tuple[Point, ...] = ()
+    tuning_loss: float | None = None
+    """At the end of the run, on text that is not reported on: by which learning rates are chosen."""
     measured: Measured | None = None
     took_s: float = 0.0
     """Wall time of the run with starting and ending its processes."""

@@ -18,6 +18,7 @@ from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.compare.results import Outcome, Point, finite
+from zeroband.tools.compare.texts import Half, Texts, loss_on
 from zeroband.tools.compare.trial_measures import measured
 from zeroband.tools.compare.trials import Trial, start_flags
 
@@ -40,8 +41,11 @@ class Stopped(ZerobandError):
 class Runner:
     """Makes runs below a folder. `is_stopped` is asked all along."""
 
-    def __init__(self, folder: Path, *, limit_s: float, samples: int, is_stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, folder: Path, *, texts: Texts | None, limit_s: float, samples: int, is_stopped: Callable[[], bool]
+    ) -> None:
         self._folder = folder
+        self._texts = texts
         self._limit_s = limit_s
         self._samples = samples
         self._is_stopped = is_stopped
@@ -54,7 +58,7 @@ class Runner:
         try:
             view, records = self._train(trial.run_id, arguments, trial.nodes, trial.arm.is_alone, on_progress)
             counters = measured(records)
-            points = self._evaluate(trial.run_id)
+            points, tuning_loss = self._evaluate(trial.run_id)
         except Stopped:
             raise
         except (ZerobandError, OSError, ValueError) as error:
@@ -63,7 +67,8 @@ class Runner:
             shutil.rmtree(self._checkpoints / trial.run_id, ignore_errors=True)
         params = next((node.parameters for node in view.nodes if node.parameters), 0)
         took_s = time.monotonic() - began_s
-        return replace(outcome, params=params, points=points, measured=counters, took_s=took_s)
+        found = replace(outcome, params=params, points=points, tuning_loss=tuning_loss)
+        return replace(found, measured=counters, took_s=took_s)
 
     def warm_up(self, arguments: Sequence[str], run_id: str, out: Path, on_progress: OnProgress) -> None:
         """Train the common start and write it as a directory that runs start from. Raises RunFailed, Stopped."""
@@ -123,17 +128,18 @@ class Runner:
         if wrong := cluster.view().disagreements:
             raise RunFailed(f"nodes held different outer states after rounds {', '.join(map(str, wrong))}")
 
-    def _evaluate(self, run_id: str) -> tuple[Point, ...]:
-        """Held-out loss of every outer state that was kept, in the order of the steps."""
-        from zeroband.export.held_out import evaluate_checkpoint
-        from zeroband.tools.offline.device import device_of  # torch, as above
+    def _evaluate(self, run_id: str) -> tuple[tuple[Point, ...], float | None]:
+        """Loss of every outer state that was kept, in the order of the steps, and that of the last one for tuning."""
+        from zeroband.export.opened import open_trained  # torch, as above
+        from zeroband.tools.offline.device import device_of
 
         steps = sorted(steps_in_order(open_storage(str(self._checkpoints), run_id)))
         if not steps:
             raise RunFailed("the run left no checkpoint")
-        points: list[Point] = []
-        for step in steps:
-            where = str(self._checkpoints / run_id / folder_of(step))
-            result = evaluate_checkpoint(where, device_of(None), samples=self._samples)
-            points.append(Point(step, finite(result.loss)))
-        return tuple(points)
+        device = device_of(None)
+
+        def loss(step: int, half: Half) -> float | None:
+            opened = open_trained(str(self._checkpoints / run_id / folder_of(step)))
+            return finite(loss_on(half, opened, self._texts, device, samples=self._samples))
+
+        return tuple(Point(step, loss(step, "reported")) for step in steps), loss(steps[-1], "tuning")

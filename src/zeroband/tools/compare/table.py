@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroband.tools.compare.methods import Arm
@@ -34,8 +34,15 @@ class Row:
     """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
     runs: tuple[Outcome, ...] = ()
     """Outcomes at the best learning rate that ended well."""
+    chosen_by: float = math.inf
+    """Loss for tuning that the best learning rate had with the first seed."""
     payload_ratio: float | None = None
     at_link: AtLink | None = None
+
+    @property
+    def by_seed(self) -> Mapping[int, float]:
+        """Loss of each seed that ended well, at the best learning rate."""
+        return {outcome.seed: outcome.loss for outcome in self.runs if outcome.loss is not None}
 
     @property
     def loss(self) -> float | None:
@@ -60,9 +67,10 @@ class Row:
 def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: int, step_s: float | None) -> Row:
     """The line of one method from all its runs. The learning rate is chosen with the seed of the first run."""
     own = [outcome for outcome in outcomes if outcome.arm == arm.name]
-    search = {o.lr: o.loss for o in own if o.seed == own[0].seed and not o.failure} if own else {}
+    search = {o.lr: o.tuning_loss for o in own if o.seed == own[0].seed and not o.failure} if own else {}
     lr = best_lr(search)
     chosen = tuple(o for o in own if o.lr == lr and o.loss is not None)
+    chosen_by = math.inf if lr is None else search[lr]
     failures = tuple(f"lr {o.lr:g}, seed {o.seed}: {o.failure}" for o in own if o.failure)
     row = Row(
         arm=arm.name,
@@ -73,12 +81,13 @@ def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: 
         failures=failures,
         lost=tuple(f"lr {o.lr:g}, seed {o.seed}: {_why_lost(o)}" for o in own if o.lr == lr and o.loss is None),
         runs=chosen,
+        chosen_by=math.inf if chosen_by is None else chosen_by,
     )
     counted = row.measured
     if counted is None:
         return row
-    ratio = payload_ratio(counted, arm.way, chosen[0].params)
-    predicted = at_link(counted, arm.way, link, overlap_steps=overlap_steps, step_s=step_s)
+    ratio = payload_ratio(counted, chosen[0].params)
+    predicted = at_link(counted, link, overlap_steps=overlap_steps, step_s=step_s)
     return replace(row, payload_ratio=ratio, at_link=predicted)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from zeroband.tools.compare.methods import Way
 from zeroband.tools.plan.forecast import Link, all_gather_s, all_reduce_s
 
 
@@ -38,6 +37,9 @@ class Measured:
     """The most that any node sent in one round."""
     apply_s: float
     """Spent on the outer step itself, over the run."""
+    payload_bytes: float | None = None
+    """Payloads that a node sent over the run, each counted once however often it was sent: the mean over the nodes that
+    sent any. None: they sent none, and what travelled are means."""
 
     @property
     def compute_utilisation(self) -> float:
@@ -87,6 +89,15 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measure
             default=0,
         ),
         apply_s=total("outer/apply_s") / count,
+        payload_bytes=statistics.mean(payloads) if (payloads := [*filter(None, map(_payloads_of, rounds))]) else None,
+    )
+
+
+def _payloads_of(records: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes of all payloads of a node; a line about several rounds has that of the newest."""
+    return sum(
+        (record.get("outer/payload_bytes") or 0) * number
+        for record, number in zip(records, _rounds_of_lines(records), strict=True)
     )
 
 
@@ -105,21 +116,21 @@ def _blocked_s(record: Mapping[str, Any]) -> float:
     return record.get("outer/blocked_s") or 0.0  # a node alone has none
 
 
-def payload_bytes(found: Measured, way: Way) -> float:
+def said_bytes(found: Measured) -> float:
     """What a node had to say over the run, encoded, however often it was sent: as DisTrO's authors count.
 
-    An all-reduce of E bytes sends 2 (M - 1) / M E, an all-gather its payload M - 1 times.
+    A payload is counted where it is sent. Of means, an all-reduce of E bytes sends 2 (M - 1) / M E.
     """
-    if found.nodes == 1 or way == "none":
+    if found.nodes == 1:
         return 0.0
-    factor = 2 * (found.nodes - 1) / found.nodes if way == "all_reduce" else found.nodes - 1
-    return found.sent_bytes / factor
+    means = found.sent_bytes / (2 * (found.nodes - 1) / found.nodes)
+    return means if found.payload_bytes is None else found.payload_bytes
 
 
-def payload_ratio(found: Measured, way: Way, params: int) -> float | None:
+def payload_ratio(found: Measured, params: int) -> float | None:
     """How many times less than 2 bytes a parameter and step a node had to say; None where it said nothing."""
-    payload = payload_bytes(found, way)
-    return 2 * params * found.steps / payload if payload else None
+    said = said_bytes(found)
+    return 2 * params * found.steps / said if said else None
 
 
 @dataclass(frozen=True)
@@ -131,20 +142,20 @@ class AtLink:
     compute_utilisation: float
 
 
-def at_link(found: Measured, way: Way, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
+def at_link(found: Measured, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
     """What the counted bytes and measured times give over a link.
 
     `overlap_steps`: inner steps during which a mean may travel. `step_s`: of an inner step on the machines to predict
     for; None: as measured here.
     """
     own_s = found.step_s if step_s is None else step_s
-    if not found.rounds or way == "none" or found.nodes == 1:
+    if not found.rounds or found.nodes == 1:
         return AtLink(own_s, 1.0)
     sent, received = found.sent_bytes / found.rounds, found.received_bytes / found.rounds
     steps = found.steps / found.rounds
     took_s = (
         all_reduce_s(sent, found.nodes, link)
-        if way == "all_reduce"
+        if found.payload_bytes is None
         else all_gather_s(sent, received, found.nodes, link)
     )
     waits_s = max(0.0, took_s - min(overlap_steps, steps) * own_s)

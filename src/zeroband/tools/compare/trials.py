@@ -63,8 +63,11 @@ class Trial:
         return 0 if self.config.outer is None else overlap_steps(self.config.outer.model_dump())
 
 
-def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str) -> Trial:
-    """The run of a method. `start`: digest of the common start. Raises ConfigError where settings do not fit."""
+def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
+    """The run of a method. `start`, `texts`: digests of the common start, and of text that was cut by documents.
+
+    Raises ConfigError where settings do not fit.
+    """
     nodes = 1 if arm.is_alone else options.nodes
     chosen = flags_of(arm, nodes=nodes, inner_steps=options.inner_steps)
     common = [
@@ -78,12 +81,16 @@ def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str) -> Tr
     arguments = (*common, f"--ckpt.every-rounds={_rounds_between(config, options.points)}")
     config = load_config(arguments, {} if arm.is_alone else NO_STORE)
     custom = digest_of_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else ""
-    digest = digest_of(config, nodes, {"start": start, "samples": options.samples, "algorithm": custom})
+    about = {"start": start, "samples": options.samples, "algorithm": custom}
+    digest = digest_of(config, nodes, about, texts=texts)
     return Trial(arm, lr, seed, nodes, arguments, config, digest)
 
 
-def warm_up(options: Options) -> tuple[tuple[str, ...], str]:
-    """Flags and digest of the common start: one node with the batch of all, which is data parallel training."""
+def warm_up(options: Options, *, texts: str = "") -> tuple[tuple[str, ...], str]:
+    """Flags and digest of the common start: one node with the batch of all, which is data parallel training.
+
+    `texts`: as of `trial`.
+    """
     base = load_config(options.arguments, {})
     lr = base.optim.adamw.lr if options.warm_lr is None else options.warm_lr
     batch = options.nodes * base.train.batch_size
@@ -93,7 +100,7 @@ def warm_up(options: Options) -> tuple[tuple[str, ...], str]:
         *(f"--train.total-steps={options.warm_steps}", f"--train.batch-size={batch}", f"--optim.adamw.lr={lr!r}"),
         *(f"--run.seed={WARM_SEED}", f"--ckpt.every-rounds={options.warm_steps}"),
     )
-    return arguments, digest_of(load_config(arguments, {}), 1, {})
+    return arguments, digest_of(load_config(arguments, {}), 1, {}, texts=texts)
 
 
 def _rounds_between(config: RunConfig, points: int) -> int:
@@ -106,12 +113,14 @@ def _rounds_between(config: RunConfig, points: int) -> int:
     return max(1, round(rounds / points))
 
 
-def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any]) -> str:
-    """What the outcome of a run depends on: not where it runs, nor where it writes."""
+def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts: str = "") -> str:
+    """What the outcome of a run depends on: not where it runs, nor where it writes. `texts`: as of `trial`."""
     plain = config.model_dump(mode="json", exclude=set(_SECTIONS_OF_THIS_MACHINE))
     for key in _OF_THIS_MACHINE:
         section, _, name = key.partition(".")
         plain[section].pop(name, None)
+    if texts:
+        plain["data"] |= {"source": texts, "sources": None}
     record = {"format": FORMAT, "code": code_digest(), "nodes": nodes, "config": plain, **about}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -724,6 +724,32 @@ def test_share_is_zero_when_nobody_contributes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "asked", "share"),
+    [
+        ((10, 30, 60), (4, 4, 4), 0.1),
+        ((40, 30, 60), (4, 4, 4), 0.1),
+        ((0, 0, 0), (1, 2, 7), 0.1),
+        ((10, 30, 0), (8, 24, 16), 1 / 6),
+        ((10, 30, 60), (4, 4, 0), 0.25),
+    ],
+    ids=["weights of this round", "its own weight now", "founding", "joiner", "one leaves"],
+)
+def test_share_of_the_next_round_follows_from_what_is_known_of_this_one(
+    weights: tuple[int, ...], asked: tuple[int, ...], share: float
+) -> None:
+    opening = an_opening(A, B, C, weights=weights, steps_requested=asked)
+    assert opening.expected_share(A, 10) == pytest.approx(share)
+    staying = sum(steps > 0 for steps in asked)
+    assert replace(opening, is_equal=True).expected_share(A, 10) == pytest.approx(1 / staying)
+    assert opening.expected_share(A, 0) == 0.0
+
+
+def test_share_of_the_next_round_is_clipped_as_in_this_one() -> None:
+    opening = an_opening(A, B, C, weights=(1, 1, 1), norms=(4.0, 1.0, 1.0), steps_requested=(1, 1, 1))
+    assert [opening.expected_share(m, 1) for m in (A, B)] == pytest.approx([1 / 12, 1 / 3])
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"members": (A, C)},

@@ -28,7 +28,8 @@ def counted(*, nodes: int = 4, rounds: int = 10, sent: float = 6000.0, step_s: f
 def outcome(arm: str, lr: float, loss: float | None, *, seed: int = 0, found: Measured | None = None) -> Outcome:
     """A run that ended."""
     points = (Point(50, None if loss is None else loss + 0.5), Point(100, loss))
-    return Outcome(arm, lr, seed, f"{arm}/{lr}/{seed}", PARAMS, points, found or counted(), took_s=12.0)
+    digest, counters = f"{arm}/{lr}/{seed}", found or counted()
+    return Outcome(arm, lr, seed, digest, PARAMS, points, tuning_loss=loss, measured=counters, took_s=12.0)
 
 
 def failed(arm: str, lr: float, why: str = "node1 ended with 1: boom\nmore") -> Outcome:

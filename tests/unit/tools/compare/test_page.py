@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.tools.compare.outcomes import counted, failed, outcome
 
 from zeroband.errors import ConfigError
-from zeroband.tools.compare.claims import Claim, check, parse_claims
+from zeroband.tools.compare.claims import Claim, check, interval_of, parse_claims
 from zeroband.tools.compare.curves import charts
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.compare.page import COLUMNS, UNITS, ResultPage, cells, html, markdown
@@ -95,16 +97,59 @@ def test_table_shows_failed_and_diverged_runs_and_keeps_its_columns() -> None:
 def test_claims_are_checked_and_what_is_missing_is_not_met_nor_broken() -> None:
     claims = parse_claims(
         [
-            {"figure": "ppl_ratio", "of": "diloco", "over": "ddp", "at_most": 1.03},
-            {"figure": "gap", "of": "diloco", "over": "ddp", "to": "single", "at_most": 0.1},
+            {"figure": "ppl_ratio", "of": "diloco", "over": "ddp", "at_most": 1.04},
+            {"figure": "gap", "of": "diloco", "over": "ddp", "to": "single", "at_most": 0.05},
             {"figure": "bytes_ratio", "of": "diloco", "over": "ddp", "at_least": 19.6, "at_most": 20.4},
             {"figure": "payload_ratio", "of": "demo", "at_least": 857},
-            {"figure": "loss_ratio", "of": "diloco", "over": "ddp", "at_most": 1.02},
+            {"figure": "loss_ratio", "of": "diloco", "over": "ddp", "at_most": 1.0188},
         ]
     )
-    verdicts = check(claims, rows())
-    assert [verdict.is_met for verdict in verdicts] == [True, False, True, None, True]
-    assert str(verdicts[1]).startswith("NOT MET: gap of diloco over ddp to single: at most 0.1; found 0.1333")
+    second = (("single", 2e-3, 1.79), ("diloco", 1e-3, 1.6505))
+    verdicts = check(claims, rows([*OUTCOMES, *(outcome(*one, seed=1) for one in second)]))
+    assert [verdict.answer for verdict in verdicts] == ["met", "NOT MET", "met", "not measured", "cannot tell"]
+    assert str(verdicts[0]).endswith("at most 1.04; found 1.031, 95 % of 1.027 to 1.034 over 2 seeds")
+    assert str(verdicts[2]).endswith("at most 20.4; found 20")
+    alone = check(claims, rows())
+    assert [verdict.answer for verdict in alone] == ["cannot tell", "cannot tell", "met", "not measured", "cannot tell"]
+    assert "found 1.03 with one seed, which shows no spread" in str(alone[0])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=30), st.floats(-5, 5))
+def test_interval_is_symmetric_moves_with_the_figures_and_narrows_with_more_seeds(
+    figures: list[float], shift: float
+) -> None:
+    found, moved = interval_of(figures), interval_of([figure + shift for figure in figures])
+    assert found.low <= found.mean <= found.high and found.seeds == len(figures)
+    assert found.mean - found.low == pytest.approx(found.high - found.mean, abs=1e-9)
+    assert (moved.low, moved.high) == pytest.approx((found.low + shift, found.high + shift), abs=1e-6)
+    twice = interval_of(figures * 2)
+    assert twice.high - twice.low <= found.high - found.low + 1e-9
+
+
+def test_interval_is_that_of_students_t() -> None:
+    """Against tables: 12.706 and 2.776 standard errors."""
+    assert interval_of([1.0, 1.2]).high == pytest.approx(1.1 + 12.706 * 0.1)
+    five = interval_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (five.low, five.high) == pytest.approx((3 - 2.776 * math.sqrt(0.5), 3 + 2.776 * math.sqrt(0.5)), abs=1e-3)
+    assert interval_of([2.0]).low == -math.inf
+
+
+def test_figures_are_paired_by_seed() -> None:
+    """Seeds that differ by far more than the methods do: in pairs they tell, as two means they would not."""
+    pairs = [(1.5, 1.51), (1.9, 1.912), (1.2, 1.2085)]
+    outcomes = [
+        outcome(arm, 1e-3, pair[place], seed=seed)
+        for seed, pair in enumerate(pairs)
+        for place, arm in enumerate(("ddp", "diloco"))
+    ]
+    (verdict,) = check([Claim("loss_ratio", "diloco", "ddp", at_most=1.01)], rows(outcomes, ["ddp", "diloco"]))
+    assert verdict.answer == "met" and verdict.found is not None and verdict.found.seeds == 3
+
+
+def test_learning_rate_is_chosen_on_one_half_and_reported_on_the_other() -> None:
+    low, high = outcome("ddp", 1e-3, 1.6), replace(outcome("ddp", 2e-3, 1.5), tuning_loss=1.7)
+    (row,) = rows([low, high], ["ddp"])
+    assert (row.lr, row.loss, row.chosen_by) == (1e-3, 1.6, 1.6)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +178,7 @@ def test_claims_are_checked_and_what_is_missing_is_not_met_nor_broken() -> None:
 def test_claim_without_evidence_is_not_measured_and_says_why(claim: Claim, more: list[Outcome], why: str) -> None:
     arms = [row_of(arm, [*OUTCOMES, *more], LINK, overlap_steps=0, step_s=None) for arm in ARMS]
     (verdict,) = check([claim], arms)
-    assert (verdict.found, verdict.is_met) == (None, None)
+    assert (verdict.found, verdict.answer) == (None, "not measured")
     assert str(verdict).startswith("not measured: ") and why in str(verdict)
 
 
@@ -151,8 +196,10 @@ def test_claim_about_a_pattern_is_about_the_best_that_fits() -> None:
         {"figure": "loss_ratio", "of": "eager:*", "over": "ddp:*", "at_most": 1.1},
     ]
     said, missing = check(parse_claims(tables), rows(outcomes, list(dict.fromkeys(o.arm for o in outcomes))))
-    assert said.found == pytest.approx(1.6 / 1.5)
-    assert str(said).startswith("met: loss_ratio of eager:* (eager:lr=0.8) over diloco:* (diloco:lr=0.8): at most 1.1")
+    assert said.found is not None and said.found.mean == pytest.approx(1.6 / 1.5)
+    assert str(said).startswith(
+        "cannot tell: loss_ratio of eager:* (eager:lr=0.8) over diloco:* (diloco:lr=0.8): at most 1.1"
+    )
     assert missing.found is None and "over ddp:*:" in str(missing)
 
 
@@ -166,7 +213,7 @@ def test_page_needs_no_other_file_and_escapes_what_it_shows() -> None:
     page = html(report())
     assert re.findall(r"(?:src|href)\s*=|@import|url\(", page) == []
     assert "A &amp; B" in page and "&lt;2 cores&gt;" in page
-    assert page.count('<svg class="chart"') == 3 and "met: ppl_ratio" in page
+    assert page.count('<svg class="chart"') == 3 and "cannot tell: ppl_ratio" in page
     assert "node1 ended with 1: boom" in page and "1.6100 +-0.0100" in page
 
 
@@ -223,7 +270,7 @@ def test_page_and_report_of_a_run_have_one_design() -> None:
 def test_markdown_table_has_a_line_for_each_method() -> None:
     lines = markdown(report()).splitlines()
     assert [line.count("|") for line in lines[:6]] == [len(COLUMNS) + 1] * 6
-    assert lines[-1].startswith("- met: ppl_ratio")
+    assert lines[-1].startswith("- cannot tell: ppl_ratio")
 
 
 def test_charts_draw_what_was_measured_within_their_frame() -> None:

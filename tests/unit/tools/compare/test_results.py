@@ -55,15 +55,16 @@ class Machine:
         if one.arm.name == self._fails:
             return Outcome(one.arm.name, one.lr, one.seed, one.digest, failure="boom", took_s=1.0)
         if self._fails == "everything":
-            return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), counted())
+            return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), measured=counted())
         loss = 1.0 + abs(one.lr - 4e-3) + 0.1 * one.seed
-        points = (Point(10, loss),)
-        return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, points, counted(), took_s=1.0)
+        shown = {"points": (Point(10, loss),), "tuning_loss": loss, "measured": counted(), "took_s": 1.0}
+        return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, **shown)
 
 
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, *flags: str) -> Comparison:
     monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
+    monkeypatch.setattr(command, "cut", lambda *_: None)
     options = read_options(["--methods=ddp,diloco", "--lrs=1e-3,2e-3", f"--out={tmp_path}", "--seeds=2", *flags])
     comparison = Comparison(options, "zeroband compare ...")
     comparison.run(Console(quiet=True))
@@ -113,6 +114,7 @@ CLAIM = """
 [compare]
 methods = ["ddp", "diloco"]
 lrs = [4e-3]
+seeds = {seeds}
 [[compare.claims]]
 figure = "loss_ratio"
 of = "{of}"
@@ -125,6 +127,13 @@ at_most = {at_most}
     ("of", "at_most", "fails", "code", "said"),
     [
         ("diloco", 1.0, "", 0, ""),
+        (
+            "diloco",
+            1.1,
+            "one seed",
+            4,
+            "cannot tell: loss_ratio of diloco over ddp: at most 1.1; found 1 with one seed",
+        ),
         ("diloco", 0.5, "", 3, "NOT MET: loss_ratio of diloco over ddp: at most 0.5; found 1"),
         ("demo", 1.0, "", 1, "not measured: loss_ratio of demo over ddp: at most 1; demo is not in this comparison"),
         ("diloco", 1.0, "diloco", 1, "diloco, lr 0.004, seed 0 failed"),
@@ -144,7 +153,8 @@ def test_comparison_fails_where_its_claims_are_not_met_or_not_measured(
     monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
     machine = Machine(fails=fails)
     monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
-    (tmp_path / "claims.toml").write_text(CLAIM.format(of=of, at_most=at_most))
+    monkeypatch.setattr(command, "cut", lambda *_: None)
+    (tmp_path / "claims.toml").write_text(CLAIM.format(of=of, at_most=at_most, seeds=1 if fails == "one seed" else 2))
     assert command.main([f"@{tmp_path / 'claims.toml'}", f"--out={tmp_path / 'out'}"]) == code
     assert said in capsys.readouterr().err
 

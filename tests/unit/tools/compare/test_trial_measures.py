@@ -54,35 +54,46 @@ def test_node_without_metrics_is_an_error() -> None:
 
 def test_payload_is_counted_once_however_often_it_was_sent() -> None:
     found = counted(nodes=4, sent=6000.0)  # 100 steps of 2 x 1000 bytes are the reference
-    assert payload_ratio(found, "all_reduce", PARAMS) == pytest.approx(200_000 / (6000 / 1.5))
-    assert payload_ratio(found, "all_gather", PARAMS) == pytest.approx(200_000 / (6000 / 3))
-    assert payload_ratio(replace(found, nodes=1), "none", PARAMS) is None
+    assert payload_ratio(found, PARAMS) == pytest.approx(200_000 / (6000 / 1.5))
+    assert payload_ratio(replace(found, payload_bytes=2000.0), PARAMS) == pytest.approx(100)
+    assert payload_ratio(replace(found, nodes=1), PARAMS) is None
+
+
+def test_payloads_are_counted_where_they_are_sent_whatever_the_algorithm_is_called() -> None:
+    """An aggregator sends none of its own; a line about two rounds has the payload of the newest."""
+    one = [
+        line(1, 0.5, round=1, sent_bytes=90, payload_bytes=30),
+        line(2, 0.5, round=3, sent_bytes=180, payload_bytes=30),
+    ]
+    aggregator = [line(1, 0.5, round=1, sent_bytes=200), line(2, 0.5, round=3, sent_bytes=400, payload_bytes=None)]
+    assert measured([one, aggregator]).payload_bytes == 90
+    assert measured([aggregator]).payload_bytes is None
 
 
 def test_link_makes_a_round_wait_for_its_bytes() -> None:
     found = counted(nodes=2, rounds=10, sent=4e6)  # 10 steps of 0.1 s, 0.1 s of applying, 400 kB a round
     took_s = HEADERS * (0.4 + LAST_S) + 0.1 + 2 * MESSAGE_S
-    predicted = at_link(found, "all_reduce", LINK)
+    predicted = at_link(found, LINK)
     assert predicted.step_s == pytest.approx((1.0 + 0.1 + took_s) / 10)
     assert predicted.compute_utilisation == pytest.approx(1.0 / (1.1 + took_s))
-    gathered = at_link(found, "all_gather", LINK)
+    gathered = at_link(replace(found, payload_bytes=4e6), LINK)
     assert gathered.step_s == pytest.approx((1.1 + HEADERS * 0.4 + 0.1 + MESSAGE_S) / 10)
-    crowded = at_link(replace(found, nodes=4), "all_reduce", LINK)
+    crowded = at_link(replace(found, nodes=4), LINK)
     assert crowded.step_s == pytest.approx((1.1 + HEADERS * (CROWDED * 0.4 + LAST_S) + 0.1 + 6 * MESSAGE_S) / 10)
 
 
 def test_overlap_hides_what_fits_into_a_round() -> None:
     found = counted(nodes=2, rounds=10, sent=4e6)
-    assert at_link(found, "all_reduce", LINK, overlap_steps=10).step_s == pytest.approx(0.11)
-    assert at_link(found, "all_reduce", LINK, overlap_steps=2).step_s == pytest.approx(
+    assert at_link(found, LINK, overlap_steps=10).step_s == pytest.approx(0.11)
+    assert at_link(found, LINK, overlap_steps=2).step_s == pytest.approx(
         0.11 + (HEADERS * (0.4 + LAST_S) + 0.1 - 0.2 + 2 * MESSAGE_S) / 10
     )
-    slow = at_link(found, "all_reduce", Link(2.5e5, 2.5e5, 0.1), overlap_steps=500)  # a round lasts 1 s
+    slow = at_link(found, Link(2.5e5, 2.5e5, 0.1), overlap_steps=500)  # a round lasts 1 s
     assert slow.step_s == pytest.approx(0.11 + (HEADERS * 4 * (0.4 + LAST_S) + 0.1 + 2 * MESSAGE_S - 1.0) / 10)
 
 
 def test_other_machines_step_time_may_be_assumed() -> None:
     found = counted(nodes=2, rounds=10, sent=4e6)
-    assert at_link(found, "all_reduce", LINK, step_s=2.0).compute_utilisation > 0.95
+    assert at_link(found, LINK, step_s=2.0).compute_utilisation > 0.95
     alone = counted(nodes=1, rounds=0, sent=0)
-    assert at_link(alone, "none", LINK, step_s=2.0).step_s == 2.0
+    assert at_link(alone, LINK, step_s=2.0).step_s == 2.0

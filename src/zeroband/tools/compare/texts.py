@@ -1,0 +1,170 @@
+"""The text of a comparison, cut by documents: what is trained, what rates are chosen on, and what is reported.
+
+Samples that are held out of packed text (data.hold_out) come from documents that are trained in other places, which
+flatters whoever remembers most. Here no document is in two parts, and equal ones are in one. Writes files; trains
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zeroband.config.data import DataConfig, DocumentSource, ParquetSource
+from zeroband.data.dataset import open_dataset
+from zeroband.data.sources import documents, source_identity
+from zeroband.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zeroband.export.opened import Opened
+
+Half = Literal["tuning", "reported"]
+
+_FORMAT = 1
+_HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
+_OF = 16
+"""One document in so many goes to each half of what is held out."""
+_TRAINED = "trained"
+_SOURCES = ("source", "sources")
+_COLUMN = "text"
+_AT_ONCE = 1024
+_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Text that was cut."""
+
+    trained: DataConfig
+    held_out: Mapping[Half, DataConfig]
+    digest: str
+    """Digest of the documents, as far as the stamps of their files tell, and of how they are mixed."""
+
+    def arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
+        """Return the flags of a run with what is trained in the place of the text that was cut."""
+        kept, skips = list[str](), False
+        for argument in arguments:
+            is_source = argument.startswith("--data.source")
+            if argument.startswith("--data={"):  # a whole section, as files give it
+                section = json.loads(argument.removeprefix("--data="))
+                argument = f"--data={json.dumps({k: v for k, v in section.items() if k not in _SOURCES})}"
+            if not (is_source or skips):
+                kept.append(argument)
+            skips = is_source and "=" not in argument
+        trained = self.trained.model_dump(mode="json", include=set(_SOURCES))
+        name = "sources" if self.trained.sources else "source"
+        return (*kept, f"--data.{name}={json.dumps(trained[name])}")
+
+
+def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
+    """Cut the text of a [data] section, in a folder that all comparisons share; what was cut before is taken again.
+
+    None where there are no documents to tell apart (ids that were prepared or made up, conversations), or too few.
+    Raises: ConfigError, StorageLost as `documents` does.
+    """
+    parts: dict[str, tuple[DocumentSource, Path]] = {}
+    identity: list[Any] = [_FORMAT, _OF, data.model_dump(mode="json", include={"sources", "phases"})]
+    for name, part in data.parts.items():
+        if not isinstance(part.source, DocumentSource) or data.private:
+            return None
+        stamp = source_identity(part.source, seed, data.retry_s)
+        key = _digest([_FORMAT, _OF, stamp])
+        parts[name] = part.source, folder.absolute() / key
+        identity.append(stamp)
+    for source, place in parts.values():
+        if not place.exists():
+            _write(source, seed, data.retry_s, place)
+
+    def part_of(part: str) -> DataConfig:
+        files = {
+            name: ParquetSource(
+                type="parquet",
+                paths=(str(place / f"{part}.parquet"),),
+                column=_COLUMN,
+                binary=data.tokenizer == "byte",
+            )
+            for name, (_, place) in parts.items()
+        }
+        sources = tuple(one.model_copy(update={"source": files[one.name]}) for one in data.sources)
+        return data.model_copy(update={"sources": sources} if sources else {"source": files[""]})
+
+    texts = Texts(part_of(_TRAINED), {half: part_of(half) for half in _HELD_OUT.values()}, _digest(identity))
+    return texts if _is_enough(texts) else None
+
+
+def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.device, *, samples: int) -> float:
+    """Return the loss of a model on at most so many samples of each source, in nats per token.
+
+    Of text that could not be cut: on one half of the samples that its run held out. Raises ConfigError.
+    """
+    from zeroband.export.evaluation import sum_of  # torch, which the command's start need not wait for
+    from zeroband.export.held_out import HeldOut, losses_of, open_held_out
+
+    first = 0
+    if texts is None:
+        held_out = open_held_out(opened, ())
+        samples = min(samples, *(source.index.n_held_out // 2 for source in held_out.dataset.sources))
+        first = samples if half == "reported" else 0
+    else:
+        data = texts.held_out[half]
+        held_out = HeldOut(open_dataset(data, 0, evaluates=True), data)
+    found = losses_of(opened, held_out, device, samples=samples, batch_size=_BATCH_SIZE, first=first)
+    return sum_of(found.values()).loss
+
+
+def _is_enough(texts: Texts) -> bool:
+    try:
+        for data in (texts.trained, *texts.held_out.values()):
+            open_dataset(data, 0, evaluates=data is not texts.trained).close()
+    except ConfigError:
+        return False
+    return True
+
+
+def _write(source: DocumentSource, seed: int, retry_s: float, place: Path) -> None:
+    """Write the parts as a folder of files, which is there whole or not at all."""
+    draft = place.with_name(f"{place.name}.{os.getpid()}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    arrow: Any = importlib.import_module("pyarrow")  # has no types
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    schema = arrow.schema([(_COLUMN, arrow.binary())])
+    writers = {
+        part: parquet.ParquetWriter(draft / f"{part}.parquet", schema, compression="zstd")
+        for part in (_TRAINED, *_HELD_OUT.values())
+    }
+    waiting: dict[str, list[bytes]] = {part: [] for part in writers}
+
+    def flush(part: str) -> None:
+        writers[part].write_table(arrow.table({_COLUMN: waiting[part]}, schema=schema))
+        waiting[part].clear()
+
+    for part, content in _parted(source, seed, retry_s):
+        waiting[part].append(content)
+        if len(waiting[part]) == _AT_ONCE:
+            flush(part)
+    for part, writer in writers.items():
+        flush(part)
+        writer.close()
+    if not place.exists():
+        draft.rename(place)
+
+
+def _parted(source: DocumentSource, seed: int, retry_s: float) -> Iterator[tuple[str, bytes]]:
+    for document in documents(source, seed, retry_s):
+        content = document.text if isinstance(document.text, bytes) else document.text.encode()
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % _OF
+        yield _HELD_OUT.get(number, _TRAINED), content
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
