@@ -103,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add, env = parser.add_argument, os.environ  # torchrun reads its arguments from PET_... where they are not given
-    ranks, restarts = env.get("PET_NPROC_PER_NODE", "1"), env.get("PET_MAX_RESTARTS", "0")
-    add("--nproc-per-node", "--nproc_per_node", default=ranks, metavar="N", help="ranks: a number, gpu, cpu or auto")
+    ranks, restarts = env.get("PET_NPROC_PER_NODE"), env.get("PET_MAX_RESTARTS", "0")
+    meaning = "ranks: a number, gpu, cpu or auto; left out: one for each GPU, or one"
+    add("--nproc-per-node", "--nproc_per_node", default=ranks, metavar="N", help=meaning)
     add("--max-restarts", "--max_restarts", type=int, default=restarts, metavar="N", help="starts after one has failed")
     left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
     add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
@@ -118,8 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def count_of(ranks: str) -> int:
-    """How many ranks `--nproc-per-node` asks for. Raises ConfigError."""
+def count_of(ranks: str | None) -> int:
+    """How many ranks `--nproc-per-node` asks for; None: it was left out. Raises ConfigError."""
+    if ranks is None:
+        return len(visible_gpus(os.environ)) or 1
     if ranks in ("gpu", "auto"):
         gpus = len(visible_gpus(os.environ))
         if gpus:
