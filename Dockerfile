@@ -1,7 +1,7 @@
 # A node in a container, and the Redis that nodes meet at.
 #   GPU:   docker build -t zeroband .
-#   CPU:   docker build -t zeroband --target cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
-#          (or lay a CPU wheel for this Python into wheelhouse/ first)
+#   CPU:   docker build -t zeroband --target cpu .   (where PyTorch's index of CPU wheels cannot be reached:
+#          --build-arg PIP_EXTRA_INDEX_URL=<a mirror of it>, or lay a CPU wheel for this Python into wheelhouse/ first)
 #   look:  docker run --rm --gpus all --shm-size 4g zeroband doctor @150M
 #   run:   docker run --rm --init --gpus all --network host --shm-size 4g --read-only --tmpfs /tmp -v cache:/cache \
 #              -v runs:/app/runs -e ZERO_BAND_STORE__URL=redis://HOST:6379 \

@@ -3,8 +3,8 @@
 #
 # --dev     also the tools of the tests
 # --torch   cpu: the CPU-only wheel; cuda: the registry's torch; auto (default): cpu where no NVIDIA GPU is seen and
-#           pip's sources offer a CPU-only wheel, else the registry's; a release such as 2.11, or newest: that one
-#           instead of the pinned one, chosen as with auto, and all else as in requirements.lock
+#           pip's sources or PyTorch's own index offer a CPU-only wheel, else the registry's; a release such as 2.11, or
+#           newest: that one instead of the pinned one, chosen as with auto, and all else as in requirements.lock
 # --python  such as 3.12, instead of the first on the PATH that is recent enough
 # --env     another folder than .venv
 #
@@ -14,6 +14,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
+cpu_index=https://download.pytorch.org/whl/cpu
 shopt -s extglob
 PATH=${PATH//"$PWD"\/.venv*([^:\/])\/bin:/} # an environment has no pip of its own, so the Python that made it is asked
 export PIP_ROOT_USER_ACTION=ignore
@@ -115,18 +116,30 @@ has_cpu_torch() { # for this Python
     compgen -G "wheelhouse/torch-$torch_version+cpu-$tag-*.whl" >/dev/null
 }
 
-# pip is asked because its sources (find-links, extra indexes) are where such a wheel is offered. With the local version
-# +cpu named in full it cannot fall back to the registry's torch and its gigabytes of CUDA libraries.
+# Whether an address answers within seconds: behind a firewall that drops what it does not know, pip would wait minutes.
+answers() {
+    timeout 5 "$python" -c 'import sys, urllib.request as web; web.urlopen(web.Request(sys.argv[1], method="HEAD"))' \
+        "$1" >/dev/null 2>&1
+}
+
+# With the local version +cpu named in full pip cannot fall back to the registry's torch and its gigabytes of CUDA
+# libraries. Whatever it says comes to standard error, and its errors to standard output.
+download_cpu_torch() {
+    local pip=("$python" -m pip)
+    if ! has_pip; then pip=("$uv" tool run --quiet --python "$python" pip); fi # as Debian and uv bring their Pythons
+    "${pip[@]}" download --no-deps --only-binary :all: --dest wheelhouse "$@" "torch==$torch_version+cpu" 3>&1 1>&2 2>&3
+}
+
+# This machine's own sources (find-links, extra indexes) come first; a mirror may be all that it shall use.
 fetch_cpu_torch() {
     local errors
     if has_cpu_torch "$python"; then return; fi
-    if ! has_pip; then
-        say "no NVIDIA GPU, but $python has no pip to ask for torch $torch_version+cpu"
-        return 1
-    fi
     say "no NVIDIA GPU: asking pip's sources for torch $torch_version+cpu"
-    errors=$("$python" -m pip download --no-deps --only-binary :all: --dest wheelhouse \
-        "torch==$torch_version+cpu" 3>&1 1>&2 2>&3) && return
+    errors=$(download_cpu_torch) && return
+    if answers "$cpu_index/torch/"; then
+        say "not there; asking PyTorch's own index of CPU wheels, $cpu_index"
+        errors=$(download_cpu_torch --index-url "$cpu_index") && return
+    fi
     # the first is the cause: a source that was not reached, or none that has it
     errors=$(grep -m 1 -E '^ERROR|connection broken|Could not fetch' <<<"$errors" || tail -n 1 <<<"$errors")
     say "pip: ${errors% (from versions*}"
@@ -142,7 +155,7 @@ choose_torch() {
                 ! compgen -G "$env/lib/python*/site-packages/torch-*+cpu.dist-info" >/dev/null; then return; fi
             if has_gpu || [[ $(uname -s) != Linux ]]; then return; fi
             fetch_cpu_torch || say "none came: taking the registry's torch with its CUDA libraries; for a CPU-only one stop" \
-                "here, set PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> or lay its wheel into wheelhouse/, and begin again"
+                "here, set PIP_EXTRA_INDEX_URL=<a mirror of $cpu_index> or lay its wheel into wheelhouse/, and begin again"
             ;;
     esac
 }

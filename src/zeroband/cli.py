@@ -39,7 +39,7 @@ _COMMANDS = {
         "tools.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
     ),
     "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says"),
-    "simulate": _Command("tools.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
+    "simulate": _Command("tools.cluster", "NODES RANKS @config: a run of several nodes on this machine"),
     "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
     "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
     "data": _Command("tools.data.command", "prepare | inspect | audit: ids of text, made once; what a run trained"),
@@ -52,7 +52,7 @@ _COMMANDS = {
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
     "report": _Command("tools.report.command", "RUN_DIR: everything about a run in one HTML file, for later"),
-    "store": _Command("tools.store", "serve as the store of a run, until Ctrl-C; no Redis to set up"),
+    "store": _Command("tools.store", "serve as the store of a run, and print what its machines type"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),

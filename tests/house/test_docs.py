@@ -102,7 +102,29 @@ def test_environment_variables_that_users_are_told_are_accepted(documents: Mappi
     assert len(given) >= 5
     environ = {name: re.sub(r"\$\(?\w+\)?", "4", value) for name, value in given.items()}
     config = zeroband.config.load_config([f"@{CONFIGS / '150M.toml'}"], environ=environ)
-    assert (config.log_level, config.train.micro_bs, config.run.id) == ("DEBUG", 8, "4")
+    assert (config.log_level, config.train.micro_bs, config.run.id) == ("DEBUG", 8, "first-try")
+
+
+def _typed(text: str) -> str:
+    """All that a document has somebody type."""
+    return "".join(re.findall(r"^```bash[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def test_blocks_set_the_variables_that_they_use(documents: Mapping[str, str]) -> None:
+    missing: list[str] = []
+    for name, text in documents.items():
+        used = set(re.findall(r"\$\{?([A-Z][A-Z_0-9]+)", _typed(text)))
+        given = set(re.findall(r"(?:^|[\s;(])([A-Z][A-Z_0-9]+)=", _typed(text), flags=re.MULTILINE))
+        missing += [f"{name}: {variable}" for variable in used - given if not variable.startswith("SLURM_")]
+    assert missing == []
+
+
+def test_blocks_put_no_secret_on_a_command_line(documents: Mapping[str, str]) -> None:
+    """Every user of a machine sees those; `export` is the shell's own."""
+    shown = re.compile(r"--requirepass|--auth-pass|redis-cli.* -a |--run[.]token[= ]|://[^/\s]*:[^/\s]*@")
+    lines = [(name, line) for name, text in documents.items() for line in _typed(text).splitlines()]
+    assert [place for place in lines if shown.search(place[1]) and not place[1].startswith("export ")] == []
+    assert len(lines) > 150
 
 
 def test_documents_have_no_open_places(documents: Mapping[str, str]) -> None:

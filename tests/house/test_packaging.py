@@ -19,9 +19,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REGISTRY_HOSTS = re.compile(
-    "|".join(re.escape(".".join(parts)) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("pytorch", "org/whl")))
-)
+REGISTRY_HOSTS = re.compile(r"pypi\.org|pythonhosted\.org|pytorch\.org/whl(?!/cpu)")
+"""PyTorch's own index of CPU wheels is no registry: it has nothing but them, and only `setup.sh` asks it."""
+
 LOCKED = """\
 torch==2.13.0 \\
     --hash=sha256:aa \\

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ case "$*" in
     --version) echo "uv 99.0" ;;
     "cache dir") echo "${UV_CACHE_DIR:-$HOME/.cache/uv}" ;;
     "python find "*) exit 2 ;;
+    "tool run "*) echo "no pip to borrow" >&2; exit 2 ;;
     *" --dry-run "*) exit 1 ;;
     venv*) echo "$*" ;;
     lock*)
@@ -78,10 +83,10 @@ def torch_version(root: Path) -> str:
 @pytest.fixture
 def run_setup(clone: Path) -> Setup:
     def run(
-        *arguments: str, pip: str, home: str | None = None, path: str = "/nowhere"
+        *arguments: str, pip: str, home: str | None = None, path: str = "/nowhere", web: str = "exit 1"
     ) -> subprocess.CompletedProcess[str]:
-        """`pip`: what `python3 -m pip` does; `path`: what stands first on the PATH."""
-        put_command(clone / "bin" / "python3", f'if [ "$2" = pip ]; then {pip}; fi')
+        """`pip`, `web`: what `python3 -m pip` does, and its look at an address; `path`: what stands first on PATH."""
+        put_command(clone / "bin" / "python3", f'case "$2" in pip) {pip} ;; *urllib*) {web} ;; esac')
         env = {"PATH": f"{path}:{clone / 'bin'}:{os.environ['PATH']}", "HOME": home or str(clone / "home")}
         return subprocess.run(
             [str(clone / "scripts" / "setup.sh"), *arguments],
@@ -110,7 +115,7 @@ NOT_REACHED = "echo WARNING: after connection broken by a cut cable; echo ERROR:
 @pytest.mark.parametrize(
     ("pip", "says"),
     [
-        ("exit 1", "python3 has no pip to ask"),
+        ("exit 1", "setup: pip: no pip to borrow\n"),
         (f"[ $3 != download ] || {{ {NOT_OFFERED}; }} >&2", "setup: pip: ERROR: none of it\n"),
         (f"[ $3 != download ] || {{ {NOT_REACHED}; }} >&2", "setup: pip: WARNING: after connection broken by a cut"),
     ],
@@ -233,7 +238,79 @@ GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 @pytest.mark.skipif(any(Path(path).exists() for path in GPU), reason="there is a GPU")
 def test_way_to_a_cpu_only_torch_is_named(run_setup: Setup) -> None:
     done = run_setup(pip="exit 1")
-    assert done.returncode == 0 and "PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels>" in done.stderr
+    assert done.returncode == 0 and f"PIP_EXTRA_INDEX_URL=<a mirror of {PYTORCH}>" in done.stderr
+
+
+PYTORCH = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.fixture
+def cpu_wheels(clone: Path, torch_version: str) -> Iterator[str]:
+    """The address of an index of CPU wheels, which the clone's script takes for PyTorch's own."""
+    wheel = f"torch-{torch_version}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-none-any.whl"
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_page = self.path == "/whl/cpu/torch/"
+            body = f'<a href="{wheel.replace("+", "%2B")}">{wheel}</a>'.encode() if is_page else wheel_of(torch_version)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html" if is_page else "application/zip")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with serving(Index) as address:
+        yield f"{address}/whl/cpu"
+
+
+def wheel_of(version: str) -> bytes:
+    """A wheel of torch without a file of it."""
+    written, info = io.BytesIO(), f"torch-{version}+cpu.dist-info"
+    with zipfile.ZipFile(written, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+cpu\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return written.getvalue()
+
+
+PYTHON = str(getattr(sys, "_base_executable", sys.executable))
+WEB = f'exec {PYTHON} "$@"'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(any(Path(path).exists() for path in GPU), reason="there is a GPU")
+@pytest.mark.skipif(
+    subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode != 0, reason="no pip"
+)
+def test_cpu_only_torch_comes_from_pytorchs_own_index_where_pips_sources_have_none(
+    run_setup: Setup, clone: Path, torch_version: str, cpu_wheels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    script = clone / "scripts" / "setup.sh"
+    script.write_text(script.read_text(encoding="utf-8").replace(PYTORCH, cpu_wheels), encoding="utf-8")
+    pip = f'case "$*" in *--index-url*) {WEB} ;; *download*) {NOT_OFFERED} >&2 ;; esac'
+    done = run_setup(pip=pip, web=WEB)
+    assert done.returncode == 0 and f"asking PyTorch's own index of CPU wheels, {cpu_wheels}" in done.stderr
+    (wheel,) = (clone / "wheelhouse").iterdir()
+    assert wheel.name.startswith(f"torch-{torch_version}+cpu-") and "none came" not in done.stderr
+
+
+@pytest.mark.skipif(any(Path(path).exists() for path in GPU), reason="there is a GPU")
+def test_index_that_does_not_answer_is_passed_over(run_setup: Setup, clone: Path) -> None:
+    """A firewall that drops what it does not know: it takes the connection, and says nothing."""
+    script = clone / "scripts" / "setup.sh"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nowhere = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        text = script.read_text(encoding="utf-8").replace(PYTORCH, nowhere).replace("timeout 5", "timeout 0.5")
+        script.write_text(text, encoding="utf-8")
+        done = run_setup(pip=f"[ $3 != download ] || {{ {NOT_OFFERED}; }} >&2", web=WEB)
+    assert done.returncode == 0 and "none came: taking the registry's torch" in done.stderr
+    assert "PyTorch's own index" not in done.stderr
 
 
 @pytest.fixture
@@ -259,12 +336,21 @@ def index() -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+    with serving(Index) as address:
+        yield f"{address}/simple"
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on loopback, while the context lasts."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, name="index")
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/simple"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_download_that_is_announced_is_what_uv_lacks(root: Path, tmp_path: Path, index: str) -> None:

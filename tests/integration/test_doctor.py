@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.stores import free_port
 
+from zeroband.config import load_config
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -55,6 +56,22 @@ def test_nodes_measure_one_another_and_one_with_another_token_is_found_out(exami
         assert pair.advice == "" and pair.mbit is not None and pair.mbit > 1 and pair.rtt_ms is not None
     for stranger in (by_pair["a", "c"], by_pair["c", "b"]):
         assert stranger.mbit is None and "is run.token the same" in stranger.advice
+
+
+@pytest.mark.slow
+def test_machines_of_one_name_are_told_so_with_a_name_for_each(
+    redis_url: str, examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`examine` only makes it quick."""
+    config = load_config(["@debug/diloco", "--store.url", redis_url, "--node.id", "vm"])
+    monkeypatch.setattr(outside, "address_towards", lambda url: "127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: outside.look_outside(config, 2, 10.0), range(2)))
+    wrong = [finding for findings in found for finding in findings if finding.is_fatal]
+    assert [finding.seen for finding in wrong] == 2 * ["2 machines are called vm (vm at 127.0.0.1, vm at 127.0.0.1)"]
+    names = sorted(finding.advice.rpartition("here: export ZERO_BAND_NODE__ID=")[2] for finding in wrong)
+    assert names == ["vm-1", "vm-2"]
+    assert [[f.what for f in findings if "Mbit/s" in f.seen] for findings in found] == 2 * [["node vm"]]
 
 
 def doctor(*arguments: str) -> int:

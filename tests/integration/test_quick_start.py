@@ -1,6 +1,7 @@
-"""The README's blocks for GPUs, word for word, as far as this machine goes.
+"""The README's blocks for real runs, word for word, as far as this machine goes.
 
-CPUs stand for GPUs, folders for machines, scripts for programs that are not here; the environment makes models tiny.
+The environment makes models tiny, and programs that are not here are scripts. Two machines are two hosts without a
+common disk (`tests/hosts.py`).
 """
 
 from __future__ import annotations
@@ -8,19 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.hosts import obstacle
+from tests.tutorial import ROOT, Block, blocks_in, terminals, two_hosts
 
-from zeroband.elastic.store.local_server import find_redis_server
-
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 
 TINY = {
@@ -34,19 +30,16 @@ TINY = {
     "TRAIN__BATCH_SIZE": "2",
     "TRAIN__MICRO_BS": "2",
     "TRAIN__DTYPE": "float32",
-    "TRAIN__THREADS": "1",
     "TRAIN__COMPILE": "false",
     "OUTER__INNER_STEPS": "2",
 }
 
 STAND_INS = {
     "uv": 'shift; exec "$@"',
-    "openssl": "printf '%064d' 1",
-    "hostname": "echo 127.0.0.1",
-    "redis-server": 'exec {redis} --port {port} "$@"',
+    "hostname": "echo localhost",
     # one task on each node; its options are Slurm's
     "srun": """\
-while [ "${{1#-}}" != "$1" ]; do shift; done
+while [ "${1#-}" != "$1" ]; do shift; done
 tasks=
 for node in $(seq 0 $((SLURM_NNODES - 1))); do
     SLURM_NODEID=$node SLURM_PROCID=$node ZERO_BAND_NODE__ID=node$node "$@" &
@@ -55,107 +48,98 @@ done
 for task in $tasks; do wait "$task" || exit 1; done""",
 }
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
 
 @pytest.fixture(scope="module")
-def blocks() -> list[str]:
-    """The commands of the section, block by block."""
+def blocks() -> list[Block]:
+    """The blocks of the section: one machine, the store, what it prints, both machines, a later one, Slurm."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The first real run, on GPUs")[2]
-    return re.findall(r"```bash\n(.*?)```", section.partition("\n## ")[0], flags=re.DOTALL)
+    return blocks_in(section.partition("\n## ")[0], "README.md")
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start commands on a machine, which is a folder; what they leave behind ends with the test."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def env(tmp_path: Path) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in STAND_INS.items():
-        path = programs / name
-        path.write_text("#!/bin/bash\n" + body.format(redis=find_redis_server(), port=port) + "\n", encoding="utf-8")
-        path.chmod(0o755)
-    environ = {
-        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "SECRET": "of-the-store",
-        "OMP_NUM_THREADS": "1",
-        **{f"ZERO_BAND_{name}": value for name, value in TINY.items()},
-    }
-    with ExitStack() as stack:
-
-        def run(commands: str, machine: str, **variables: str) -> subprocess.Popen[str]:
-            (tmp_path / machine).mkdir(exist_ok=True)
-            venv = tmp_path / machine / ".venv"
-            if not venv.exists():
-                venv.symlink_to(Path(sys.executable).parents[1])
-            for there, here in {
-                "=gpu": "=1",
-                ":6379": f":{port}",
-                "10.0.0.1": "127.0.0.1",
-                "0.0.0.0": "127.0.0.1",
-            }.items():
-                commands = commands.replace(there, here)
-            started = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path / machine, env=environ | variables,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            )  # fmt: skip
-            stack.callback(end, started)
-            return started
-
-        yield run
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (programs / name).chmod(0o755)
+    tiny = {f"ZERO_BAND_{name}": value for name, value in TINY.items()}
+    return {"PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}", **tiny}
 
 
-def end(started: subprocess.Popen[str]) -> None:
-    """End what is left of a process's group."""
-    with suppress(ProcessLookupError):
-        os.killpg(started.pid, signal.SIGKILL)
-    started.communicate(timeout=10)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "clone").mkdir()
+    return tmp_path / "clone"
 
 
-def finished(folder: Path) -> tuple[int, bool]:
+def finished(run_dir: Path, node_id: str) -> tuple[int, bool]:
     """Inner steps that a node trained, and whether it finished the run."""
+    folder = run_dir / node_id
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     events = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     return metrics[-1]["step"], "run_finished" in events
 
 
-def test_section_has_a_block_for_one_machine_for_two_and_for_slurm(blocks: list[str]) -> None:
-    assert len(blocks) == 3
-    assert ["redis-server" in block for block in blocks] == [False, True, True]
-    assert [len(re.findall(r"zeroband launch --nproc_per_node=gpu @\d+\w", block)) for block in blocks] == [1, 1, 1]
+def test_section_has_blocks_for_one_machine_for_two_and_for_slurm(blocks: list[Block]) -> None:
+    typed = [block.words for block in blocks if block.language == "bash"]
+    assert typed == [{}, {"terminal": "store"}, {"types": "store"}, {"types": "store"}, {}]
+    launched = [len(re.findall(r"zeroband launch @\d+\w", block.text)) for block in blocks]
+    assert launched == [1, 0, 0, 1, 0, 1] and "zeroband join" in blocks[4].text
 
 
 @pytest.mark.slow
-def test_block_for_one_machine_trains_alone(start: Start, blocks: list[str], tmp_path: Path) -> None:
-    done = start(blocks[0], "one", ZERO_BAND_NODE__ID="n0")
-    printed, _ = done.communicate(timeout=120)
-    assert done.returncode == 0, printed
+def test_block_for_one_machine_trains_alone(env: Mapping[str, str], blocks: list[Block], folder: Path) -> None:
+    with terminals(folder, {**env, "ZERO_BAND_NODE__ID": "n0"}) as opened:
+        opened.type(blocks[0])
+        printed = opened.output()
     assert "made-up tokens" in printed
-    assert finished(tmp_path / "one/runs/speed/n0") == (STEPS, True)
+    assert finished(folder / "runs/speed", "n0") == (STEPS, True)
 
 
 @pytest.mark.slow
-def test_block_for_two_machines_trains_one_model_on_both(start: Start, blocks: list[str], tmp_path: Path) -> None:
-    store, _, node = blocks[1].partition("\n\n")
-    start(store, "store")
-    nodes = [start(node, name, ZERO_BAND_NODE__ID=name) for name in ("a", "b")]
-    printed = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
-    for name in ("a", "b"):
-        assert finished(tmp_path / name / "runs/first-try" / name) == (STEPS, True)
+@pytest.mark.faults
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+@pytest.mark.parametrize(
+    "names", [("one", "two"), pytest.param(("vm", "vm"), marks=pytest.mark.soak)], ids=["two names", "one name"]
+)
+def test_blocks_for_two_machines_train_one_model_on_both(
+    env: Mapping[str, str], blocks: list[Block], tmp_path: Path, names: tuple[str, str]
+) -> None:
+    store, shown, both, later = blocks[1:5]
+    with two_hosts(tmp_path, second=("b",), hostnames=names, env=env) as opened:
+        opened.type(store)
+        opened.expect(shown)
+        if names[0] == names[1]:  # the doctor says so to both, and what to type; one of them does
+            for terminal in ("a", "b"):
+                opened.type(both.only("doctor", exit="3"), terminal)
+            opened.wait_for("a", "b")
+            (advice,) = re.findall(
+                r"2 machines are called vm .*\n.*(export ZERO_BAND_NODE__ID=vm-[12])\n", opened.output("b")
+            )
+            opened.type(both.only("launch").after(advice), "b")
+            opened.type(both.only("launch"), "a")
+            names = ("vm", advice.partition("=")[2])
+        else:
+            for terminal in ("a", "b"):
+                opened.type(both, terminal)
+        opened.wait_for("a", "b")
+        opened.type(later, "b")  # the run is complete by then: it says so
+        opened.wait_for("b")
+        opened.press_ctrl_c("store")
+        opened.wait_for("store")
+    for number, name in enumerate(names):
+        run_dir = tmp_path / f"disk-{number}" / "runs/first-try"
+        assert finished(run_dir, name) == (STEPS, True)
+        assert [path.name for path in run_dir.iterdir() if (path / "events.jsonl").exists()] == [name]
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_block_for_slurm_trains_one_model_on_all_nodes(start: Start, blocks: list[str], tmp_path: Path) -> None:
-    job = start(blocks[2], "job", SLURM_JOB_ID="4711", SLURM_NNODES="2")
-    try:
-        job.wait(timeout=120)
-    finally:
-        os.killpg(job.pid, signal.SIGKILL)  # as Slurm ends what is left of a job
-    printed = job.communicate(timeout=10)[0]
-    assert job.returncode == 0, printed
+def test_block_for_slurm_trains_one_model_on_all_nodes(
+    env: Mapping[str, str], blocks: list[Block], folder: Path
+) -> None:
+    with terminals(folder, {**env, "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2"}) as opened:
+        opened.type(blocks[5])
     for name in ("node0", "node1"):
-        assert finished(tmp_path / "job/runs/4711" / name) == (STEPS, True)
+        assert finished(folder / "runs/4711", name) == (STEPS, True)

@@ -18,7 +18,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from tests.tutorial import DEADLINE_S, TUTORIALS, Block, blocks_of, shows, terminals
+from tests.hosts import obstacle
+from tests.tutorial import DEADLINE_S, TUTORIALS, Block, blocks_of, shows, terminals, two_hosts
 
 from zeroband.config import load_config
 from zeroband.observe.jsonl import JsonlTail
@@ -50,6 +51,19 @@ def test_tutorials_come_out_as_they_say(names: tuple[str, ...], tmp_path: Path) 
         opened.follow(*(TUTORIALS / f"{name}.md" for name in names))
 
 
+@pytest.mark.soak
+@pytest.mark.faults
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+@pytest.mark.parametrize("goes_on", ["operate", "when-things-go-wrong"])
+def test_tutorials_of_two_machines_come_out_on_two_hosts_where_only_an_address_changes(
+    goes_on: str, tmp_path: Path
+) -> None:
+    with two_hosts(tmp_path, second=("b", "probe")) as opened:
+        opened.follow(*(TUTORIALS / f"{name}.md" for name in ("two-machines", goes_on)))
+    found = [{path.name for path in tmp_path.glob(f"disk-{n}/runs/together/*") if path.is_dir()} for n in range(2)]
+    assert found[1] == {"b"} and "a" in found[0] and not found[0] & found[1]
+
+
 @pytest.mark.slow
 def test_tutorial_of_data_trains_two_nodes_on_each_sample_once(tmp_path: Path) -> None:
     with terminals(tmp_path) as opened:
@@ -71,7 +85,7 @@ def test_output_is_compared_by_its_words_and_their_order() -> None:
 
 def test_every_block_is_run_saved_or_said_to_be_for_elsewhere() -> None:
     assert len(BLOCKS) > 50
-    known = {"bash": {"exit", "terminal", "elsewhere"}, "console": {"elsewhere"}}
+    known = {"bash": {"exit", "terminal", "types", "elsewhere"}, "console": {"elsewhere"}, "text": {"terminal"}}
     for block in BLOCKS:
         words = known.get(block.language, {"file", "elsewhere"})
         assert set(block.words) <= words and (block.language in known or block.words), block.place
@@ -80,8 +94,6 @@ def test_every_block_is_run_saved_or_said_to_be_for_elsewhere() -> None:
 def test_configurations_in_tutorials_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in of_language("toml") + of_language("python"):
         (tmp_path / block.words["file"]).write_text(block.text, encoding="utf-8")
-    (tmp_path / "run.token").write_text(64 * "0", encoding="utf-8")
-    (tmp_path / "run.token").chmod(0o600)
     monkeypatch.chdir(tmp_path)
     commands = [
         (block, found[1] != "train", shlex.split(found[2], comments=True))

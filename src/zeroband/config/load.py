@@ -40,9 +40,12 @@ nothing to train: no configuration was given. To begin, name one, or give its ke
   zeroband demo                             four nodes on this machine, in a clone of the repository"""
 
 
-def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunConfig:
+def load_config(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, defaults: Sequence[str] = ()
+) -> RunConfig:
     """The configuration that the arguments, and the environment below them, ask for.
 
+    `defaults`: flags that hold where neither says otherwise, in the place of the schema's.
     `--help` and `--dry-run` print and end the process (SystemExit 0); of several local ranks, the first one prints.
     Raises: ConfigError with a line for each thing that is wrong.
     """
@@ -52,6 +55,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
     if line.wants_help:
         _print_and_exit(help_text(schema), environ)
     layers = [
+        layer_of_flags(parse_command_line(defaults, schema).flags, schema),
         *(layer_of_file(file, schema) for file in line.files),
         layer_of_environment(environ, schema),
         layer_of_flags(line.flags, schema),

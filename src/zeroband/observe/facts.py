@@ -40,6 +40,11 @@ class FactSource(Protocol):
         """Where the nodes' other files lie; None where only their facts can be had."""
         return None
 
+    @property
+    def has_all_machines(self) -> bool:
+        """Whether nodes of other machines are read as well."""
+        return True
+
     def node_ids(self) -> Sequence[str]:
         """The nodes that there are."""
         ...
@@ -96,6 +101,10 @@ class FolderFacts(FactSource):
     @property
     def folder(self) -> Path:
         return self._run_dir
+
+    @property
+    def has_all_machines(self) -> bool:
+        return False
 
     def node_ids(self) -> list[str]:
         self._closed_folders = []

@@ -76,7 +76,8 @@ class RunReader:
             for node_id, node in self._nodes.items()
         ]
         lost = {member for node in self._nodes.values() for member in node.lost_member_ids}
-        return replace(run_view(self._facts.run_id, views, lost), unread=tuple(self._facts.unread()))
+        view = run_view(self._facts.run_id, views, lost)
+        return replace(view, unread=tuple(self._facts.unread()), has_all_machines=self._facts.has_all_machines)
 
 
 def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
@@ -109,7 +110,17 @@ def problems_of(view: RunView) -> list[str]:
     skipped_lines = sum(node.skipped_lines for node in view.nodes)
     lines = [f"{skipped_lines} lines could not be read"] if skipped_lines else []
     lines += [f"cannot read {listed(view.unread)}"] if view.unread else []
+    lines += [f"{lacking}; --store shows all"] if (lacking := lacking_in_words(view)) else []
     return lines + ([strangers_in_words(view)] if view.strangers else [])
+
+
+def lacking_in_words(view: RunView) -> str:
+    """How many members of the run recorded nothing here, as they are on other machines; empty where none is."""
+    here = sum(node.node_id in view.members for node in view.nodes)
+    if view.has_all_machines or here == len(view.members):
+        return ""
+    are_in = "1 node is in" if len(view.members) == 1 else f"{len(view.members)} nodes are in"
+    return f"{are_in}; files of {here} are here"
 
 
 def strangers_in_words(view: RunView) -> str:

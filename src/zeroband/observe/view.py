@@ -149,6 +149,8 @@ class RunView:
 
     unread: tuple[str, ...] = ()
     """What of it cannot be read now, in words."""
+    has_all_machines: bool = field(default=True, compare=False)
+    """Whether nodes of other machines would be among them."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:

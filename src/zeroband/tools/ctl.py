@@ -1,13 +1,15 @@
-"""`zeroband ctl pause | resume | drain NODE | rollback --step N | status @config`: orders to a whole run.
+"""`zeroband ctl pause | resume | drain NODE | rollback --step N | status`: orders to a whole run.
 
 They go through the run's store and are in force from the next round on, on all nodes at once; every node writes into
-its events what it did. The configuration is the one that `train` runs with: it names the store and the run.
+its events what it did. Store, run.id and run.token are named as `zeroband store` prints them, or by --store, --run-id
+and --token-file, or by the configuration of a node (@file.toml --flags). Going back also needs --ckpt.path.
 Exit codes: 0 done, 2 the order makes no sense for this run or the arguments are wrong, 1 the store is out of reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,6 +27,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
+from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Give one order, and say what will happen. Returns the exit code."""
     options, rest = _parser().parse_known_args(argv)
     try:
-        config = load_config(rest)
+        config = config_of_order(options, rest)
         order = Order(options.action, getattr(options, "node", ""), getattr(options, "step", 0))
         with closing(open_store(config)) as store:
             print(obey(order, config, store))
@@ -45,6 +48,23 @@ def main(argv: Sequence[str]) -> int:
         print(f"zeroband ctl: {error}", file=sys.stderr)
         return _EXIT_UNREACHED
     return 0
+
+
+def config_of_order(options: argparse.Namespace, settings: Sequence[str]) -> RunConfig:
+    """What an order goes by: the store, the name, the token and the checkpoints of its run. Raises ConfigError.
+
+    `settings`: of a node, as for `train`; none are needed for that, least of all the algorithm.
+    """
+    named = {"store.url": options.store, "run.id": options.run_id, "run.token-file": options.token_file}
+    flags = [f"--{key}={value}" for key, value in named.items() if value]
+    may_be_named = bool(settings or options.store or STORE_VARIABLE in os.environ)
+    config = load_config([*settings, *flags], defaults=["--outer.type=ddp"]) if may_be_named else None
+    if config is None or config.store.address is None:
+        raise ConfigError(
+            f"which run? Set {STORE_VARIABLE}, {ID_VARIABLE} and {TOKEN_VARIABLE} as `zeroband store` printed them, or "
+            "give --store URL --run-id ID --token-file FILE"
+        )
+    return config
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,7 @@ class Order:
 
 def open_store(config: RunConfig) -> RedisStore:
     """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
-    if config.store.address is None:
-        raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
+    assert config.store.address is not None, "config_of_order and order_desk see to that"
     url, patience_s = config.store.address, _STORE_PATIENCE_S
     token = config.run.token.get_secret_value() if config.run.token else None
     key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
@@ -79,12 +98,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="zeroband ctl", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ORDER")
-    actions.add_parser("status", help="how the run stands in its store")
-    actions.add_parser("pause", help="members wait at their next boundary, with their leases")
-    actions.add_parser("resume", help="ends a pause")
-    drain = actions.add_parser("drain", help="a node leaves after its round", allow_abbrev=False)
-    drain.add_argument("node", metavar="NODE", help="its node.id")
-    rollback = actions.add_parser("rollback", help="all members go back to a checkpoint", allow_abbrev=False)
+    access = argparse.ArgumentParser(add_help=False)
+    add_access(access)
+
+    def add(name: str, meaning: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=meaning, parents=[access], allow_abbrev=False)
+
+    add("status", "how the run stands in its store")
+    add("pause", "members wait at their next boundary, with their leases")
+    add("resume", "ends a pause")
+    add("drain", "a node leaves after its round").add_argument("node", metavar="NODE", help="its node.id")
+    rollback = add("rollback", "all members go back to a checkpoint")
     rollback.add_argument("--step", type=int, required=True, help="inner step of the checkpoint")
     return parser
 
@@ -117,7 +141,7 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
 def _good_steps(config: RunConfig, wanted: int) -> list[int]:
     """Steps of the run's checkpoints; the one that is wanted only if its files are all there. Raises ConfigError."""
     if config.ckpt.path is None:
-        raise ConfigError("this configuration has no ckpt.path: give the one of the run's nodes")
+        raise ConfigError("where are the checkpoints? Give --ckpt.path, the one of the run's nodes")
     storage = open_storage(config.ckpt.path, config.run.id)
     try:
         steps = steps_in_order(storage)

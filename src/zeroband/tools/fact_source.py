@@ -1,4 +1,4 @@
-"""Where a tool that shows a run reads what its nodes recorded: a folder, or the run's store."""
+"""Which run a tool is asked about: a folder, or store, name and token; and where to read what its nodes recorded."""
 
 from __future__ import annotations
 
@@ -11,44 +11,65 @@ from zeroband.errors import ConfigError
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import find_run_dir
 
-STORE_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN"
+STORE_VARIABLE, ID_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__ID", "ZERO_BAND_RUN__TOKEN"
+"""What `zeroband store` prints for the machines of a run."""
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Let the arguments say which run is meant."""
+    """Let the arguments say which run is meant, and where it is read."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="<run.dir>/<run.id>, for example runs/first")
+    add_access(parser)
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Let the arguments name a run's store, its name and its token."""
     parser.add_argument(
-        "--store", metavar="URL", help=f"the run's store (store.url) instead of a folder; without it {STORE_VARIABLE}"
-    )
-    parser.add_argument("--run-id", metavar="ID", help="in a store: the run.id of its nodes")
+        "--store", metavar="URL", nargs="?", const="",
+        help=f"the run's store (store.url), for all its nodes; without URL, or left out: {STORE_VARIABLE}",
+    )  # fmt: skip
+    parser.add_argument("--run-id", metavar="ID", help=f"in a store: the run.id of its nodes; without it {ID_VARIABLE}")
     parser.add_argument(
         "--token-file", type=Path, metavar="PATH",
         help=f"in a store: holds run.token; without it {TOKEN_VARIABLE} or {TOKEN_VARIABLE}_FILE",
     )  # fmt: skip
 
 
+def is_in_store(options: argparse.Namespace) -> bool:
+    """Whether the arguments ask for a run's store."""
+    return any(asked is not None for asked in (options.store, options.run_id, options.token_file))
+
+
 def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> FactSource:
     """Open what the arguments name; `close()` it. Raises ConfigError."""
     run_dir: Path | None = options.run_dir
-    run_id: str | None = options.run_id
-    is_in_store = any(asked is not None for asked in (options.store, run_id, options.token_file))
-    if (run_dir is None) != is_in_store:
+    if run_dir is None and not is_in_store(options):
         raise ConfigError("name one run: its folder (runs/first), or --store URL --run-id ID")
-    if run_dir is not None:
+    if run_dir is not None and not is_in_store(options):
         return FolderFacts(find_run_dir(run_dir))
-    if run_id is None:
-        raise ConfigError("a store may hold several runs: --store needs --run-id")
-    from zeroband.elastic.store.facts import StoreFacts
+    from zeroband.elastic.store.facts import NearAndFar, StoreFacts
 
-    return StoreFacts(store_of(options, environ), run_id, token_of(options, environ))
+    run_id = run_id_of(options, environ)
+    far = StoreFacts(store_of(options, environ), run_id, token_of(options, environ))
+    return far if run_dir is None else NearAndFar(FolderFacts(run_dir), far)
 
 
 def store_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
     """The address of the store that the arguments or the environment name. Raises ConfigError."""
     url: str | None = options.store or environ.get(STORE_VARIABLE)
     if url is None:
-        raise ConfigError(f"--run-id needs the run's store: give --store URL, or set {STORE_VARIABLE}")
+        raise ConfigError(f"where is the run's store? give --store URL, or set {STORE_VARIABLE}")
     return url
+
+
+def run_id_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """The name of the run in its store that the arguments or the environment give. Raises ConfigError."""
+    run_dir: Path | None = options.run_dir
+    run_id: str | None = options.run_id or (environ.get(ID_VARIABLE) if run_dir is None else run_dir.absolute().name)
+    if run_id is None:
+        raise ConfigError(f"a store may hold several runs: --store needs --run-id, or {ID_VARIABLE}")
+    if run_dir is not None and run_id != run_dir.absolute().name:
+        raise ConfigError(f"name one run: {run_dir} is another one than --run-id {run_id}")
+    return run_id
 
 
 def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -1,82 +1,177 @@
-"""`zeroband store`: the store of a run, from a machine that every node reaches, without a Redis of one's own to set up.
+"""`zeroband store`: the store of a run, and what every machine of the run needs to know of it.
 
-Runs until Ctrl-C or SIGTERM, and keeps nothing on disk: a run outlasts a store that comes back empty at its address.
-Exit codes: 0 ended, 2 the arguments are wrong, or no server can be started.
+Prints the three lines that are typed on each machine: address with password, run.id, run.token. Runs until Ctrl-C or
+SIGTERM, or with a COMMAND behind `--`, which gets them in its environment, until that ends. Keeps the token in a file,
+and nothing else: started again with that file it prints the same lines, and a run outlasts a store that comes back
+empty. Exit codes: 0 ended, that of the COMMAND, 2 the arguments are wrong, or no server can be started.
 """
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import re
 import secrets
+import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from zeroband.config.section import NAME_PATTERN
+from zeroband.config.store_url import place_of
+from zeroband.config.token_file import read_token
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
+from zeroband.node.run_names import AUTO
+from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE
 
 _EXIT_CONFIG = 2
-_LEAST_PASSWORD = 16
+_LEAST_TOKEN = 16
 _LOOK_S = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until somebody ends it. Returns the exit code."""
+    """Serve until somebody ends it, or the command has ended. Returns the exit code."""
     options = _parser().parse_args(argv)
-    ending = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: ending.set())
     try:
-        password = _password(options.password_file)
-        with RedisServer(host=options.host, port=options.port, password=password) as server:
-            print("zeroband store: serves until Ctrl-C; on every node:")
-            print(f"export ZERO_BAND_STORE__URL={server.url}", flush=True)
-            while not ending.wait(_LOOK_S):
-                if not server.is_running:
-                    raise ConfigError(f"the server ended by itself; it said: {server.said}")
+        return _serve(options)
     except ConfigError as error:
         print(f"zeroband store: {error}", file=sys.stderr)
         return _EXIT_CONFIG
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband store",
-        description="Serve as the store of a run until Ctrl-C. Keeps nothing on disk: nodes bring back what it forgot.",
+        usage="zeroband store [--host HOST] [--port PORT] [--run-id ID] [--token-file FILE] [-- COMMAND ...]",
+        description="Serve as the store of a run, and print the lines that are typed on each of its machines. Keeps "
+        "nothing but the token: nodes bring back what the store forgot.",
+        epilog="example: zeroband store --host 10.0.0.1 --run-id first",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--host",
         default="127.0.0.1",
-        help="address to listen on, by which the nodes reach this machine; default: %(default)s, for nodes on it alone",
+        help="address or name under which the others reach this machine; default: %(default)s, for nodes on it alone",
     )
-    parser.add_argument("--port", type=int, default=6379, help="default: %(default)s")
-    parser.add_argument(
-        "--password-file",
+    add("--port", type=int, default=6379, help="default: %(default)s")
+    add("--run-id", default=os.environ.get(ID_VARIABLE, "default"), metavar="ID", help="default: %(default)s")
+    add(
+        "--token-file",
         type=Path,
-        help="holds the password, and is made with a new one where it does not exist; default: a new one each time",
+        metavar="FILE",
+        help="holds run.token, and is made with a new one where it does not exist; without it "
+        f"{TOKEN_VARIABLE}, {TOKEN_VARIABLE}_FILE, or run.token in this folder",
     )
+    add("command", nargs="*", metavar="COMMAND", help="run it with these in its environment, and end with it")
     return parser
 
 
-def _password(path: Path | None) -> str:
-    """The password of the store. Raises ConfigError."""
-    new = secrets.token_urlsafe(24)
-    if path is None:
-        return new
+def _serve(options: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    run_id: str = options.run_id
+    if run_id == AUTO:
+        raise ConfigError(f"--run-id {AUTO}: name the run, which all of its machines have to call the same")
+    if not re.fullmatch(NAME_PATTERN, run_id):
+        raise ConfigError(f"--run-id {run_id!r}: a name is 1 to 64 letters, digits, dots, dashes and underscores")
+    token, kept = _token(options.token_file, os.environ)
+    ending = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: ending.set())
     try:
+        password = RunKey.of(token, run_id).store_password
+        with RedisServer(host=_bound(options.host), port=options.port, password=password) as server:
+            url = f"redis://:{password}@{place_of(options.host, options.port)}"
+            needed = {STORE_VARIABLE: url, ID_VARIABLE: run_id, TOKEN_VARIABLE: token}
+            if options.command:
+                return _run(options.command, needed, server, ending)
+            print(f"zeroband store: serves until Ctrl-C; {kept}; on every machine of the run, type", file=sys.stderr)
+            print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in needed.items()), flush=True)
+            while not ending.wait(_LOOK_S):
+                _require_running(server)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _bound(host: str) -> str:
+    """What the server listens on. A name often means an address of loopback on the machine that has it.
+
+    Raises ConfigError for an address that means every machine to itself.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "* -::*"
+    if address.is_unspecified:
+        raise ConfigError(f"--host {host} leads nobody here; give the address or name by which nodes reach it")
+    return host
+
+
+def _run(
+    command: Sequence[str], needed: Mapping[str, str], server: RedisServer, is_asked_to_end: threading.Event
+) -> int:
+    """Run a command that needs the store, and hand on what it is asked to do. Returns its exit code."""
+    try:
+        started = subprocess.Popen(command, env={**_without_token_file(os.environ), **needed})
+    except OSError as error:
+        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _frame: started.send_signal(number))
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # Ctrl-C reaches the command by itself
+    if is_asked_to_end.is_set():
+        started.terminate()
+    while True:
+        try:
+            code = started.wait(_LOOK_S)
+            return code if code >= 0 else 128 - code
+        except subprocess.TimeoutExpired:
+            if not server.is_running:
+                started.terminate()
+                started.wait()
+                _require_running(server)
+
+
+def _without_token_file(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name != f"{TOKEN_VARIABLE}_FILE"}
+
+
+def _require_running(server: RedisServer) -> None:
+    if not server.is_running:
+        raise ConfigError(f"the server ended by itself; it said: {server.said}")
+
+
+def _token(path: Path | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The run's token, and where it is kept, for people. Raises ConfigError."""
+    if path is None and TOKEN_VARIABLE in environ:
+        token, kept = environ[TOKEN_VARIABLE], f"the token is that of {TOKEN_VARIABLE}"
+    else:
+        path = path or Path(environ.get(f"{TOKEN_VARIABLE}_FILE") or "run.token")
+        try:
+            if not path.exists():
+                _make_token(path)
+        except OSError as error:
+            raise ConfigError(f"--token-file {path}: {error.strerror}; name one in a folder of this user's") from error
+        token, kept = read_token(path).get_secret_value(), f"the token is kept in {path}"
+    if len(token) < _LEAST_TOKEN:
+        raise ConfigError(f"run.token has {len(token)} letters, which can be guessed; use {_LEAST_TOKEN} or more")
+    return token, kept
+
+
+def _make_token(path: Path) -> None:
+    """Make a file with a new token, whole or not at all; another store may be faster. Raises OSError."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 600
+        file.write(f"{secrets.token_hex(32)}\n")
+        file.flush()
         with suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(new)
-        found = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--password-file {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(found) < _LEAST_PASSWORD:
-        raise ConfigError(f"--password-file {path}: {len(found)} letters can be guessed; use {_LEAST_PASSWORD} or more")
-    return found
+            os.link(file.name, path)

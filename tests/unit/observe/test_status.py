@@ -254,6 +254,19 @@ def test_status_says_what_cannot_be_read(run_dir: Path) -> None:
     assert "cannot read n1/events.jsonl: Is a directory" in render(RunReader(FolderFacts(run_dir)).read())
 
 
+def test_status_says_how_many_members_have_their_files_elsewhere(run_dir: Path) -> None:
+    """On one of two machines that share no disk."""
+    here, there = Node(run_dir, "n0"), Node(run_dir.parent / "other machine", "n1")
+    for node in (here, there):
+        node.start()
+        node.join()
+    here.commit(1, [here.member_id, there.member_id])
+    reader = RunReader(FolderFacts(run_dir))
+    assert "2 nodes are in; files of 1 are here; --store shows all" in render(reader.read())
+    here.commit(2, [here.member_id], epoch=2)
+    assert "files of" not in render(reader.read())
+
+
 def test_line_with_a_field_of_another_shape_is_counted(run_dir: Path) -> None:
     [node] = founded(run_dir, "n0")
     committed = {"round": 1, "epoch": 1, "members": [node.member_id], "digest": "d"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,9 +68,26 @@ def test_run_that_the_store_does_not_know_gives_2(redis_url: str, capsys: pytest
     assert "no run.id='run'" in capsys.readouterr().err
 
 
-def test_configuration_without_a_store_gives_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_to_no_run_gives_2_and_says_how_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["pause"]) == 2
-    assert "store.url" in capsys.readouterr().err
+    assert "--store URL --run-id ID --token-file FILE" in capsys.readouterr().err
+
+
+def test_order_needs_store_name_and_token_alone(
+    open_store: Callable[..., RedisStore], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_store(token="sesame")
+    run.found_or_match({})
+    (tmp_path / "token").write_text("sesame\n")
+    (tmp_path / "token").chmod(0o600)
+    assert ctl.main(["pause", "--store", redis_url, "--run-id", "run", "--token-file", str(tmp_path / "token")]) == 0
+    assert run.view(0).orders == Orders(1, is_paused=True)
+    monkeypatch.setenv("ZERO_BAND_STORE__URL", redis_url)  # as `zeroband store` prints them
+    monkeypatch.setenv("ZERO_BAND_RUN__ID", "run")
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "sesame")
+    assert ctl.main(["resume"]) == 0
+    assert ctl.main(["pause", "@debug/diloco"]) == 0  # a node's configuration is taken as well
+    assert run.view(0).orders == Orders(3, is_paused=True)
 
 
 def test_store_that_does_not_answer_gives_1(monkeypatch: pytest.MonkeyPatch) -> None:

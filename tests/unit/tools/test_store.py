@@ -1,20 +1,22 @@
-"""`zeroband store` serves a run with a password, until it is told to end."""
+"""`zeroband store` serves a run and prints what its machines type, until it is told to end."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import redis
 
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.store import main
 
@@ -22,14 +24,14 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def start_one(*arguments: str) -> subprocess.Popen[str]:
+    def start_one(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         program = "import sys; from zeroband.cli import main; sys.exit(main(['store', *sys.argv[1:]]))"
         command = [sys.executable, "-c", program, "--port", str(free_port()), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(command, text=True, **pipes))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": tmp_path}
+        started.append(subprocess.Popen(command, text=True, env={**os.environ, **(env or {})}, **pipes))
         return started[-1]
 
     yield start_one
@@ -43,20 +45,23 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def address(process: subprocess.Popen[str]) -> str:
+def printed(process: subprocess.Popen[str]) -> dict[str, str]:
+    """What a shell has set that was typed the lines that the store printed."""
     assert process.stdout is not None
-    process.stdout.readline()
-    found = re.fullmatch(r"export ZERO_BAND_STORE__URL=(redis://\S+)\n", process.stdout.readline())
-    assert found, process.communicate()
-    return found[1]
+    lines = [process.stdout.readline() for _ in range(3)]
+    words = [word for line in lines for word in shlex.split(line) if word != "export"]
+    assert len(words) == 3 and all(line.startswith("export ") for line in lines), process.communicate()
+    return dict(word.split("=", 1) for word in words)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_store_serves_a_run_to_who_has_its_password_until_it_is_ended(start: Start, number: int) -> None:
-    process = start()
-    url = address(process)
-    store = RedisStore(url, "run", patience_s=5.0)
+def test_store_serves_a_run_to_who_typed_its_lines_until_it_is_ended(start: Start, number: int) -> None:
+    process = start("--run-id", "first")
+    typed = printed(process)
+    url, token = typed["ZERO_BAND_STORE__URL"], typed["ZERO_BAND_RUN__TOKEN"]
+    assert typed["ZERO_BAND_RUN__ID"] == "first" and len(token) == 64
+    store = RedisStore(url, "first", key=RunKey.of(token, "first"), patience_s=5.0)
     assert store.found_or_match({"a": "1"})["a"] == "1"
     store.close()
     with (
@@ -65,42 +70,90 @@ def test_store_serves_a_run_to_who_has_its_password_until_it_is_ended(start: Sta
     ):
         other.ping()
     process.send_signal(number)
-    assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
+    said, remarks = process.communicate(timeout=20)
+    assert (said, process.returncode) == ("", 0) and "the token is kept in run.token" in remarks
+    assert token not in remarks
     with redis.Redis.from_url(url) as gone, pytest.raises(redis.ConnectionError):
         gone.ping()
 
 
 @pytest.mark.slow
-def test_password_is_kept_where_only_its_user_reads_it(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "password"
-    urls = [address(start("--password-file", str(path))) for _ in range(2)]
-    assert all(f":{path.read_text()}@" in url for url in urls) and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(path.read_text()) >= 32
+def test_store_that_is_started_again_prints_the_same_lines(start: Start, tmp_path: Path) -> None:
+    port = ("--port", str(free_port()))
+    first = start(*port)
+    lines = printed(first)
+    first.terminate()
+    assert first.wait(20) == 0
+    assert printed(start(*port)) == lines
+    token = tmp_path / "run.token"
+    assert token.read_text().strip() == lines["ZERO_BAND_RUN__TOKEN"] and stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [token]
+    assert lines["ZERO_BAND_RUN__TOKEN"] not in lines["ZERO_BAND_STORE__URL"]
+
+
+@pytest.mark.slow
+def test_store_takes_the_token_that_is_there_already(start: Start, tmp_path: Path) -> None:
+    lines = printed(start(env={"ZERO_BAND_RUN__TOKEN": "open sesame, says he", "ZERO_BAND_RUN__ID": "cave"}))
+    assert (lines["ZERO_BAND_RUN__TOKEN"], lines["ZERO_BAND_RUN__ID"]) == ("open sesame, says he", "cave")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_command_gets_the_lines_in_its_environment_and_the_store_ends_with_it(start: Start, tmp_path: Path) -> None:
+    program = """
+import os, signal, redis
+url = os.environ["ZERO_BAND_STORE__URL"]
+redis.Redis.from_url(url).ping()
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to leave", flush=True), os._exit(75)))
+print(url, os.environ["ZERO_BAND_RUN__ID"], "ZERO_BAND_RUN__TOKEN_FILE" in os.environ, flush=True)
+signal.pause()
+"""
+    env = {"ZERO_BAND_RUN__TOKEN_FILE": str(tmp_path / "kept")}
+    process = start("--run-id", "first", "--", sys.executable, "-c", program, env=env)
+    assert process.stdout is not None
+    url, *rest = process.stdout.readline().split()
+    assert rest == ["first", "False"] and (tmp_path / "kept").exists()
+    seen = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert not any(secret in line for line in seen for secret in (url.encode(), (tmp_path / "kept").read_bytes()[:64]))
+    process.terminate()
+    assert process.communicate(timeout=20) == ("asked to leave\n", "") and process.returncode == 75
+    with redis.Redis.from_url(url) as gone, pytest.raises(redis.ConnectionError):
+        gone.ping()
 
 
 @pytest.mark.slow
 def test_server_that_is_killed_is_told(start: Start) -> None:
     process = start()
-    with redis.Redis.from_url(address(process)) as client:
+    with redis.Redis.from_url(printed(process)["ZERO_BAND_STORE__URL"]) as client:
         os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)  # type: ignore[index]
     _, said = process.communicate(timeout=20)
     assert process.returncode == 2 and "the server ended by itself" in said
 
 
+@pytest.mark.usefixtures("own_folder")
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_port_taken: int) -> None:
     (tmp_path / "short").write_text("guess me\n")
-    assert main(["--password-file", str(tmp_path / "short")]) == 2
-    assert "8 letters can be guessed" in capsys.readouterr().err
-    assert main(["--password-file", str(tmp_path)]) == 2
-    assert "Is a directory" in capsys.readouterr().err
-    assert main(["--port", str(redis_port_taken)]) == 2
-    assert "Address already in use" in capsys.readouterr().err
+    (tmp_path / "short").chmod(0o600)
+    for arguments, said in [
+        (["--token-file", "short"], "8 letters, which can be guessed"),
+        (["--token-file", "."], "run.token_file='.' cannot be read: Is a directory"),
+        (["--token-file", "none/token"], "none/token: No such file or directory; name one in a folder"),
+        (["--run-id", "a b"], "--run-id 'a b': a name is"),
+        (["--run-id", "auto"], "name the run"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 leads nobody here"),
+        (["--port", str(redis_port_taken)], "Address already in use"),
+        (["--port", str(free_port()), "--", "no-such-program"], "cannot run no-such-program"),
+    ]:
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def redis_port_taken() -> Iterator[int]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield int(listener.getsockname()[1])
-    for number, handler in before.items():
-        signal.signal(number, handler)

@@ -1,9 +1,9 @@
 """`zeroband board [RUN_DIR] [--store URL] [--run-id ID]`: a page that shows a run while it trains, and after it.
 
-It shows what the nodes record: those of a folder, of a store with --run-id, or with both those of the folder and the
-others of that run. Without arguments it is the newest run in ./runs; where there is none, it waits for one. It listens
-on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's token it takes
-orders: with --run-id, or where ZERO_BAND_STORE__URL and ZERO_BAND_RUN__TOKEN_FILE are set.
+It shows what the nodes record: those of a folder, of a store with --run-id, or, with RUN_DIR --store, those of the
+folder and the others of that run. Without arguments it is the newest run in ./runs; where there is none, it waits for
+one. It listens on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's
+token it takes orders: with --store or --run-id, or where ZERO_BAND_STORE__URL and the token are set.
 Exit codes: 0 ended, 2 the arguments are wrong or the port is taken.
 """
 
@@ -28,7 +28,15 @@ from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.orders import OrderDesk, give_through_store
 from zeroband.tools.board.state import RunWatch, find_run
-from zeroband.tools.fact_source import TOKEN_VARIABLE, add_source, open_source, store_of, token_of
+from zeroband.tools.fact_source import (
+    TOKEN_VARIABLE,
+    add_source,
+    is_in_store,
+    open_source,
+    run_id_of,
+    store_of,
+    token_of,
+)
 
 PORT = 8420
 _EXIT_CONFIG = 2
@@ -152,15 +160,15 @@ def exposure(*, takes_orders: bool) -> str:
 def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | None], OrderDesk, str]:
     """How the run that is meant is found, where orders to it are taken, and where it lies. Raises ConfigError."""
     run_dir: Path | None = arguments.run_dir
-    if arguments.store is None and arguments.run_id is None and arguments.token_file is None:
+    if not is_in_store(arguments):
         folder = run_dir or Path("runs")
         found = find_run(folder)  # once: orders go to the run that is shown
         find = partial(find_run, folder) if found is None else lambda: found
         return find, order_desk(found), str(folder)
-    if run_dir is None or run_dir.name != arguments.run_id:
+    if run_dir is None:
         facts = open_source(arguments)
         return lambda: facts, store_desk(arguments), facts.place
-    far = StoreFacts(store_of(arguments), run_dir.name, token_of(arguments))
+    far = StoreFacts(store_of(arguments), run_id_of(arguments), token_of(arguments))
 
     def find_both() -> FactSource | None:
         near = find_run(run_dir)
@@ -175,8 +183,8 @@ def store_desk(arguments: argparse.Namespace) -> OrderDesk:
     token = token_of(arguments)
     if token is None:
         return OrderDesk(None, None)
-    asked = ["--outer.type=ddp", f"--store.url={store_of(arguments)}", f"--run.id={arguments.run_id}"]
-    config = load_config(asked, {TOKEN_VARIABLE: token})  # what an order goes by; which algorithm it is does not matter
+    asked = [f"--store.url={store_of(arguments)}", f"--run.id={run_id_of(arguments)}"]
+    config = load_config(asked, {TOKEN_VARIABLE: token}, defaults=["--outer.type=ddp"])  # as `zeroband ctl` does
     return OrderDesk(token, give_through_store(config))
 
 

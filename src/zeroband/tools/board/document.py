@@ -11,7 +11,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
 from statistics import fmean
@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, JoinView, LinkView, Promise, RoundView, RunHistory, Span, WaitingFor
-from zeroband.observe.status import human_count, strangers_in_words
+from zeroband.observe.status import human_count, lacking_in_words, strangers_in_words
 from zeroband.observe.view import EventView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, event_in_words, listed
 
@@ -120,6 +120,8 @@ class Setting:
     """What a node costs, in US dollars."""
     orders_allowed: bool = False
     orders_why: str = ""
+    has_all_machines: bool = True
+    """Whether nodes of other machines are read as well."""
 
 
 class Encoder:
@@ -186,6 +188,8 @@ def state_document(
         words = "Nothing of this run could be read yet."
     if view.strangers:
         words += f" {strangers_in_words(view)}."
+    if lacking := lacking_in_words(replace(view, has_all_machines=setting.has_all_machines)):
+        words += f" {lacking}; --store shows all."
     sample = known.sample(at_s)
     return {
         "run_id": run_id,

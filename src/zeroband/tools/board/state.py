@@ -298,7 +298,7 @@ def find_run(path: Path) -> FolderFacts | None:
 
 def read_setting(setting: Setting, source: FactSource) -> Setting:
     """What the configuration of a run's nodes says, where it lies beside their facts."""
-    setting = replace(setting, place=source.place)
+    setting = replace(setting, place=source.place, has_all_machines=source.has_all_machines)
     files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))
     if not files:
         return setting

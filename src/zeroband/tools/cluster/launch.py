@@ -34,7 +34,8 @@ _EXIT_FAILED, _EXIT_CONFIG, _EXIT_LEARNS_NOTHING = 1, 2, 4
 _EXITS_AGAIN = (_EXIT_CONFIG, _EXIT_LEARNS_NOTHING)
 """Which another start would most likely end with, too."""
 
-_FROM_TORCHRUN = {"nproc_per_node": "1", "max_restarts": "0", "nnodes": "1"}
+_RANKS_MEANING = "ranks: a number, gpu, cpu or auto; left out: one for each GPU, or one"
+_FROM_TORCHRUN = {"nproc_per_node": "", "max_restarts": "0", "nnodes": "1"}
 """Options that torchrun also reads from its environment, and what holds where nobody gives them."""
 
 
@@ -90,6 +91,10 @@ def parse(argv: Sequence[str]) -> Launch:
         )
     if not restarts.value.isdecimal():
         raise ConfigError(f"{restarts} is no number of starts after the first: 0 or more{restarts.way_out}")
+    try:
+        count = count_of(ranks.value)
+    except ValueError as error:
+        raise ConfigError(f"{ranks}{error}{ranks.way_out}") from None
     if not 0 <= asked.exit_code_left <= 255:
         raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
     if asked.script.startswith("@"):
@@ -97,7 +102,7 @@ def parse(argv: Sequence[str]) -> Launch:
     else:
         runs = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
     command = (*runs, asked.script, *asked.arguments)
-    return Launch(count_of(ranks), int(restarts.value), command, asked.exit_code_left)
+    return Launch(count, int(restarts.value), command, asked.exit_code_left)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="ranks (1): a number, gpu, cpu or auto")
+    add("--nproc-per-node", "--nproc_per_node", metavar="N", help=_RANKS_MEANING)
     add("--max-restarts", "--max_restarts", metavar="N", help="starts after one has failed (0)")
     left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
     add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
@@ -148,19 +153,21 @@ def _given(name: str, value: str | None, environ: Mapping[str, str]) -> Given:
     return Given(_FROM_TORCHRUN[name] if value is None else value, option)
 
 
-def count_of(ranks: Given) -> int:
-    """How many ranks are asked for. Raises ConfigError."""
-    if ranks.value in ("gpu", "auto"):
-        gpus = len(visible_gpus(os.environ))
+def count_of(ranks: str) -> int:
+    """How many ranks are asked for: a number, gpu, cpu or auto; empty: one for each GPU, or one. Raises ValueError."""
+    gpus = len(visible_gpus(os.environ))
+    if not ranks:
+        return gpus or 1
+    if ranks in ("gpu", "auto"):
         if gpus:
             return gpus
-        if ranks.value == "gpu":
-            raise ConfigError(f"{ranks}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number")
-    if ranks.value in ("cpu", "auto"):
+        if ranks == "gpu":
+            raise ValueError(": no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number")
+    if ranks in ("cpu", "auto"):
         return usable_processors()
-    if not ranks.value.isdecimal() or int(ranks.value) < 1:
-        raise ConfigError(f"{ranks} is no number of ranks: 1 or more, gpu, cpu or auto{ranks.way_out}")
-    return int(ranks.value)
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise ValueError(" is no number of ranks: 1 or more, gpu, cpu or auto")
+    return int(ranks)
 
 
 class Launcher:

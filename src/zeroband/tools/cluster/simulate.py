@@ -1,4 +1,4 @@
-"""`zeroband simulate NODES RANKS SCRIPT ...`: a run of several nodes on this machine, their output on one console."""
+"""`zeroband simulate NODES RANKS @config`: a run of several nodes on this machine, their output on one console."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         ranks = ranks_of_nodes(arguments.nodes, arguments.ranks)
+        if arguments.script.startswith("@"):
+            return simulate(ranks, TRAINER, [arguments.script, *arguments.arguments])
         return simulate(ranks, Path(arguments.script), [*arguments.arguments])
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
@@ -42,11 +44,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Start several nodes of one run on this machine, with a Redis of their own unless "
         "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store. With --virtual instead, none: a "
         "run in virtual time, for planning; `zeroband simulate --virtual --help` says more.",
-        epilog="example: zeroband simulate 2 2 src/zeroband/train.py @configs/debug/diloco.toml --train.micro_bs 4",
+        epilog="example: zeroband simulate 2 2 @debug/diloco --train.micro_bs 4",
     )
     parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")
     parser.add_argument("ranks", metavar="RANKS", help="ranks of each node, or one number for each: 2,1")
-    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs: src/zeroband/train.py")
+    parser.add_argument(
+        "script", metavar="[SCRIPT]", help="what each rank runs: a file; left out before an @: the trainer"
+    )
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script: @config.toml --flags"
     )

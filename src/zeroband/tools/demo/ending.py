@@ -11,10 +11,10 @@ from zeroband.observe.status import sent_in_words
 from zeroband.observe.view import RunView
 
 _FOR_REAL = """\
-For real: one Redis that all machines reach, one secret, made once with `openssl rand -hex 32`, and on every machine:
-  (umask 077; cat > token)      # the secret, Enter, Ctrl-D
-  export ZERO_BAND_STORE__URL=redis://HOST:6379 ZERO_BAND_RUN__TOKEN_FILE=token ZERO_BAND_RUN__ID=first
-  uv run zeroband launch --nproc_per_node=gpu @150M
+For real, on a machine that all others reach under the address HOST:
+  uv run zeroband store --host HOST --run-id first
+and on every machine, behind the three lines that this prints:
+  uv run zeroband launch @150M
 A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
   ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 
 from zeroband.checks.finding import Finding
 from zeroband.config import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
@@ -87,12 +87,24 @@ def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_
     listen = listen_address_of(config, host, key)
     with Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting:
         print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
-        peers = meeting.gather(nodes, wait_s)
-        if len(peers) < nodes:
-            came = ", ".join(sorted(peers))
-            advice = "run it on all of them at the same time"
-            yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", advice, stops="start")
-        yield from (_pair(pair) for pair in meeting.measure(meeting.probe()))
+        meeting.gather(nodes, wait_s)
+        peers = meeting.probe()
+        yield from _who_came(meeting, peers, nodes)
+        yield from (_pair(pair) for pair in meeting.measure(peers))
+
+
+def _who_came(meeting: Meeting, peers: Mapping[str, Peer], nodes: int) -> Iterator[Finding]:
+    """What is wrong with those who came, if anything is: too few, or two machines of one name."""
+    namesakes = meeting.namesakes(peers)
+    came = ", ".join(sorted(f"{peer.node_id} at {peer.host}" for peer in peers.values()))
+    if len(namesakes) > 1:
+        name = peers[meeting.member_id].node_id
+        another = f"{name}-{1 + namesakes.index(meeting.member_id)}"
+        advice = f"each machine of a run has a name of its own; here: export ZERO_BAND_NODE__ID={another}"
+        yield Finding("node.id", f"{len(namesakes)} machines are called {name} ({came})", advice, stops="start")
+    if len(peers) < nodes:
+        advice = "run it on all of them at the same time"
+        yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", advice, stops="start")
 
 
 def _pair(pair: PairFinding) -> Finding:

@@ -20,6 +20,7 @@ from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.reach import choose_lines, dials, is_behind, probe_ways, ways_to
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.rounds.member import new_member_id
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
@@ -84,7 +85,8 @@ class Meeting:
     """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
 
     def __init__(self, store: Store, node_id: str, listen: ListenAddress, key: RunKey, *, is_sealed: bool) -> None:
-        self.member_id = node_id
+        self.member_id = new_member_id(node_id)  # of its own, so that two machines of one name see each other
+        self._node_id = node_id
         self._store = store
         self._listen = listen
         guardian, trainer = channel()
@@ -99,7 +101,7 @@ class Meeting:
         self._monitor = LinkMonitor(
             listen.bind_host or listen.host,
             port=listen.bind_port,
-            identity=Identity(node_id, key, is_sealed),
+            identity=Identity(self.member_id, key, is_sealed),
             take=pass_on,
             detect_s=LEASE_S,
             on_gone=lambda member: None,
@@ -133,7 +135,7 @@ class Meeting:
         if self._is_behind and self._listen.is_relayed:
             self._lines = choose_lines(own, self._lines, monitor.dialled(), self._peers)
         seen = monitor.cut_off(), (), monitor.undialled(), self._lines
-        peer = Peer(own, self._listen.host, self.port, False, *seen)
+        peer = Peer(self._node_id, self._listen.host, self.port, False, *seen)
         peers = self._peers = self._store.renew_lease(own, peer, first=self._is_first) or {}
         self._is_first = False
         others = [m for m in peers if m != own]
@@ -155,6 +157,10 @@ class Meeting:
             time.sleep(_RENEW_S)
         return self.look()
 
+    def namesakes(self, peers: Mapping[str, Peer]) -> list[str]:
+        """The members with this node's name, itself among them, in the same order on each of them."""
+        return sorted(member for member, peer in peers.items() if peer.node_id == self._node_id)
+
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
         own, behind = self.member_id, {m for m, peer in peers.items() if peer.lines}
@@ -174,7 +180,9 @@ class Meeting:
             way = seen[other].way if other in seen else "direct"
             if way in peers and mbit is not None and not self._links.hosts(other) & _addresses_of(peers[way].host):
                 way = MET
-            findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit, way))
+            elif way in peers:
+                way = peers[way].node_id
+            findings.append(PairFinding(peer.node_id, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit, way))
             self.look()
         return findings
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zeroband.data.ledger import SHARED, Range, count
 from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, Series
-from zeroband.observe.status import human_bytes, sent_in_words
+from zeroband.observe.status import human_bytes, lacking_in_words, sent_in_words
 from zeroband.observe.words import event_in_words
 from zeroband.tools.document import html
 from zeroband.tools.document.html import NOT_MEASURED, text
@@ -367,6 +368,8 @@ def _remarks(record: RunRecord) -> str:
     lines = list(record.problems)
     if record.skipped_lines:
         lines.append(f"Lines of the nodes' files that could not be read, and are missing: {record.skipped_lines}.")
+    if lacking := lacking_in_words(replace(record.history.view(), has_all_machines=False)):
+        lines.append(f"At its newest round {lacking}; the others' are on their machines.")
     offsets = {node_id: by for node_id, by in record.history.offsets().items() if by}
     lines += [
         f"The clock of {node_id} was {by:+.1f} s apart; its times are corrected."

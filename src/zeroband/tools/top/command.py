@@ -21,7 +21,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import RunView
-from zeroband.tools.fact_source import add_source, open_source
+from zeroband.tools.fact_source import add_source, is_in_store, open_source
 from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     add_source(parser)
     options = parser.parse_args(argv)
     try:
-        if options.store is None and options.run_id is None and options.token_file is None:
+        if not is_in_store(options):
             run_dir = newest_run(options.run_dir or Path("runs"))
             with closing(FolderFacts(run_dir)) as facts:
                 return show(facts, lambda known: folder_words(run_dir, known))

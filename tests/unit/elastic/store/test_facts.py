@@ -650,6 +650,7 @@ def test_status_follows_a_store_that_goes_away_and_comes_back(
         (["somewhere", "--store", "URL", "--run-id", RUN_ID], 2, "name one run"),
         (["somewhere", "--run-id", RUN_ID], 2, "name one run"),
         (["--run-id", RUN_ID], 2, "give --store URL, or set ZERO_BAND_STORE__URL"),
+        (["--store"], 2, "--store needs --run-id, or ZERO_BAND_RUN__ID"),
         ([], 2, "name one run"),
     ],
 )

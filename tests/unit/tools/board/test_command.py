@@ -175,6 +175,26 @@ def test_page_of_a_folder_and_a_store_shows_the_nodes_of_both(
         desk.take("Bearer s3cret", {"order": "pause"}, client="")
 
 
+def test_page_of_one_machine_says_what_it_lacks_and_what_shows_it(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "elsewhere" / "pair", facts_of(3))
+    publish(tmp_path / "elsewhere" / "pair", redis_url)
+    write(tmp_path / "pair", [fact for fact in facts_of(3) if fact.node_id == "a"])
+    monkeypatch.setenv("ZERO_BAND_STORE__URL", redis_url)
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
+    said: list[str] = []
+    for arguments in ([], ["--store"]):
+        find, _, _ = command.watched(command.parser().parse_args([str(tmp_path / "pair"), *arguments]))
+        watch = RunWatch(find)
+        while watch.look():
+            pass
+        state = json.loads(watch.state(2e9).body)
+        said.append(f"{len(state['nodes'])} {state['run']['words']}")
+    assert said[0].startswith("1 ") and said[0].endswith(" 2 nodes are in; files of 1 are here; --store shows all.")
+    assert said[1].startswith("2 ") and "files of" not in said[1]
+
+
 def test_folder_and_store_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "run", facts_of(1))
     assert command.main([str(tmp_path / "run"), "--store", "unix:///nowhere", "--run-id", "other", "--port", "0"]) == 2

@@ -45,6 +45,12 @@ def test_ranks_are_counted_by_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert parse(["--nproc-per-node=gpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == 4
 
 
+def test_each_gpu_has_a_rank_where_nobody_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["@150M"]).ranks == 1
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: ("0", "1", "2", "3"))
+    assert parse(["@150M"]).ranks == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

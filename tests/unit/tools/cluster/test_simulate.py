@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,17 @@ def test_ranks_of_nodes_refuses_what_does_not_fit(nodes: int, ranks: str) -> Non
 def test_main_names_the_script_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["2", "2", str(tmp_path / "trian.py")]) == 2
     assert "trian.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [[], [str(TRAINER)]], ids=["the trainer", "named"])
+def test_preset_needs_no_script_from_any_folder(
+    script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = Mock(return_value=0)
+    monkeypatch.setattr("zeroband.tools.cluster.simulate.simulate", asked)
+    assert main(["2", "2,1", *script, "@debug/diloco", "--train.micro_bs", "4"]) == 0
+    asked.assert_called_once_with([2, 1], TRAINER, ["@debug/diloco", "--train.micro_bs", "4"])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_epilogue_puts_no_secret_on_a_command_line(run: RunView) -> None:
     report = Path("runs/demo/report.html")
     told = epilogue(run, NODE_IDS, run_dir=report.parent, sample=None, took_s=83.2, report=report)
     assert "report       runs/demo/report.html" in told.splitlines()
-    assert "ZERO_BAND_RUN__TOKEN_FILE=token" in text
+    assert "zeroband store --host HOST --run-id first" in text and "token" not in text.rpartition("For real")[2]
     assert "--run.token" not in text and "SECRET" not in text
 
 

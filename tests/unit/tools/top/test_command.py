@@ -162,7 +162,7 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     assert "run.token" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--run-id", "first"], ["runs", "--store", "redis://localhost"]])
+@pytest.mark.parametrize("arguments", [["--run-id", "first"], ["runs/first", "--run-id", "second"]])
 def test_main_wants_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("zeroband top: ")
