@@ -621,6 +621,18 @@ return redis.call('EXPIRE', KEYS[1], ARGV[3])
 """,
 )
 
+TELL_HOLDING = _script(
+    "hash zset",
+    """
+-- KEYS: holdings leases   ARGV: member record ttl   what those have said who hold no lease is forgotten
+for _, member in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if not redis.call('ZSCORE', KEYS[2], member) then redis.call('HDEL', KEYS[1], member) end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+""",
+)
+
 READ_SAID = _script(
     "hash",
     """
