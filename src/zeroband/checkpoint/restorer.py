@@ -134,7 +134,7 @@ class Restorer:
         Raises ConfigError where resume.path has no checkpoint at all.
         """
         ordered = self._source.step
-        told, wanted = Holding(resumes=True, ordered=ordered), ordered if step is None else step
+        told, wanted = Holding(ordered=ordered), ordered if step is None else step
         try:
             storage = self._place()
             steps = steps_in_order(storage)

@@ -24,7 +24,7 @@ from zeroband.elastic.membership.holdings import (
 from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
-from zeroband.elastic.membership.resume_rules import members_of, pending, restart_point_after, way_in
+from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import verify
 from zeroband.elastic.rounds.rollback import RolledBack
@@ -181,16 +181,15 @@ class ReplicaSteps:
         if cause is not None:
             self._note_failure(cause)
         view = self._run.store.view(FOUNDING_ROUND)
-        way = way_in(view, resumes=self._run.may_begin_again(view))
+        if is_abandoned(view):
+            self._exchange(view, resumes=self._run.resumes)
+        way = way_in(view, resumes=self._may_begin_again(view))
         begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
         if begins and not self._run.store.may_found():
             return JoinEvent.WAIT
         if isinstance(way, RestartPoint):
             return JoinEvent.BEGIN
-        if way is JoinEvent.FOUND and not self._knows_run:
-            self._exchange(view, resumes=False)
-            return JoinEvent.WAIT if any(said.resumes for said in self._told.values()) else way
-        if way in (JoinEvent.BEGIN, JoinEvent.WAIT):
+        if way in (JoinEvent.BEGIN, JoinEvent.WAIT) or (way is JoinEvent.FOUND and not self._knows_run):
             return way
         agreed = pending(view)
         is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
@@ -202,6 +201,12 @@ class ReplicaSteps:
         if is_following and self._start_nodes > 1:
             return JoinEvent.BEGIN  # the founding waits for this node
         return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
+
+    def _may_begin_again(self, view: View) -> bool:
+        """Whether this node may found the run again on a checkpoint: by itself, or since another one does."""
+        own = self._run.mesh.member_id
+        others = any(said.resumes for member, said in self._told.items() if member != own and member in view.alive)
+        return others or self._run.may_begin_again(view)
 
     @property
     def _knows_run(self) -> bool:
@@ -265,7 +270,7 @@ class ReplicaSteps:
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
         agreed = way if isinstance(way, RestartPoint) else None
-        if way is JoinEvent.BEGIN and not self._run.may_begin_again(view):
+        if way is JoinEvent.BEGIN and not self._may_begin_again(view):
             way = JoinEvent.JOIN  # whom it followed is gone
         if way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return {"event": way}

@@ -362,8 +362,12 @@ class Replica:
         return self._restorer
 
     def holding(self, *, resumes: bool, step: int | None = None) -> Holding:
-        """What this node could begin the run with; `step`: of the checkpoint that others ask for. Local rank 0."""
-        return self._restorer.holding(step) if resumes and self._restorer is not None else Holding()
+        """What this node has to begin the run with; `resumes`: it may. Local rank 0. Raises ConfigError.
+
+        `step`: of the checkpoint that others ask for.
+        """
+        held = Holding() if self._restorer is None else self._restorer.holding(step)
+        return replace(held, resumes=resumes)
 
     @property
     def rejected(self) -> tuple[str, ...]:

@@ -300,7 +300,7 @@ class Place:
         return replace(view, alive=view.alive | {self.mesh.member_id})
 
     def _holding(self, *, resumes: bool, step: int | None = None) -> Holding:
-        found = [number for number in self.checkpoints if resumes and step in (None, number)]
+        found = [number for number in self.checkpoints if step in (None, number)]
         return Holding(resumes=resumes, held=held(found[0]) if found else None)
 
     def _exchange(self, member: str, alive: object, standing: Holding) -> dict[str, Holding]:
@@ -427,11 +427,15 @@ def test_node_that_does_not_resume_takes_part_in_a_founding_that_waits_for_it(lo
     assert Place(local, view, start_nodes=1).look() is JoinEvent.FOLLOW
 
 
-def test_node_that_does_not_resume_founds_nothing_while_others_resume(local: LocalMesh) -> None:
-    place = Place(local, view_of(committed=False), others={"b#1": Holding(resumes=True)})
-    assert place.look() is JoinEvent.WAIT
-    place.others = {"b#1": Holding()}
-    assert place.look() is JoinEvent.FOUND
+@pytest.mark.parametrize("committed", [False, True])
+def test_node_that_does_not_resume_begins_again_with_those_that_do(local: LocalMesh, committed: bool) -> None:
+    """What it has may be the newest."""
+    view = view_of(committed=committed, alive="c#1")
+    place = Place(local, view, checkpoints=[50], others={"c#1": Holding(resumes=True)})
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert [point.step for point in place.proposed] == [50]
+    place = Place(local, view, checkpoints=[50], others={"c#1": Holding()})
+    assert place.look() is (JoinEvent.JOIN if committed else JoinEvent.FOUND)
 
 
 def test_checkpoint_that_does_not_verify_is_passed_over_and_the_others_are_told(local: LocalMesh) -> None:
@@ -451,7 +455,7 @@ def test_proposal_that_another_one_was_before_is_made_anew(local: LocalMesh) -> 
 def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: LocalMesh) -> None:
     place = Place(local, view_of(committed=False), resumes=True)
     assert place.agree(1) == [JoinEvent.NOTHING]
-    assert place.told == Holding(), "so that nobody waits for it"
+    assert place.told is not None and not place.told.resumes, "so that nobody waits for it"
     place.steps.take(JoinState.FOUNDING, None)
     assert place.founded == [FOUNDING_ROUND]
     with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):

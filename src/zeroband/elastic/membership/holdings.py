@@ -34,7 +34,7 @@ class Holding:
     """What a node tells of itself."""
 
     resumes: bool = False
-    """It may begin the run again on a checkpoint."""
+    """It may begin the run again on a checkpoint, and with it the others that are there."""
     held: Held | None = None
     """The newest one that it can read, or the one that was asked for."""
     problem: str = ""
@@ -83,7 +83,7 @@ def choose(
         if len(heard) < start_nodes:
             return Wait(f"{len(heard)} of {start_nodes} nodes are here (elastic.start_nodes)")
     step = ordered_step(heard)
-    held = [said.held for said in heard.values() if said.resumes and said.held is not None]
+    held = [said.held for said in heard.values() if said.held is not None]
     if step is not None:
         return newest(one for one in held if one.step == step)
     return newest(one for one in held if one.is_own) or newest(held)
