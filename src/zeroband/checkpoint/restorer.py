@@ -129,19 +129,16 @@ class Restorer:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
     def holding(self, step: int | None = None) -> Holding:
-        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds.
-
-        Raises ConfigError where resume.path has no checkpoint at all.
-        """
-        ordered = self._source.step
+        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds."""
+        ordered, other = self._source.step, self._source.other
         told, wanted = Holding(ordered=ordered), ordered if step is None else step
         try:
             storage = self._place()
             steps = steps_in_order(storage)
-        except (OSError, RecoveryFailed) as error:
+        except RecoveryFailed as error:
+            return replace(told, problem=str(error))
+        except OSError as error:
             return replace(told, problem=f"cannot look into {self.url}: {reason_of(error)}")
-        if not steps and storage is self._source.other:
-            raise ConfigError(f"there is no checkpoint in {storage.url}")
         for candidate in [step for step in steps if wanted in (None, step) and step not in self._rejected]:
             try:
                 checkpoint = open_checkpoint(storage, candidate, trust=self._source.trust)
@@ -151,7 +148,7 @@ class Restorer:
                 continue
             return replace(told, held=_held(checkpoint.manifest.stamp, is_own=storage is self._source.own))
         if not steps:
-            return told
+            return replace(told, problem=f"there is no checkpoint in {storage.url}" if storage is other else "")
         there = f"; there are steps {sorted(steps)}" if wanted is not None else ""
         return replace(told, problem=f"{'; '.join(self.rejected) or 'it is not there'} in {storage.url}{there}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import verify
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import RecoveryFailed, RoundsMissed, ZerobandError
+from zeroband.errors import RecoveryFailed, RoundsMissed, RunOver, ZerobandError
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
@@ -55,7 +55,7 @@ class ReplicaSteps:
         self._run = run
         self._local = node.local
         self._events = events
-        self._batch_size = node.config.train.batch_size
+        self._batch_size, self._total_steps = node.config.train.batch_size, node.config.train.total_steps
         self._node_id, self._corpus = node.node_id, node.corpus
         self._patience = JoinPatience(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
@@ -75,6 +75,8 @@ class ReplicaSteps:
         """The checkpoint that lies in the section buffers; local rank 0 only."""
         self._told: Mapping[str, Holding] = {}
         """What the living nodes said that they have at their ckpt.path, as of the last look; local rank 0 only."""
+        self._standing: tuple[int | None, Holding] | None = None
+        """What this node has, for the step that was asked for, until something is known to have changed."""
         self._start_nodes = node.config.elastic.start_nodes
         self._agrees_from_s = 0.0
         self._is_fetching = False
@@ -98,6 +100,7 @@ class ReplicaSteps:
     def _outlast(self, _cause: ZerobandError | None) -> Outcome:
         def outlast() -> None:
             self._run.mesh.member.outlast_duplicates()
+            self._standing = None
             self._exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._run.resumes)
 
         on_first_rank(self._local, outlast)
@@ -108,7 +111,9 @@ class ReplicaSteps:
 
         `step`: of the checkpoint that others ask for. Raises ConfigError.
         """
-        standing = self._run.holding(resumes=resumes, step=step)
+        if self._standing is None or self._standing[0] != step:
+            self._standing = step, self._run.holding(step)
+        standing = replace(self._standing[1], resumes=resumes)
         self._told = self._run.holdings.exchange(self._run.mesh.member_id, view.alive, standing)
 
     def _recall(self, _cause: ZerobandError | None) -> Outcome:
@@ -275,6 +280,8 @@ class ReplicaSteps:
         if way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return {"event": way}
         asked = agreed.step if agreed is not None else ordered_step(self._told)
+        if asked is None:
+            self._require_unfinished(view)
         self._exchange(view, resumes=True, step=asked)
         if agreed is not None:
             return self._take_over(view, agreed)
@@ -294,6 +301,15 @@ class ReplicaSteps:
             self._propose(view, saved)
         return {"event": JoinEvent.AGAIN}
 
+    def _require_unfinished(self, view: View) -> None:
+        """Raise RunOver where the run has come to its end, whoever has the checkpoint of that."""
+        at = _inner_step_of(view)
+        if view.committed is not None and at >= self._total_steps:
+            raise RunOver(
+                f"the run is complete since round {view.committed.round}; start another with a new run.id, or name an "
+                "older checkpoint with --resume.step"
+            )
+
     def _read(self, held: Held) -> SavedState | None:
         """Have a checkpoint in the section buffers; None where it cannot be taken, which the others are told then."""
         if self._saved is None or (self._saved.step, self._saved.state_digest) != (held.step, held.state_digest):
@@ -302,12 +318,18 @@ class ReplicaSteps:
                 self._saved = self._run.read_checkpoint(held.step)
             except RecoveryFailed as error:
                 self._run.restorer.reject(held.step, str(error))
+                self._standing = None
             else:
                 self._run.restorer.warn_of_newer()
         return self._saved
 
     def _propose(self, view: View, saved: SavedState) -> None:
         """Name the checkpoint to begin with, unless something has changed since this view."""
+        if (at := _inner_step_of(view)) > saved.step:
+            fields = {"step": saved.step, "run_was_at": at, "of": sorted(map(node_id_of_member, members_of(view)))}
+            _log.warning(
+                "the last steps of the run are in no checkpoint that a node here has", extra={"fields": fields}
+            )
         point = restart_point_after(
             view,
             round=saved.round,
@@ -428,7 +450,7 @@ class ReplicaSteps:
 
     def _newer_than(self, progress: Progress) -> int | None:
         """The step of this run's newest checkpoint here where the run, which this node has joined, is behind it."""
-        held = self._run.holding(resumes=True).held
+        held = self._run.holding().held
         return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 
     def _tell_of_other_documents(self, progress: Progress) -> None:
@@ -454,6 +476,11 @@ class ReplicaSteps:
         """Whatever failed on the way so far is no reason to give up on the next."""
         self._is_fetching, self._failure = False, None
         self._patience.came_nearer()
+
+
+def _inner_step_of(view: View) -> int:
+    """Inner steps of the run, as its newest verdict has them; 0: there is none."""
+    return 0 if view.committed is None else view.committed.record["progress"].get("inner_step", 0)
 
 
 def say_new(url: str) -> None:

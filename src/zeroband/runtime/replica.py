@@ -361,13 +361,9 @@ class Replica:
             raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
         return self._restorer
 
-    def holding(self, *, resumes: bool, step: int | None = None) -> Holding:
-        """What this node has to begin the run with; `resumes`: it may. Local rank 0. Raises ConfigError.
-
-        `step`: of the checkpoint that others ask for.
-        """
-        held = Holding() if self._restorer is None else self._restorer.holding(step)
-        return replace(held, resumes=resumes)
+    def holding(self, step: int | None = None) -> Holding:
+        """What this node has to begin the run with; `step`: of the checkpoint that others ask for. Local rank 0."""
+        return Holding() if self._restorer is None else self._restorer.holding(step)
 
     @property
     def rejected(self) -> tuple[str, ...]:

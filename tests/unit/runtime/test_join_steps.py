@@ -20,7 +20,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
-from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed
+from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
@@ -87,7 +87,10 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
 
 
 def node_of(local: LocalMesh) -> Any:
-    train, elastic = SimpleNamespace(batch_size=4), SimpleNamespace(start_timeout_s=PATIENCE_S, start_nodes=1)
+    train, elastic = (
+        SimpleNamespace(batch_size=4, total_steps=100),
+        SimpleNamespace(start_timeout_s=PATIENCE_S, start_nodes=1),
+    )
     config = SimpleNamespace(train=train, elastic=elastic)
     return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2")
 
@@ -120,7 +123,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
             resumes=False,
-            holding=lambda **asked: Holding(),
+            holding=lambda step=None: Holding(),
             holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = ReplicaSteps(node_of(local), parts, NoEvents())
@@ -299,9 +302,9 @@ class Place:
         view = self.views.pop(0) if len(self.views) > 1 else self.views[0]
         return replace(view, alive=view.alive | {self.mesh.member_id})
 
-    def _holding(self, *, resumes: bool, step: int | None = None) -> Holding:
+    def _holding(self, step: int | None = None) -> Holding:
         found = [number for number in self.checkpoints if step in (None, number)]
-        return Holding(resumes=resumes, held=held(found[0]) if found else None)
+        return Holding(held=held(found[0]) if found else None)
 
     def _exchange(self, member: str, alive: object, standing: Holding) -> dict[str, Holding]:
         self.told = standing
@@ -460,6 +463,18 @@ def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: Lo
     assert place.founded == [FOUNDING_ROUND]
     with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):
         Place(local, view_of(), resumes=True).agree(1)
+
+
+def test_run_that_is_complete_is_not_begun_again_by_a_node_with_an_older_checkpoint(local: LocalMesh) -> None:
+    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 100}}))
+    with pytest.raises(RunOver, match=r"complete since round 5; .* --resume\.step"):
+        Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
+
+
+def test_steps_that_no_node_here_has_are_said_to_be_lost(local: LocalMesh, caplog: pytest.LogCaptureFixture) -> None:
+    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 80}}))
+    Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
+    assert vars(caplog.records[-1])["fields"] == {"step": 50, "run_was_at": 80, "of": ["a", "b"]}
 
 
 def test_where_all_checkpoints_are_damaged_no_new_run_begins(local: LocalMesh) -> None:
