@@ -111,8 +111,8 @@ class Restorer:
         self._faults = faults
         self._on_piece = on_piece
         self._storage = source.own
-        self._rejected: dict[int, str] = {}
-        """Steps of checkpoints that cannot be taken, and why."""
+        self.passed_over: Mapping[int, str] = {}
+        """Steps of checkpoints that `holding` did not name though they come first, and why not."""
         self.staged: Mapping[str, Tensor] | None = None
         """What `stage` read, (n,) float32 each."""
 
@@ -128,8 +128,12 @@ class Restorer:
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
-    def holding(self, step: int | None = None) -> Holding:
-        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds."""
+    def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds.
+
+        `rejected`: steps of those that were read and cannot be taken, and why.
+        """
+        passed = self.passed_over = dict(rejected or {})
         ordered, other = self._source.step, self._source.other
         told, wanted = Holding(ordered=ordered), ordered if step is None else step
         try:
@@ -139,33 +143,24 @@ class Restorer:
             return replace(told, problem=str(error))
         except OSError as error:
             return replace(told, problem=f"cannot look into {self.url}: {reason_of(error)}")
-        for candidate in [step for step in steps if wanted in (None, step) and step not in self._rejected]:
+        for candidate in [step for step in steps if wanted in (None, step) and step not in passed]:
             try:
                 checkpoint = open_checkpoint(storage, candidate, trust=self._source.trust)
                 checkpoint.require_sizes()
             except (CheckpointDamaged, OSError) as error:
-                self.reject(candidate, str(error) if isinstance(error, CheckpointDamaged) else reason_of(error))
+                passed[candidate] = str(error) if isinstance(error, CheckpointDamaged) else reason_of(error)
                 continue
             return replace(told, held=_held(checkpoint.manifest.stamp, is_own=storage is self._source.own))
         if not steps:
             return replace(told, problem=f"there is no checkpoint in {storage.url}" if storage is other else "")
         there = f"; there are steps {sorted(steps)}" if wanted is not None else ""
-        return replace(told, problem=f"{'; '.join(self.rejected) or 'it is not there'} in {storage.url}{there}")
+        why = "; ".join(passed.values()) or "it is not there"
+        return replace(told, problem=f"{why} in {storage.url}{there}")
 
     def _place(self) -> Storage:
         """Where to look: at what this run saved, unless resume.path names a step or this run saved nothing."""
         other = self._source.other
         return other if other is not None and (self._source.step is not None or not self.steps()) else self._source.own
-
-    def reject(self, step: int, why: str) -> None:
-        """Take a checkpoint for none from now on."""
-        self._rejected[step] = why
-        _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
-
-    @property
-    def rejected(self) -> tuple[str, ...]:
-        """Why checkpoints were not taken, the newest first."""
-        return tuple(why for _, why in sorted(self._rejected.items(), reverse=True))
 
     def newest(self) -> Stamp | None:
         """What the newest checkpoint of this run holds, as it says; None where there is none that can be read."""

@@ -77,6 +77,8 @@ class ReplicaSteps:
         """What the living nodes said that they have at their ckpt.path, as of the last look; local rank 0 only."""
         self._standing: tuple[int | None, Holding] | None = None
         """What this node has, for the step that was asked for, until something is known to have changed."""
+        self._rejected: dict[int, str] = {}
+        """Steps of checkpoints that were read on this way in and do not verify, and why."""
         self._start_nodes = node.config.elastic.start_nodes
         self._agrees_from_s = 0.0
         self._is_fetching = False
@@ -100,7 +102,7 @@ class ReplicaSteps:
     def _outlast(self, _cause: ZerobandError | None) -> Outcome:
         def outlast() -> None:
             self._run.mesh.member.outlast_duplicates()
-            self._standing = None
+            self._standing, self._rejected = None, {}
             self._exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._run.resumes)
 
         on_first_rank(self._local, outlast)
@@ -112,7 +114,7 @@ class ReplicaSteps:
         `step`: of the checkpoint that others ask for. Raises ConfigError.
         """
         if self._standing is None or self._standing[0] != step:
-            self._standing = step, self._run.holding(step)
+            self._standing = step, self._run.holding(step, self._rejected)
         standing = replace(self._standing[1], resumes=resumes)
         self._told = self._run.holdings.exchange(self._run.mesh.member_id, view.alive, standing)
 
@@ -285,9 +287,9 @@ class ReplicaSteps:
         self._exchange(view, resumes=True, step=asked)
         if agreed is not None:
             return self._take_over(view, agreed)
-        chosen = choose(
-            self._told, view.alive, start_nodes=self._start_nodes, is_start_over=self._run.mesh.is_start_over
-        )
+        start_nodes = 1 if self._run.mesh.is_start_over else self._start_nodes
+        is_over = time.monotonic() > self._agrees_from_s + self._patience.patience_s
+        chosen = choose(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
         if chosen is None:
             return {"event": self._without_checkpoint(view)}
         if isinstance(chosen, Wait):
@@ -296,7 +298,7 @@ class ReplicaSteps:
         own = self._told[self._run.mesh.member_id].held
         if own is None or not is_same(own, chosen):
             named = holders(self._told, chosen)
-            return self._wait(f"the newest checkpoint, of step {chosen.step}, is there", named)
+            return self._wait(f"the newest checkpoint is that of step {chosen.step}, which they read", named)
         if (saved := self._read(chosen)) is not None:
             self._propose(view, saved)
         return {"event": JoinEvent.AGAIN}
@@ -317,8 +319,7 @@ class ReplicaSteps:
             try:
                 self._saved = self._run.read_checkpoint(held.step)
             except RecoveryFailed as error:
-                self._run.restorer.reject(held.step, str(error))
-                self._standing = None
+                self._rejected[held.step], self._standing = str(error), None
             else:
                 self._run.restorer.warn_of_newer()
         return self._saved
@@ -355,8 +356,15 @@ class ReplicaSteps:
             except RecoveryFailed as error:
                 return self._wait(str(error), (agreed.member,))
             saved = SavedState(agreed.step, got.round, got.record, got.state_digest, ())
-        found = {**asdict(saved), "rejected": self._run.rejected, "source": source}
+        self._say_passed_over()
+        found = {**asdict(saved), "rejected": [*self._run.passed_over.values()], "source": source}
         return {"event": JoinEvent.AGREED, **found, "round": agreed.round, "after_round": saved.round}
+
+    def _say_passed_over(self) -> None:
+        """Say which checkpoints here are newer and do not count; those that were read have been said."""
+        for step, why in self._run.passed_over.items():
+            if step not in self._rejected:
+                _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
 
     def _wait(self, why: str, waits_for: Sequence[str]) -> dict[str, Any]:
         """Wait, and say once for what."""
@@ -374,7 +382,8 @@ class ReplicaSteps:
                 f"the nodes of this run are gone since round {view.committed.round}, and no node has a checkpoint of "
                 "it; start it anew with another run.id"
             )
-        say_new(self._run.restorer.url)
+        if self._run.resumes:
+            say_new(self._run.restorer.url)
         self._exchange(view, resumes=False)
         return JoinEvent.NOTHING
 

@@ -361,14 +361,17 @@ class Replica:
             raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
         return self._restorer
 
-    def holding(self, step: int | None = None) -> Holding:
-        """What this node has to begin the run with; `step`: of the checkpoint that others ask for. Local rank 0."""
-        return Holding() if self._restorer is None else self._restorer.holding(step)
+    def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        """What this node has to begin the run with; `step`: of the checkpoint that others ask for. Local rank 0.
+
+        `rejected`: as `Restorer.holding` says.
+        """
+        return Holding() if self._restorer is None else self._restorer.holding(step, rejected)
 
     @property
-    def rejected(self) -> tuple[str, ...]:
-        """Why checkpoints of this node were not taken."""
-        return () if self._restorer is None else self._restorer.rejected
+    def passed_over(self) -> Mapping[int, str]:
+        """Steps of this node's checkpoints that come before the one that it told of, and why they do not count."""
+        return {} if self._restorer is None else self._restorer.passed_over
 
     def read_checkpoint(self, step: int) -> SavedState:
         """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError. Local rank 0."""

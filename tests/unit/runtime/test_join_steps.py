@@ -123,7 +123,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
             resumes=False,
-            holding=lambda step=None: Holding(),
+            holding=lambda step=None, rejected=None: Holding(),
             holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = ReplicaSteps(node_of(local), parts, NoEvents())
@@ -286,9 +286,9 @@ class Place:
             read_checkpoint=self._read,
             load_inner=lambda step: True,
             forget_inner=lambda: None,
-            rejected=(),
+            passed_over={},
             require_unfinished=lambda step: None,
-            restorer=SimpleNamespace(url="file:///checkpoints", reject=self._reject, warn_of_newer=lambda: None),
+            restorer=SimpleNamespace(url="file:///checkpoints", warn_of_newer=lambda: None),
             recovery=SimpleNamespace(verified_bytes=0, fetch_restart=self._fetch),
             come_back=lambda: None,
             holding=self._holding,
@@ -302,8 +302,8 @@ class Place:
         view = self.views.pop(0) if len(self.views) > 1 else self.views[0]
         return replace(view, alive=view.alive | {self.mesh.member_id})
 
-    def _holding(self, step: int | None = None) -> Holding:
-        found = [number for number in self.checkpoints if step in (None, number)]
+    def _holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        found = [number for number in self.checkpoints if step in (None, number) and number not in (rejected or {})]
         return Holding(held=held(found[0]) if found else None)
 
     def _exchange(self, member: str, alive: object, standing: Holding) -> dict[str, Holding]:
@@ -314,9 +314,6 @@ class Place:
         if step in self.damaged:
             raise RecoveryFailed("its hash is another one")
         return SavedState(step, 3, {}, "digest", ())
-
-    def _reject(self, step: int, why: str) -> None:
-        self.checkpoints.remove(step)
 
     def _fetch(self, sections: object, agreed: RestartPoint) -> FetchedState:
         if self.served is None:
