@@ -447,18 +447,19 @@ class ReplicaSteps:
         return {**state, "later": fetched.later, "took_s": fetched.took_s}
 
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
-        return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())
+        outcome = self._became_member(JoinEvent.ADMITTED, report := self._run.outer.join())
+        if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
+            self._events.emit("newer_checkpoint", step=newer, at=report.progress.inner_step)
+        return outcome
 
     def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
         self._forget_attempts()
         self._events.emit("joined", member_id=report.member_id, round=report.round)
-        if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
-            self._events.emit("newer_checkpoint", step=newer, at=report.progress.inner_step)
         self._tell_of_other_documents(report.progress)
         return Outcome(event, rounds=(report,))
 
     def _newer_than(self, progress: Progress) -> int | None:
-        """The step of this run's newest checkpoint here where the run, which this node has joined, is behind it."""
+        """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""
         held = self._run.holding().held
         return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 

@@ -15,8 +15,6 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.runtime.holdings import Holdings
 
-WHAT = "ckpt.path"
-
 
 class FolderCheck:
     """What one node tells and sees; `look` first puts its mark there, and sees those of the others the next time."""
@@ -33,12 +31,14 @@ class FolderCheck:
         try:
             known = self._holdings.exchange(self._member_id, members, Holding())
         except ConfigError as error:
-            return Finding(WHAT, "not one folder", str(error), stops="start")
+            return Finding("ckpt.path", "not one folder", str(error), stops="start")
         here, elsewhere = self._holdings.sharing(self._member_id, sorted(known))
         if elsewhere:
             seen = f"{self._path} is another folder on {', '.join(sorted(elsewhere))}: each keeps whole checkpoints"
-            return Finding(WHAT, seen, "mount one folder on all nodes where they are to write one between them")
-        return Finding(WHAT, f"{self._path} is one folder on {', '.join(sorted(here))}") if len(here) > 1 else None
+            return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")
+        return (
+            Finding("ckpt.path", f"{self._path} is one folder on {', '.join(sorted(here))}") if len(here) > 1 else None
+        )
 
 
 @contextlib.contextmanager
