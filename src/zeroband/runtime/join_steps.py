@@ -29,7 +29,7 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import verify
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import RecoveryFailed, RoundsMissed, RunOver, ZerobandError
+from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver, ZerobandError
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
@@ -37,6 +37,9 @@ from zeroband.runtime.join import Joiner, Outcome
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.replica import Replica
 from zeroband.state.crash_memory import HeldState
+
+_LINGER_S = 2.0
+"""A node stays for so long when the nodes cannot agree: else one that looks after it would miss the reason."""
 
 _log = get_logger(__name__)
 
@@ -79,6 +82,8 @@ class ReplicaSteps:
         """What this node has, for the step that was asked for, until something is known to have changed."""
         self._rejected: dict[int, str] = {}
         """Steps of checkpoints that were read on this way in and do not verify, and why."""
+        self._refused_at_s: float | None = None
+        """When it was first seen that the nodes cannot agree."""
         self._start_nodes = node.config.elastic.start_nodes
         self._agrees_from_s = 0.0
         self._is_fetching = False
@@ -273,7 +278,20 @@ class ReplicaSteps:
         self._events.emit("resumed_from", **fields, digest=digest, took_s=took_s, has_inner=has_inner)
 
     def _agree_on_checkpoint(self) -> dict[str, Any]:
-        """Look once, with a checkpoint in the section buffers if one was read. Local rank 0."""
+        """Look once. What ends this node is raised a moment later, so that the others see it, too. Local rank 0."""
+        try:
+            looked = self._look_for_agreement()
+        except (ConfigError, RecoveryFailed, RunOver) as error:
+            now_s = time.monotonic()
+            self._refused_at_s = now_s if self._refused_at_s is None else self._refused_at_s
+            if now_s - self._refused_at_s >= _LINGER_S:
+                raise
+            return self._wait(str(error), ())
+        self._refused_at_s = None
+        return looked
+
+    def _look_for_agreement(self) -> dict[str, Any]:
+        """Look at what the others have, with a checkpoint in the section buffers if one was read."""
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
         agreed = way if isinstance(way, RestartPoint) else None

@@ -135,6 +135,11 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return run
 
 
+@pytest.fixture(autouse=True)
+def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 0.0)
+
+
 NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
 
 
@@ -466,6 +471,19 @@ def test_run_that_is_complete_is_not_begun_again_by_a_node_with_an_older_checkpo
     ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 100}}))
     with pytest.raises(RunOver, match=r"complete since round 5; .* --resume\.step"):
         Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
+
+
+def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
+    local: LocalMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 2.0)
+    place = Place(local, view_of(), resumes=True)
+    assert place.agree(2) == [JoinEvent.WAIT, JoinEvent.WAIT]
+    now_s[0] = 2.0
+    with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):
+        place.steps.take(JoinState.AGREEING, None)
 
 
 def test_steps_that_no_node_here_has_are_said_to_be_lost(local: LocalMesh, caplog: pytest.LogCaptureFixture) -> None:
