@@ -82,8 +82,8 @@ class ReplicaSteps:
         """What this node has, for the step that was asked for, until something is known to have changed."""
         self._rejected: dict[int, str] = {}
         """Steps of checkpoints that were read on this way in and do not verify, and why."""
-        self._refused_at_s: float | None = None
-        """When it was first seen that the nodes cannot agree."""
+        self._refusal: tuple[float, ZerobandError] | None = None
+        """Since when the nodes cannot agree, and why not."""
         self._start_nodes = node.config.elastic.start_nodes
         self._agrees_from_s = 0.0
         self._is_fetching = False
@@ -282,12 +282,12 @@ class ReplicaSteps:
         try:
             looked = self._look_for_agreement()
         except (ConfigError, RecoveryFailed, RunOver) as error:
-            now_s = time.monotonic()
-            self._refused_at_s = now_s if self._refused_at_s is None else self._refused_at_s
-            if now_s - self._refused_at_s >= _LINGER_S:
+            since_s = time.monotonic() if self._refusal is None else self._refusal[0]
+            self._refusal = since_s, error
+            if time.monotonic() - since_s >= _LINGER_S:
                 raise
             return self._wait(str(error), ())
-        self._refused_at_s = None
+        self._refusal = None
         return looked
 
     def _look_for_agreement(self) -> dict[str, Any]:
@@ -311,6 +311,8 @@ class ReplicaSteps:
         if chosen is None:
             return {"event": self._without_checkpoint(view)}
         if isinstance(chosen, Wait):
+            if self._refusal is not None:
+                raise self._refusal[1]  # the others have left because of it
             return self._wait(chosen.reason, chosen.waiting_for)
         self._run.require_unfinished(chosen.step)
         own = self._told[self._run.mesh.member_id].held

@@ -479,10 +479,14 @@ def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
     now_s = [0.0]
     monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 2.0)
-    place = Place(local, view_of(), resumes=True)
-    assert place.agree(2) == [JoinEvent.WAIT, JoinEvent.WAIT]
+    others = {"c#1": Holding(True, problem="its manifest is damaged")}
+    view = view_of(committed=False, alive="c#1")
+    place = Place(local, view, resumes=True, start_nodes=2, others=others)
+    assert place.agree(1) == [JoinEvent.WAIT]
+    place.others, place.views = {}, [view_of(committed=False)]
+    assert place.steps.take(JoinState.AGREEING, None).event is JoinEvent.WAIT
     now_s[0] = 2.0
-    with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):
+    with pytest.raises(RecoveryFailed, match="c: its manifest is damaged"):
         place.steps.take(JoinState.AGREEING, None)
 
 
