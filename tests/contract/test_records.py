@@ -19,6 +19,7 @@ from zeroband.checkpoint.owner import Owner, claim, read_owner
 from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
+from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
@@ -127,6 +128,7 @@ class StoreRecord:
     read: Callable[[Judge, bytes], object]
 
 
+HOLDING = Holding(True, Held(630, 63, "digest", "7-aa11", "1-00ff"), "", 630, "a.00ff", ("b.11aa",))
 STORE = {
     "opening": StoreRecord(
         OPENING,
@@ -151,6 +153,12 @@ STORE = {
         ("links", A),
         lambda judge: judge.seal_links(A, LINKS),
         lambda judge, raw: judge.links("k", {A: raw}).get(A),
+    ),
+    "holding": StoreRecord(
+        HOLDING,
+        ("holding", A),
+        lambda judge: judge.seal_holding(A, HOLDING),
+        lambda judge, raw: judge.holdings("k", {A: raw}).get(A),
     ),
     "orders": StoreRecord(
         ORDERS, ("orders",), lambda judge: judge.seal_orders(ORDERS), lambda judge, raw: judge.orders("k", raw)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.stores import free_port
 
 from zeroband.config import load_config
 from zeroband.elastic.guardian.process import ListenAddress
+from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 from zeroband.tools.doctor import outside, pairs
 from zeroband.tools.doctor.command import main
+from zeroband.tools.doctor.folder import folder_check
 from zeroband.tools.doctor.pairs import Meeting, PairFinding
 
 Examine = Callable[[str, str], list[PairFinding]]
@@ -72,6 +77,41 @@ def test_machines_of_one_name_are_told_so_with_a_name_for_each(
     names = sorted(finding.advice.rpartition("here: export ZERO_BAND_NODE__ID=")[2] for finding in wrong)
     assert names == ["vm-1", "vm-2"]
     assert [[f.what for f in findings if "Mbit/s" in f.seen] for findings in found] == 2 * [["node vm"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("paths", "shared", "seen"),
+    [
+        (("nfs", "nfs"), "auto", "is one folder on a, b"),
+        (("a", "b"), "auto", "is another folder on b: each keeps whole checkpoints"),
+        (("a", "b"), "true", "is not the folder of b"),
+        (("a", "b"), "false", ""),
+    ],
+)
+def test_nodes_find_out_whether_ckpt_path_is_one_folder_and_leave_nothing_there(
+    redis_url: str, tmp_path: Path, paths: tuple[str, str], shared: str, seen: str
+) -> None:
+    store = RedisStore(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
+    with contextlib.closing(store), ExitStack() as stack:
+        for name in "ab":
+            store.renew_lease(name, Peer(name, "127.0.0.1", 1, False), first=True)
+        checks = [
+            stack.enter_context(
+                folder_check(
+                    load_config([f"--ckpt.path={tmp_path / path}", f"--ckpt.shared={shared}", "--run.id=run"]),
+                    store,
+                    name,
+                )
+            )
+            for name, path in zip("ab", paths, strict=True)
+        ]
+        for check in checks:
+            check.look({"a", "b"})
+        found = checks[0].look({"a", "b"})
+    assert ("" if found is None else f"{found.seen} {found.advice}").find(seen) >= 0 and (found is None) == (not seen)
+    assert found is None or found.is_fatal == (shared == "true")
+    assert not [file for file in tmp_path.rglob("*") if file.parent != tmp_path]
 
 
 def doctor(*arguments: str) -> int:

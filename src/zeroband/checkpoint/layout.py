@@ -1,6 +1,7 @@
 """What a checkpoint consists of: the names of its files, and the share of each writer. Pure.
 
 <path>/<run.id>/owner.json, latest
+<path>/<run.id>/marks/<node id>.<random>                             of the nodes that write here, empty
 <path>/<run.id>/step_00000123/manifest.json                         last; without it the rest does not count
                               outer/model.safetensors               outer parameters, Hugging Face Llama names
                               outer/momentum.safetensors, ...       one for each other section of the outer state
@@ -23,6 +24,7 @@ from zeroband.checkpoint.headers import safetensors_header
 MANIFEST, LATEST, OWNER = "manifest.json", "latest", "owner.json"
 TEMPORARY = ".tmp"
 PARTS = "parts"
+MARKS = "marks"
 MAX_FILE_BYTES = 5_000_000_000
 """Larger sections are cut into several files with an index, as Hugging Face does."""
 

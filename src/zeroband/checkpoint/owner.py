@@ -38,11 +38,12 @@ def read_owner(storage: Storage) -> Owner | None:
         ) from error
 
 
-def claim(storage: Storage, owner: Owner, *, takes_over: bool) -> None:
+def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = False) -> None:
     """Make a folder this run's before it trains; again and by all its nodes, as often as they like.
 
     `takes_over`: the run goes on from what is there, so the folder becomes its own, and whoever saved there before is
-    refused from now on. Raises ConfigError where the folder is another run's or out of reach.
+    refused from now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another
+    run's or out of reach.
     """
     try:
         if storage.create(OWNER, _to_json(owner)):
@@ -54,6 +55,12 @@ def claim(storage: Storage, owner: Owner, *, takes_over: bool) -> None:
             raise ConfigError(
                 f"{storage.url} holds checkpoints of another model under the same run.id={owner.run_id!r}; "
                 "set another run.id or another ckpt.path"
+            )
+        if found is not None and not takes_over and resumes:
+            raise ConfigError(
+                f"{storage.url} holds checkpoints of an earlier run with run.id={owner.run_id!r}, and the run that is "
+                "going on began anew without this node; to go on from them, end that run and start its nodes again "
+                "with --resume and elastic.start_nodes, this one among them; else set another ckpt.path here"
             )
         if found is not None and not takes_over:
             raise ConfigError(

@@ -19,6 +19,7 @@ from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.data.tokens import Corpus
+from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.model.blueprint import FIRST
 from zeroband.node.faults import FaultPoints
@@ -110,6 +111,8 @@ class Restorer:
         self._faults = faults
         self._on_piece = on_piece
         self._storage = source.own
+        self.passed_over: Mapping[int, str] = {}
+        """Steps of checkpoints that `holding` did not name though they come first, and why not."""
         self.staged: Mapping[str, Tensor] | None = None
         """What `stage` read, (n,) float32 each."""
 
@@ -124,6 +127,40 @@ class Restorer:
             return steps_in_order(self._source.own)
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+
+    def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds.
+
+        `rejected`: steps of those that were read and cannot be taken, and why.
+        """
+        passed = self.passed_over = dict(rejected or {})
+        ordered, other = self._source.step, self._source.other
+        told, wanted = Holding(ordered=ordered), ordered if step is None else step
+        try:
+            storage = self._place()
+            steps = steps_in_order(storage)
+        except RecoveryFailed as error:
+            return replace(told, problem=str(error))
+        except OSError as error:
+            return replace(told, problem=f"cannot look into {self.url}: {reason_of(error)}")
+        for candidate in [step for step in steps if wanted in (None, step) and step not in passed]:
+            try:
+                checkpoint = open_checkpoint(storage, candidate, trust=self._source.trust)
+                checkpoint.require_sizes()
+            except (CheckpointDamaged, OSError) as error:
+                passed[candidate] = str(error) if isinstance(error, CheckpointDamaged) else reason_of(error)
+                continue
+            return replace(told, held=_held(checkpoint.manifest.stamp, is_own=storage is self._source.own))
+        if not steps:
+            return replace(told, problem=f"there is no checkpoint in {storage.url}" if storage is other else "")
+        there = f"; there are steps {sorted(steps)}" if wanted is not None else ""
+        why = "; ".join(passed.values()) or "it is not there"
+        return replace(told, problem=f"{why} in {storage.url}{there}")
+
+    def _place(self) -> Storage:
+        """Where to look: at what this run saved, unless resume.path names a step or this run saved nothing."""
+        other = self._source.other
+        return other if other is not None and (self._source.step is not None or not self.steps()) else self._source.own
 
     def newest(self) -> Stamp | None:
         """What the newest checkpoint of this run holds, as it says; None where there is none that can be read."""
@@ -157,14 +194,12 @@ class Restorer:
         None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
         """
         source, wanted = self._source, step if step is not None else self._source.step
-        self._storage = source.own
-        if source.other is not None and (source.step is not None or not self.steps()):
-            self._storage = source.other
+        self._storage = self._place()
         self._faults.at("restoring", 0)
         restored = self._read(self._targets, wanted)
         self._faults.at("restored", 0)
         if step is None:
-            self._warn_of_newer()
+            self.warn_of_newer()
         if restored is None and (source.other is not None or wanted is not None):
             raise ConfigError(f"there is no checkpoint in {self._storage.url}")
         return None if restored is None else _saved(restored)
@@ -203,7 +238,7 @@ class Restorer:
                 extra={"fields": changed},
             )
 
-    def _warn_of_newer(self) -> None:
+    def warn_of_newer(self) -> None:
         """Say what a command line that names a step leaves behind, at every start with it."""
         named = self._source.step
         newer = [] if named is None else [step for step in self.steps() if step > named]
@@ -266,6 +301,12 @@ class Restorer:
             self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
         except OSError as error:
             _log.warning("`latest` still names what the run left behind", extra={"fields": {"why": reason_of(error)}})
+
+
+def _held(stamp: Stamp, *, is_own: bool) -> Held:
+    progress = stamp.record.get("progress", {})
+    line, (after, _) = progress.get("founding", ""), progress.get("follows") or ("", 0)
+    return Held(stamp.inner_step, stamp.round, stamp.state_digest, line, after, is_own)
 
 
 def _saved(restored: Restored) -> SavedState:

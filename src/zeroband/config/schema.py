@@ -368,9 +368,10 @@ class CkptConfig(Section):
     """Number of the newest checkpoints that stay; older ones are removed when a newer one is complete."""
     keep_every: PositiveInt | None = None
     """Checkpoints of rounds that are a multiple of this stay for ever. None: none do."""
-    shared: bool = True
-    """All nodes see the same path and write one checkpoint together, each a share of it. False: each node writes a
-    whole one to a path of its own."""
+    shared: Literal["auto"] | bool = "auto"
+    """Whether the path is one folder for all nodes, which write one checkpoint into it together, each a share. auto:
+    they find out as they come in; whoever sees a folder of its own writes whole checkpoints there. True: a node that
+    sees another folder than the members is refused. False: each node writes whole ones to a path of its own."""
     peer_wait_s: PositiveFloat = 60.0
     """Longest silence of a node's writer before the node that completes a checkpoint goes without its share, and writes
     the rest itself. If that one is silent for twice as long, the next node completes it. Nodes that the run lost, and

@@ -91,8 +91,21 @@ EVENTS: Mapping[str, EventKind] = {
         "It does not go back: this node cannot have that checkpoint.", ("round", "step", "reason"), logging.ERROR
     ),
     "resumed_from": EventKind(
-        "The run begins again on the checkpoint of this inner step; has_inner: with this node's own optimizer state.",
+        "The run begins again on the checkpoint of this inner step; has_inner: with this node's own optimizer state; "
+        "source: `checkpoint`, or `members` where this node has none of it and fetched the state.",
         ("round", "step", "digest", "took_s", "has_inner"),
+    ),
+    "newer_checkpoint": EventKind(
+        "This node has a checkpoint of this inner step, and the run that it joined is at an earlier one (`at`): the "
+        "run began again, or went back, without it. `--resume.step` on all nodes goes on from it after the run's end, "
+        "as long as the run has not come that far itself.",
+        ("step", "at"),
+        logging.WARNING,
+    ),
+    "checkpoints_apart": EventKind(
+        "ckpt.path is not one folder for all: `nodes` write whole checkpoints into this one, the members `apart` into "
+        "theirs.",
+        ("folder", "nodes", "apart"),
     ),
     "run_abandoned": EventKind(
         "No member of the run holds a lease; this node waits for one until then, and what it does after that.",

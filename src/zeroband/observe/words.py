@@ -27,6 +27,8 @@ EVENT_WORDS: Mapping[str, str] = {
     "rollback_given_up": "The loss of round {round} calls for going back, which was given up: {reason}.",
     "rollback_refused": "{node} cannot go back to step {step}: {reason}.",
     "resumed_from": "The run begins again on the checkpoint of step {step}.",
+    "newer_checkpoint": "{node} has a checkpoint of step {step}; the run began again without it, and is at step {at}.",
+    "checkpoints_apart": "{nodes} write whole checkpoints into {folder}; for {apart} ckpt.path is another folder.",
     "run_abandoned": "{node} finds no living member of the run and waits {wait_s} s for {members}.",
     "store_in_use": "{node} uses the store {store} of the run, in generation {generation}.",
     "fenced": "The run went on without {node}, which comes back: {reason}.",

@@ -189,8 +189,16 @@ class Checkpoints:
         """The order for the copy under way; local rank 0 only."""
         self._members: tuple[str, ...] = (node.node_id,)
         """Node ids of the newest round's members."""
+        self._saved_by: tuple[str, ...] = ()
+        """Members of the newest round, as it was looked which of them see the folder of this node."""
+        self._sharing = frozenset({node.node_id})
+        """Node ids of those that do."""
+        self._is_apart = False
+        """Others see another folder."""
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
         self._layout_digest = FlatLayout.of(node.parameters).digest()
+        assert self._config.path is not None
+        self._folder = open_storage(self._config.path, node.config.run.id, node.node_id)
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:
             self._staging = Staging(node, world, stack)
@@ -198,10 +206,8 @@ class Checkpoints:
             self._stack = stack.pop_all()
 
     def _claim_folder(self, *, takes_over: bool) -> None:
-        run_id = self._node.config.run.id
-        assert self._config.path is not None
-        owner = Owner(run_id, self._hooks.record["session"], self._layout_digest)
-        claim(open_storage(self._config.path, run_id, self._node.node_id), owner, takes_over=takes_over)
+        owner = Owner(self._node.config.run.id, self._hooks.record["session"], self._layout_digest)
+        claim(self._folder, owner, takes_over=takes_over, resumes=self._node.config.resume is not None)
 
     def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
         config, staging = self._config, self._staging
@@ -233,11 +239,22 @@ class Checkpoints:
         for report in rounds[-1:]:
             self._members = tuple(_node_of(member) for member in report.members)
             if self._writer is not None:
+                self._learn_sharing(report.members)
                 self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
         is_new = not rounds or any(rounds[-1].weights)  # a run that goes on from a checkpoint is founded on its state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
             self.take(self._members, waits=is_last)
+
+    def _learn_sharing(self, members: tuple[str, ...]) -> None:
+        """See who writes a checkpoint with this node; say so where others see another folder. Local rank 0."""
+        if members == self._saved_by:
+            return
+        self._saved_by, was_apart = members, self._is_apart
+        self._sharing, apart = self._world.sharing(members)
+        self._is_apart = bool(apart)
+        if self._is_apart and not was_apart:
+            self._emit("checkpoints_apart", folder=self._folder.url, nodes=sorted(self._sharing), apart=sorted(apart))
 
     def take(self, members: Sequence[str], *, waits: bool) -> bool:
         """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
@@ -296,7 +313,7 @@ class Checkpoints:
         is_left_out: bool = False,
     ) -> SaveOrder:
         stamp = self._stamp(members)
-        savers = stamp.members if self._config.shared else (self._node.node_id,)
+        savers = tuple(member for member in stamp.members if member in self._sharing) or (self._node.node_id,)
         return SaveOrder(stamp, savers, node_state or {}, is_left_out, files or {})
 
     def _stamp(self, members: Sequence[str]) -> Stamp:

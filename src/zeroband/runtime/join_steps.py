@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.data.ledger import SHARED, count
+from zeroband.elastic.membership.epoch import Wait
+from zeroband.elastic.membership.holdings import (
+    Held,
+    Holding,
+    choose,
+    holders,
+    is_same,
+    ordered_step,
+    why_none,
+)
 from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
-from zeroband.elastic.membership.resume_rules import members_of, pending, restart_point_after, way_in
+from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import verify
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import RecoveryFailed, RoundsMissed, ZerobandError
+from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver, ZerobandError
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
+from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.join import Joiner, Outcome
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.replica import Replica
 from zeroband.state.crash_memory import HeldState
+
+_LINGER_S = 2.0
+"""A node stays for so long when the nodes cannot agree: else one that looks after it would miss the reason."""
 
 _log = get_logger(__name__)
 
@@ -44,7 +58,7 @@ class ReplicaSteps:
         self._run = run
         self._local = node.local
         self._events = events
-        self._batch_size = node.config.train.batch_size
+        self._batch_size, self._total_steps = node.config.train.batch_size, node.config.train.total_steps
         self._node_id, self._corpus = node.node_id, node.corpus
         self._patience = JoinPatience(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
@@ -62,7 +76,15 @@ class ReplicaSteps:
         self._founding_round = FOUNDING_ROUND
         self._saved: SavedState | None = None
         """The checkpoint that lies in the section buffers; local rank 0 only."""
-        self._has_looked_for_saved = False
+        self._told: Mapping[str, Holding] = {}
+        """What the living nodes said that they have at their ckpt.path, as of the last look; local rank 0 only."""
+        self._standing: tuple[int | None, Holding] | None = None
+        """What this node has, for the step that was asked for, until something is known to have changed."""
+        self._rejected: dict[int, str] = {}
+        """Steps of checkpoints that were read on this way in and do not verify, and why."""
+        self._refusal: tuple[float, ZerobandError] | None = None
+        """Since when the nodes cannot agree, and why not."""
+        self._start_nodes = node.config.elastic.start_nodes
         self._agrees_from_s = 0.0
         self._is_fetching = False
         """A fetch was begun, and what it got so far lies in the section buffers."""
@@ -83,8 +105,23 @@ class ReplicaSteps:
     # -- with what this node has --------------------------------------------------------------------------------
 
     def _outlast(self, _cause: ZerobandError | None) -> Outcome:
-        on_first_rank(self._local, lambda: self._run.mesh.member.outlast_duplicates())
+        def outlast() -> None:
+            self._run.mesh.member.outlast_duplicates()
+            self._standing, self._rejected = None, {}
+            self._exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._run.resumes)
+
+        on_first_rank(self._local, outlast)
         return Outcome(JoinEvent.FREE)
+
+    def _exchange(self, view: View, *, resumes: bool, step: int | None = None) -> None:
+        """Tell the others what this node has at its ckpt.path, and hear them. Local rank 0.
+
+        `step`: of the checkpoint that others ask for. Raises ConfigError.
+        """
+        if self._standing is None or self._standing[0] != step:
+            self._standing = step, self._run.holding(step, self._rejected)
+        standing = replace(self._standing[1], resumes=resumes)
+        self._told = self._run.holdings.exchange(self._run.mesh.member_id, view.alive, standing)
 
     def _recall(self, _cause: ZerobandError | None) -> Outcome:
         from_s, held = time.monotonic(), list[HeldState]()
@@ -146,7 +183,7 @@ class ReplicaSteps:
         event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
         if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
             self._founding_round = FOUNDING_ROUND
-            self._saved, self._has_looked_for_saved = None, False
+            self._saved = None
             self._is_fetching = False  # a checkpoint will be read into the same buffers
             self._agrees_from_s = time.monotonic()
         return Outcome(event)
@@ -156,7 +193,9 @@ class ReplicaSteps:
         if cause is not None:
             self._note_failure(cause)
         view = self._run.store.view(FOUNDING_ROUND)
-        way = way_in(view, resumes=self._run.may_begin_again(view))
+        if is_abandoned(view):
+            self._exchange(view, resumes=self._run.resumes)
+        way = way_in(view, resumes=self._may_begin_again(view))
         begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
         if begins and not self._run.store.may_found():
             return JoinEvent.WAIT
@@ -171,7 +210,15 @@ class ReplicaSteps:
         if self._failure is not None:
             self._require_patience(self._failure, view)
             self._failure = None
+        if is_following and self._start_nodes > 1:
+            return JoinEvent.BEGIN  # the founding waits for this node
         return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
+
+    def _may_begin_again(self, view: View) -> bool:
+        """Whether this node may found the run again on a checkpoint: by itself, or since another one does."""
+        own = self._run.mesh.member_id
+        others = any(said.resumes for member, said in self._told.items() if member != own and member in view.alive)
+        return others or self._run.may_begin_again(view)
 
     @property
     def _knows_run(self) -> bool:
@@ -219,53 +266,145 @@ class ReplicaSteps:
         return Outcome(event)
 
     def _resume_from(self, agreed: Mapping[str, Any]) -> None:
-        digest = self._run.outer.adopt(agreed["after_round"], agreed["record"])
+        digest, has_inner = self._run.outer.adopt(agreed["after_round"], agreed["record"]), False
         verify(digest, agreed["state_digest"], f"the checkpoint of step {agreed['step']}", self._local)
-        has_inner = self._run.load_inner(agreed["step"])
+        if agreed["source"] == "checkpoint":
+            has_inner = self._run.load_inner(agreed["step"])
+        else:
+            self._run.forget_inner()
         self._founding_round = agreed["round"]
         took_s = round(time.monotonic() - self._agrees_from_s, 3)
-        place = {"round": agreed["round"], "step": agreed["step"], "rejected": agreed["rejected"]}
-        self._events.emit("resumed_from", **place, digest=digest, took_s=took_s, has_inner=has_inner)
+        fields = {name: agreed[name] for name in ("round", "step", "source", "rejected")}
+        self._events.emit("resumed_from", **fields, digest=digest, took_s=took_s, has_inner=has_inner)
 
     def _agree_on_checkpoint(self) -> dict[str, Any]:
-        """Look once, with a checkpoint in the section buffers if there is one. Local rank 0."""
+        """Look once. What ends this node is raised a moment later, so that the others see it, too. Local rank 0."""
+        try:
+            looked = self._look_for_agreement()
+        except (ConfigError, RecoveryFailed, RunOver) as error:
+            since_s = time.monotonic() if self._refusal is None else self._refusal[0]
+            self._refusal = since_s, error
+            if time.monotonic() - since_s >= _LINGER_S:
+                raise
+            return self._wait(str(error), ())
+        self._refusal = None
+        return looked
+
+    def _look_for_agreement(self) -> dict[str, Any]:
+        """Look at what the others have, with a checkpoint in the section buffers if one was read."""
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
+        agreed = way if isinstance(way, RestartPoint) else None
+        if way is JoinEvent.BEGIN and not self._may_begin_again(view):
+            way = JoinEvent.JOIN  # whom it followed is gone
         if way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return {"event": way}
-        step, saved = way.step if isinstance(way, RestartPoint) else None, self._saved
-        if not self._has_looked_for_saved or (step is not None and (saved is None or saved.step != step)):
-            self._saved, self._has_looked_for_saved = self._run.read_checkpoint(step), True
-            return {"event": JoinEvent.AGAIN}  # reading took a while
-        if saved is None:
-            return {"event": self._without_checkpoint(view)}
-        point = self._restart_point(view, way if isinstance(way, RestartPoint) else None, saved)
-        if point is None:
-            return {"event": JoinEvent.AGAIN}
-        return {"event": JoinEvent.AGREED, **asdict(saved), "round": point.round, "after_round": saved.round}
-
-    def _restart_point(self, view: View, agreed: RestartPoint | None, saved: SavedState) -> RestartPoint | None:
-        """What is agreed on; None: look again. Raises RecoveryFailed where others have another checkpoint of a step."""
+        asked = agreed.step if agreed is not None else ordered_step(self._told)
+        if asked is None:
+            self._require_unfinished(view)
+        self._exchange(view, resumes=True, step=asked)
         if agreed is not None:
-            if agreed.state_digest != saved.state_digest:
-                raise RecoveryFailed(
-                    f"the checkpoint of step {saved.step} is {saved.state_digest} here, and {agreed.state_digest} on "
-                    f"{agreed.member}: ckpt.path is not the same folder on both"
-                )
-            return agreed
-        member_id = self._run.mesh.member_id
-        proposal = restart_point_after(
-            view, round=saved.round, step=saved.step, state_digest=saved.state_digest, member=member_id
+            return self._take_over(view, agreed)
+        start_nodes = 1 if self._run.mesh.is_start_over else self._start_nodes
+        is_over = time.monotonic() > self._agrees_from_s + self._patience.patience_s
+        chosen = choose(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
+        if chosen is None:
+            return {"event": self._without_checkpoint(view)}
+        if isinstance(chosen, Wait):
+            if self._refusal is not None:
+                raise self._refusal[1]  # the others have left because of it
+            return self._wait(chosen.reason, chosen.waiting_for)
+        self._run.require_unfinished(chosen.step)
+        own = self._told[self._run.mesh.member_id].held
+        if own is None or not is_same(own, chosen):
+            named = holders(self._told, chosen)
+            return self._wait(f"the newest checkpoint is that of step {chosen.step}, which they read", named)
+        if (saved := self._read(chosen)) is not None:
+            self._propose(view, saved)
+        return {"event": JoinEvent.AGAIN}
+
+    def _require_unfinished(self, view: View) -> None:
+        """Raise RunOver where the run has come to its end, whoever has the checkpoint of that."""
+        at = _inner_step_of(view)
+        if view.committed is not None and at >= self._total_steps:
+            raise RunOver(
+                f"the run is complete since round {view.committed.round}; start another with a new run.id, or name an "
+                "older checkpoint with --resume.step"
+            )
+
+    def _read(self, held: Held) -> SavedState | None:
+        """Have a checkpoint in the section buffers; None where it cannot be taken, which the others are told then."""
+        if self._saved is None or (self._saved.step, self._saved.state_digest) != (held.step, held.state_digest):
+            self._saved = None
+            try:
+                self._saved = self._run.read_checkpoint(held.step)
+            except RecoveryFailed as error:
+                self._rejected[held.step], self._standing = str(error), None
+            else:
+                self._run.restorer.warn_of_newer()
+        return self._saved
+
+    def _propose(self, view: View, saved: SavedState) -> None:
+        """Name the checkpoint to begin with, unless something has changed since this view."""
+        if (at := _inner_step_of(view)) > saved.step:
+            fields = {"step": saved.step, "run_was_at": at, "of": sorted(map(node_id_of_member, members_of(view)))}
+            _log.warning(
+                "the last steps of the run are in no checkpoint that a node here has", extra={"fields": fields}
+            )
+        point = restart_point_after(
+            view,
+            round=saved.round,
+            step=saved.step,
+            state_digest=saved.state_digest,
+            member=self._run.mesh.member_id,
         )
-        return proposal if self._run.store.propose_restart_point(proposal, view) else None
+        self._run.store.propose_restart_point(point, view)
+
+    def _take_over(self, view: View, agreed: RestartPoint) -> dict[str, Any]:
+        """Take the state that was agreed on: read it where this node has it, else fetch it from who named it."""
+        held = self._told[self._run.mesh.member_id].held
+        if held is not None and (held.step, held.state_digest) == (agreed.step, agreed.state_digest):
+            saved, source = self._read(held), "checkpoint"
+            if saved is None:
+                return {"event": JoinEvent.AGAIN}
+        elif self._start_nodes == 1:
+            return self._wait("they are about to begin the run again", (agreed.member,))
+        else:
+            self._saved, source = None, "members"
+            try:
+                got = self._run.recovery.fetch_restart(self._run.outer.sections, agreed)
+            except RecoveryFailed as error:
+                return self._wait(str(error), (agreed.member,))
+            saved = SavedState(agreed.step, got.round, got.record, got.state_digest, ())
+        self._say_passed_over()
+        found = {**asdict(saved), "rejected": [*self._run.passed_over.values()], "source": source}
+        return {"event": JoinEvent.AGREED, **found, "round": agreed.round, "after_round": saved.round}
+
+    def _say_passed_over(self) -> None:
+        """Say which checkpoints here are newer and do not count; those that were read have been said."""
+        for step, why in self._run.passed_over.items():
+            if step not in self._rejected:
+                _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
+
+    def _wait(self, why: str, waits_for: Sequence[str]) -> dict[str, Any]:
+        """Wait, and say once for what."""
+        if why != self._said:
+            self._said = why
+            fields = {"why": why, "waits_for": [node_id_of_member(member) for member in waits_for]}
+            _log.info("not begun again yet", extra={"fields": fields})
+        return {"event": JoinEvent.WAIT}
 
     def _without_checkpoint(self, view: View) -> JoinEvent:
+        if why := why_none(self._told):
+            raise RecoveryFailed(f"{why}; start the run anew with another run.id")
         if view.committed is not None:
             raise RecoveryFailed(
-                f"the nodes of this run are gone since round {view.committed.round}, and it has no checkpoint; "
-                "start it anew with another run.id"
+                f"the nodes of this run are gone since round {view.committed.round}, and no node has a checkpoint of "
+                "it; start it anew with another run.id"
             )
-        say_new(self._run.restorer.url)
+        if self._run.resumes:
+            say_new(self._run.restorer.url)
+        self._exchange(view, resumes=False)
         return JoinEvent.NOTHING
 
     def _found(self, _cause: ZerobandError | None) -> Outcome:
@@ -328,13 +467,21 @@ class ReplicaSteps:
         return {**state, "later": fetched.later, "took_s": fetched.took_s}
 
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
-        return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())
+        outcome = self._became_member(JoinEvent.ADMITTED, report := self._run.outer.join())
+        if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
+            self._events.emit("newer_checkpoint", step=newer, at=report.progress.inner_step)
+        return outcome
 
     def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
         self._forget_attempts()
         self._events.emit("joined", member_id=report.member_id, round=report.round)
         self._tell_of_other_documents(report.progress)
         return Outcome(event, rounds=(report,))
+
+    def _newer_than(self, progress: Progress) -> int | None:
+        """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""
+        held = self._run.holding().held
+        return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 
     def _tell_of_other_documents(self, progress: Progress) -> None:
         """Warn where this node had other documents before: their samples stay as they are, and owed by nobody else."""
@@ -359,6 +506,11 @@ class ReplicaSteps:
         """Whatever failed on the way so far is no reason to give up on the next."""
         self._is_fetching, self._failure = False, None
         self._patience.came_nearer()
+
+
+def _inner_step_of(view: View) -> int:
+    """Inner steps of the run, as its newest verdict has them; 0: there is none."""
+    return 0 if view.committed is None else view.committed.record["progress"].get("inner_step", 0)
 
 
 def say_new(url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.resume_rules import begins_on_checkpoint, rounds_since
@@ -49,6 +50,7 @@ from zeroband.outer.device_state import require_device
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
+from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
@@ -157,6 +159,8 @@ class Replica:
             self.outer = self._build_outer(layout)
             stack.callback(self.outer.abandon)
             self._restorer = self._build_restorer(layout)
+            self.holdings = Holdings(self.store, config, node.node_id)
+            stack.callback(self.holdings.close)
             self._serve(stack)
             self._stack = stack.pop_all()
 
@@ -357,12 +361,28 @@ class Replica:
             raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
         return self._restorer
 
-    def read_checkpoint(self, step: int | None) -> SavedState | None:
-        """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError, RunOver. Local rank 0."""
+    def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        """What this node has to begin the run with; `step`: of the checkpoint that others ask for. Local rank 0.
+
+        `rejected`: as `Restorer.holding` says.
+        """
+        return Holding() if self._restorer is None else self._restorer.holding(step, rejected)
+
+    @property
+    def passed_over(self) -> Mapping[int, str]:
+        """Steps of this node's checkpoints that come before the one that it told of, and why they do not count."""
+        return {} if self._restorer is None else self._restorer.passed_over
+
+    def read_checkpoint(self, step: int) -> SavedState:
+        """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError. Local rank 0."""
         saved = self.restorer.restore(step)
-        if saved is not None and saved.step >= self._node.config.train.total_steps:
-            raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+        assert saved is not None, "of a step there is one, or an error"
         return saved
+
+    def require_unfinished(self, step: int) -> None:
+        """Raise RunOver where the run ends with this inner step, or before."""
+        if step >= self._node.config.train.total_steps:
+            raise RunOver(f"the checkpoint of step {step} is that of the end of the run (train.total_steps)")
 
     def checkpoint_to_join_from(self) -> dict[str, int] | None:
         """The step of the newest durable checkpoint, and the newest round, where all since is less than the state.
@@ -414,12 +434,16 @@ class Replica:
         has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
         if all_ok(has_inner, local):
             return True
-        inner.forget_moments()
-        for buffer in own.values():
-            if local.rank == 0:
-                buffer.zero_()
-        barrier(local)
+        self.forget_inner()
         return False
+
+    def forget_inner(self) -> None:
+        """Begin with fresh moments, and without what the outer algorithm kept to itself. Called by all local ranks."""
+        self._node.inner.forget_moments()
+        for name in self.outer.local_sections:
+            if self._node.local.rank == 0:
+                self.buffers[name].zero_()
+        barrier(self._node.local)
 
     def point_latest(self, step: int) -> None:
         """Whoever resumes begins with this step. Local rank 0."""
@@ -465,6 +489,9 @@ class Replica:
     def show_progress(self) -> None:
         if self._node.local.rank == 0:
             self._flags.advance()
+
+    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        return self.holdings.sharing(self.mesh.member_id, members)
 
     @property
     def fellows(self) -> Fellows:

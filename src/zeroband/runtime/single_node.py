@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,9 @@ class SingleNode:
 
     def show_progress(self) -> None:
         """Nobody watches."""
+
+    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        return frozenset({self._node.node_id}), frozenset()
 
     @property
     def fellows(self) -> Fellows:

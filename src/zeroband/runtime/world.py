@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,13 @@ class World(Protocol):
 
     def show_progress(self) -> None:
         """Show whoever watches this trainer that it is alive."""
+        ...
+
+    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Node ids of those among some members that write a checkpoint with this node, and of those that do not.
+
+        The second ones have a ckpt.path that is another folder. Local rank 0.
+        """
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.data import DataConfig
 from zeroband.data.tokens import Corpus
+from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.node.faults import FaultPoints
 
@@ -62,6 +64,54 @@ def test_newest_is_that_which_the_run_went_back_to(tmp_path: Path) -> None:
 def test_there_is_no_newest_in_a_run_without_checkpoints_of_its_own(tmp_path: Path) -> None:
     saved(storage(tmp_path, "other"), 10)
     assert restorer(tmp_path, other=f"{tmp_path}/other")[0].newest() is None
+
+
+def held_step(restore: Restorer, step: int | None = None) -> int | None:
+    held = restore.holding(step).held
+    return None if held is None else held.step
+
+
+def test_holding_names_the_newest_checkpoint_and_reads_nothing(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, buffers = restorer(tmp_path)
+    assert restore.holding() == Holding(held=Held(20, 2, stamp_of(20).state_digest, ""))
+    assert (held_step(restore, 10), held_step(restore, 15)) == (10, None)
+    assert "there are steps [10, 20]" in restore.holding(15).problem
+    assert not any(buffer.any() for buffer in buffers.values())
+    assert restorer(tmp_path / "empty")[0].holding() == Holding()
+
+
+def test_holding_passes_over_what_is_not_whole_and_what_was_rejected(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    (tmp_path / "run/step_00000020" / MANIFEST).unlink()
+    restore, _ = restorer(tmp_path)
+    assert held_step(restore) == 10 and [*restore.passed_over] == [20]
+    found = restore.holding(rejected={10: "its hash is another one"})
+    assert found.held is None and sorted(restore.passed_over) == [10, 20]
+    assert "its hash is another one; step_00000020/manifest.json is missing: it was never finished in" in found.problem
+
+
+def test_holding_is_of_the_other_run_until_this_one_has_its_own_or_a_step_is_named(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "other"), 40)
+    first, _ = restorer(tmp_path, other=f"{tmp_path}/other")
+    found = first.holding().held
+    assert found is not None and (found.step, found.is_own) == (40, False)
+    saved(storage(tmp_path, "run"), 10)
+    own = restorer(tmp_path, other=f"{tmp_path}/other")[0].holding()
+    assert own.held is not None and (own.held.step, own.held.is_own, own.ordered) == (10, True, None)
+    named = restorer(tmp_path, other=f"{tmp_path}/other", step=40)[0].holding()
+    assert named.held is not None and (named.held.is_own, named.ordered) == (False, 40)
+    assert "there is no checkpoint in" in restorer(tmp_path / "new", other=f"{tmp_path}/none")[0].holding().problem
+
+
+def test_holding_of_a_folder_that_cannot_be_read_is_a_problem_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(LocalStorage, "names", fails)
+    assert "the network mount is stale" in restorer(tmp_path)[0].holding().problem
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda manifest: manifest.write_text("{")], ids=["missing", "damaged"])

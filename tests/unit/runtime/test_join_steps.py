@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +14,13 @@ import pytest
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
-from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed
+from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
@@ -86,7 +87,10 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
 
 
 def node_of(local: LocalMesh) -> Any:
-    train, elastic = SimpleNamespace(batch_size=4), SimpleNamespace(start_timeout_s=PATIENCE_S)
+    train, elastic = (
+        SimpleNamespace(batch_size=4, total_steps=100),
+        SimpleNamespace(start_timeout_s=PATIENCE_S, start_nodes=1),
+    )
     config = SimpleNamespace(train=train, elastic=elastic)
     return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2")
 
@@ -118,6 +122,9 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             may_begin_again=lambda view: False,
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
+            resumes=False,
+            holding=lambda step=None, rejected=None: Holding(),
+            holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = ReplicaSteps(node_of(local), parts, NoEvents())
         try:
@@ -126,6 +133,11 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             flags.close()
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 0.0)
 
 
 NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
@@ -237,12 +249,28 @@ def view_of(
     return View(opening, verdict, frozenset(alive.split()), {}, {}, None, restart_point=agreed, is_settling=settles)
 
 
-class Place:
-    """A run as its store shows it, one view after the other, and the checkpoints that this node can read."""
+def held(step: int, *, digest: str = "digest", line: str = "", after: str = "") -> Held:
+    return Held(step, step // 10, digest, line, after)
 
-    def __init__(self, local: LocalMesh, *views: View, resumes: bool = False, checkpoints: Sequence[int] = ()) -> None:
-        self._views = list(views)
-        self._checkpoints = checkpoints
+
+class Place:
+    """A run as its store shows it, one view after the other, and the checkpoints of this node and of others."""
+
+    def __init__(
+        self,
+        local: LocalMesh,
+        *views: View,
+        resumes: bool = False,
+        checkpoints: Sequence[int] = (),
+        others: Mapping[str, Holding] | None = None,
+        start_nodes: int = 1,
+    ) -> None:
+        self.views = list(views)
+        self.checkpoints = list(checkpoints)
+        self.damaged = set[int]()
+        self.others = others or {}
+        self.told: Holding | None = None
+        self.served: FetchedState | None = None
         self.proposed: list[RestartPoint] = []
         self.refuses_first = False
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -250,35 +278,63 @@ class Place:
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
         self.may_found = True
         store = SimpleNamespace(view=self._view, propose_restart_point=self._propose, may_found=lambda: self.may_found)
-        self.outer = SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1)
+        self.outer = SimpleNamespace(
+            adopt=lambda round, record: "digest", found=self._found, round=-1, sections=("params",)
+        )
+        self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False)
         run: Any = SimpleNamespace(
             store=store,
-            mesh=SimpleNamespace(member_id="a#1"),
+            mesh=self.mesh,
             outer=self.outer,
+            resumes=resumes,
             may_begin_again=lambda view: resumes,
             read_checkpoint=self._read,
             load_inner=lambda step: True,
-            restorer=SimpleNamespace(url="file:///checkpoints"),
-            recovery=SimpleNamespace(verified_bytes=0),
+            forget_inner=lambda: None,
+            passed_over={},
+            require_unfinished=lambda step: None,
+            restorer=SimpleNamespace(url="file:///checkpoints", warn_of_newer=lambda: None),
+            recovery=SimpleNamespace(verified_bytes=0, fetch_restart=self._fetch),
             come_back=lambda: None,
+            holding=self._holding,
+            holdings=SimpleNamespace(exchange=self._exchange),
         )
-        self.steps = ReplicaSteps(node_of(local), run, events)
+        node = node_of(local)
+        node.config.elastic.start_nodes = start_nodes
+        self.steps = ReplicaSteps(node, run, events)
 
     def _view(self, _round: int) -> View:
-        return self._views.pop(0) if len(self._views) > 1 else self._views[0]
+        view = self.views.pop(0) if len(self.views) > 1 else self.views[0]
+        return replace(view, alive=view.alive | {self.mesh.member_id})
 
-    def _read(self, step: int | None) -> SavedState | None:
-        found = [number for number in self._checkpoints if step in (None, number)]
-        return SavedState(found[0], 3, {}, "digest", ()) if found else None
+    def _holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
+        found = [number for number in self.checkpoints if step in (None, number) and number not in (rejected or {})]
+        return Holding(held=held(found[0]) if found else None)
+
+    def _exchange(self, member: str, alive: object, standing: Holding) -> dict[str, Holding]:
+        self.told = standing
+        return {member: standing, **self.others}
+
+    def _read(self, step: int) -> SavedState:
+        if step in self.damaged:
+            raise RecoveryFailed("its hash is another one")
+        return SavedState(step, 3, {}, "digest", ())
+
+    def _fetch(self, sections: object, agreed: RestartPoint) -> FetchedState:
+        if self.served is None:
+            raise RecoveryFailed(f"{agreed.member} has not taken it over")
+        return self.served
 
     def _propose(self, point: RestartPoint, _view: View) -> bool:
         is_refused, self.refuses_first = self.refuses_first, False
         self.proposed += [] if is_refused else [point]
+        if not is_refused:
+            self.views = [replace(self.views[0], restart_point=point)]
         return not is_refused
 
     def _found(self, round: int) -> SimpleNamespace:
         self.founded.append(round)
-        return SimpleNamespace(round=round, member_id="a#1", progress=Progress.at_start())
+        return SimpleNamespace(round=round, member_id="a#9", progress=Progress.at_start())
 
     def look(self) -> JoinEvent:
         return self.steps.take(JoinState.LOOKING, None).event
@@ -323,20 +379,76 @@ def test_node_that_was_a_member_founds_nothing_where_the_store_lost_its_record(l
     assert place.look() is JoinEvent.JOIN
 
 
-def test_first_to_resume_names_its_newest_checkpoint_and_founds_the_round_after_it(local: LocalMesh) -> None:
+def test_node_with_the_newest_checkpoint_names_it_and_founds_the_round_after_it(local: LocalMesh) -> None:
     place = Place(local, view_of(), resumes=True, checkpoints=[50, 40])
     assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
-    assert place.proposed == [RestartPoint(6, 50, "digest", "a#1")]
+    assert place.proposed == [RestartPoint(6, 50, "digest", "a#9")]
     assert place.steps.take(JoinState.FOUNDING, None).event is JoinEvent.FOUNDED
     assert place.founded == [6]
     assert [kind for kind, _ in place.events] == ["resumed_from", "joined"]
 
 
+def test_node_with_an_older_checkpoint_waits_for_the_one_with_the_newest(local: LocalMesh) -> None:
+    others = {"c#1": Holding(True, held(60))}
+    place = Place(local, view_of(alive="c#1"), resumes=True, checkpoints=[50], others=others)
+    assert place.agree(2) == [JoinEvent.WAIT, JoinEvent.WAIT]
+    assert place.proposed == []
+
+
+@pytest.mark.parametrize("is_start_over", [False, True])
+def test_choice_waits_for_start_nodes_until_the_start_is_over(local: LocalMesh, is_start_over: bool) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50], start_nodes=2)
+    place.mesh.is_start_over = is_start_over
+    assert place.agree(1) == [JoinEvent.AGAIN if is_start_over else JoinEvent.WAIT]
+    assert len(place.proposed) == is_start_over
+
+
 def test_later_ones_read_the_checkpoint_that_was_named(local: LocalMesh) -> None:
-    agreed = view_of(alive="b#1", agreed=THEIRS)
-    place = Place(local, view_of(), view_of(), agreed, resumes=True, checkpoints=[50, 40])
+    place = Place(local, view_of(alive="b#1", agreed=THEIRS), resumes=True, checkpoints=[50, 40])
+    assert place.agree(1) == [JoinEvent.AGREED]
+    assert place.proposed == [] and (place.events[0][1]["step"], place.events[0][1]["source"]) == (40, "checkpoint")
+
+
+@pytest.mark.parametrize("checkpoints", [[], [30], [40]], ids=["none", "older", "another of that step"])
+def test_node_without_the_named_checkpoint_fetches_its_state_before_the_founding(
+    local: LocalMesh, checkpoints: list[int]
+) -> None:
+    agreed = RestartPoint(6, 40, "digest of b" if checkpoints == [40] else "digest", "b#1")
+    view = view_of(alive="b#1", agreed=agreed)
+    place = Place(local, view, resumes=True, checkpoints=checkpoints, start_nodes=2)
+    place.outer.adopt = lambda round, record: agreed.state_digest
+    assert place.agree(1) == [JoinEvent.WAIT], "who named it has not taken it over yet"
+    place.served = replace(WHOLE, round=4, state_digest=agreed.state_digest)
+    assert place.steps.take(JoinState.AGREEING, None).event is JoinEvent.AGREED
+    (_, resumed) = place.events[-1]
+    assert (resumed["step"], resumed["source"], resumed["has_inner"]) == (40, "members", False)
+    place.steps.take(JoinState.FOUNDING, None)
+    assert place.founded == [6]
+
+
+def test_node_that_does_not_resume_takes_part_in_a_founding_that_waits_for_it(local: LocalMesh) -> None:
+    view = view_of(alive="b#1", agreed=THEIRS)
+    assert Place(local, view, start_nodes=2).look() is JoinEvent.BEGIN
+    assert Place(local, view, start_nodes=1).look() is JoinEvent.FOLLOW
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_node_that_does_not_resume_begins_again_with_those_that_do(local: LocalMesh, committed: bool) -> None:
+    """What it has may be the newest."""
+    view = view_of(committed=committed, alive="c#1")
+    place = Place(local, view, checkpoints=[50], others={"c#1": Holding(resumes=True)})
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert [point.step for point in place.proposed] == [50]
+    place = Place(local, view, checkpoints=[50], others={"c#1": Holding()})
+    assert place.look() is (JoinEvent.JOIN if committed else JoinEvent.FOUND)
+
+
+def test_checkpoint_that_does_not_verify_is_passed_over_and_the_others_are_told(local: LocalMesh) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50, 40])
+    place.damaged = {50}
     assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
-    assert place.proposed == [] and place.events[0][1]["step"] == 40
+    assert [point.step for point in place.proposed] == [40]
+    assert place.told is not None and place.told.held == held(40)
 
 
 def test_proposal_that_another_one_was_before_is_made_anew(local: LocalMesh) -> None:
@@ -345,26 +457,65 @@ def test_proposal_that_another_one_was_before_is_made_anew(local: LocalMesh) -> 
     assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
 
 
-def test_node_whose_checkpoint_is_another_one_of_that_step_ends(local: LocalMesh) -> None:
-    place = Place(
-        local, view_of(alive="b#1", agreed=RestartPoint(6, 40, "other", "b#1")), resumes=True, checkpoints=[40]
-    )
-    with pytest.raises(RecoveryFailed, match=r"ckpt.path is not the same folder on both"):
-        place.agree(2)
-
-
 def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: LocalMesh) -> None:
     place = Place(local, view_of(committed=False), resumes=True)
-    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.NOTHING]
+    assert place.agree(1) == [JoinEvent.NOTHING]
+    assert place.told is not None and not place.told.resumes, "so that nobody waits for it"
     place.steps.take(JoinState.FOUNDING, None)
     assert place.founded == [FOUNDING_ROUND]
-    with pytest.raises(RecoveryFailed, match="it has no checkpoint"):
-        Place(local, view_of(), resumes=True).agree(2)
+    with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):
+        Place(local, view_of(), resumes=True).agree(1)
+
+
+def test_run_that_is_complete_is_not_begun_again_by_a_node_with_an_older_checkpoint(local: LocalMesh) -> None:
+    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 100}}))
+    with pytest.raises(RunOver, match=r"complete since round 5; .* --resume\.step"):
+        Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
+
+
+def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
+    local: LocalMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 2.0)
+    others = {"c#1": Holding(True, problem="its manifest is damaged")}
+    view = view_of(committed=False, alive="c#1")
+    place = Place(local, view, resumes=True, start_nodes=2, others=others)
+    assert place.agree(1) == [JoinEvent.WAIT]
+    place.others, place.views = {}, [view_of(committed=False)]
+    assert place.steps.take(JoinState.AGREEING, None).event is JoinEvent.WAIT
+    now_s[0] = 2.0
+    with pytest.raises(RecoveryFailed, match="c: its manifest is damaged"):
+        place.steps.take(JoinState.AGREEING, None)
+
+
+def test_steps_that_no_node_here_has_are_said_to_be_lost(local: LocalMesh, caplog: pytest.LogCaptureFixture) -> None:
+    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 80}}))
+    Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
+    assert vars(caplog.records[-1])["fields"] == {"step": 50, "run_was_at": 80, "of": ["a", "b"]}
+
+
+def test_where_all_checkpoints_are_damaged_no_new_run_begins(local: LocalMesh) -> None:
+    others = {"b#1": Holding(True, problem="its manifest is damaged")}
+    with pytest.raises(RecoveryFailed, match="b: its manifest is damaged"):
+        Place(local, view_of(committed=False), resumes=True, others=others).agree(1)
 
 
 def test_node_that_agrees_joins_where_a_member_turns_out_to_live(local: LocalMesh) -> None:
-    place = Place(local, view_of(), view_of(), view_of(alive="b#1"), resumes=True, checkpoints=[50])
-    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.JOIN]
+    place = Place(local, view_of(), view_of(alive="b#1"), resumes=True, checkpoints=[50])
+    assert place.agree(1) == [JoinEvent.JOIN]
+
+
+def test_node_that_joins_says_that_it_has_a_newer_checkpoint_than_the_run(local: LocalMesh) -> None:
+    place = Place(local, view_of(alive="b#1"), checkpoints=[50])
+    report = SimpleNamespace(round=7, member_id="a#9", progress=Progress.at_start())
+    place.outer.join = lambda: report
+    place.steps.take(JoinState.ANNOUNCING, None)
+    assert place.events[-1] == ("newer_checkpoint", {"step": 50, "at": 0})
+    place.checkpoints = []
+    place.steps.take(JoinState.ANNOUNCING, None)
+    assert place.events[-1][0] == "joined"
 
 
 def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
@@ -373,12 +524,13 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     now_s = [0.0]
     monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     joins = view_of(alive="b#1")
-    place = Place(local, view_of(), view_of(), view_of(), joins, resumes=True, checkpoints=[50])
+    place = Place(local, view_of(), resumes=True, checkpoints=[50])
     assert place.steps.take(JoinState.LOOKING, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN
     for _ in range(2):
         agreed = place.steps.take(JoinState.AGREEING, None).event
     assert agreed is JoinEvent.AGREED
     place.steps.take(JoinState.FOUNDING, None)
+    place.views = [joins]
     now_s[0] = 10 * PATIENCE_S
     place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
     assert place.look() is JoinEvent.JOIN

@@ -131,7 +131,7 @@ TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
 PAUSES = frozenset({_E.WAIT, _E.FAILED})
 """Events after which a node waits a moment, since nothing else has happened yet."""
 
-HOLDS_NOTHING = frozenset({_S.LOOKING, _S.FETCHING})
+HOLDS_NOTHING = frozenset({_S.LOOKING, _S.AGREEING, _S.FETCHING})
 """States in which a node has no state that the run could lack: asked to leave, it leaves at once."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import lines_of
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round, no_donor_in
 from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of
@@ -165,7 +165,8 @@ class StateFetch:
     """A joiner's fetch of the outer state, kept over failures.
 
     `sections`: (n,) float32 on CPU each, written chunk by chunk. `mixes`: where the donors go on to another round, so
-    does the fetch, and what it has got before is replayed up to that later.
+    does the fetch, and what it has got before is replayed up to that later. `expects`: digest of the only state that
+    will do; None: the newest.
     """
 
     def __init__(
@@ -174,9 +175,11 @@ class StateFetch:
         sections: Mapping[str, Tensor],
         *,
         mixes: bool = False,
+        expects: str | None = None,
         limits: FetchLimits = _LIMITS,
     ) -> None:
         self._mixes = mixes
+        self._expects = expects
         self._targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
         self._limits = limits
         lengths = {name: len(target) for name, target in self._targets.items()}
@@ -248,6 +251,9 @@ class StateFetch:
             download, run = self._begun, self._begun.go_on
         else:
             believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry, self._first_of)
+            if self._expects not in (None, believed.manifest.state_digest):
+                held = believed.manifest.state_digest or "the initial one"
+                raise RecoveryFailed(f"{believed.supporters[0]} has not taken over the state {self._expects}: {held}")
             download = self._begun
             if download is None or not download.missing or download.manifest.claim != believed.manifest.whole.claim:
                 before = download if self._can_mix(download, believed.manifest) else None
@@ -342,17 +348,34 @@ class RecoveryClient:
         """
         self._state = StateFetch(self._dialler, {name: self._buffers[name] for name in sections}, mixes=mixes)
 
+    def fetch_restart(self, sections: tuple[str, ...], agreed: RestartPoint) -> FetchedState:
+        """Fetch the state that the run is about to begin again on, from the node that named it.
+
+        Raises RecoveryFailed where that has not taken it over yet, or is gone.
+        """
+        targets = {name: self._buffers[name] for name in sections}
+        fetch, peers = (
+            StateFetch(self._dialler, targets, expects=agreed.state_digest),
+            self._store.view(FOUNDING_ROUND).peers,
+        )
+        donors = [_donor(agreed.member, peers)] if agreed.member in peers else []
+        return fetch.fetch(donors, self._counting(0))
+
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
+        return self._begun.fetch(self._donors(), self._counting(self.verified_bytes))
+
+    def _counting(self, had_bytes: int) -> Callable[[int, int], None]:
+        """What takes note of every chunk of a state. `had_bytes`: those that were verified before."""
         meter = _Meter(self._flags, self._faults)
-        progress = FetchProgress(self._on_event, self.verified_bytes)
+        progress = FetchProgress(self._on_event, had_bytes)
 
         def count(chunk_bytes: int, total_bytes: int) -> None:
             self.verified_bytes += chunk_bytes
             progress.count(chunk_bytes, total_bytes)
             meter.count(chunk_bytes, total_bytes)
 
-        return self._begun.fetch(self._donors(), count)
+        return count
 
     def distrust_state(self) -> None:
         """The state that came is not what its donors said: ask others first."""
@@ -386,15 +409,15 @@ class RecoveryClient:
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
         if not alive and Progress.from_record(view.committed.record["progress"]).is_complete:
             raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
-        donors = [
-            Donor(m, view.peers[m].host, view.peers[m].port, lines_of(m, view.peers))
-            for m in alive
-            if view.peers[m].serves_state
-        ]
+        donors = [_donor(member, view.peers) for member in alive if view.peers[member].serves_state]
         if not donors:
             raise no_donor_in(view)
         random.shuffle(donors)
         return sorted(donors, key=lambda donor: bool(donor.relays))
+
+
+def _donor(member: str, peers: Mapping[str, Peer]) -> Donor:
+    return Donor(member, peers[member].host, peers[member].port, lines_of(member, peers))
 
 
 class FetchProgress:

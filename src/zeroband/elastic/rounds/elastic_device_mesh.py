@@ -77,6 +77,11 @@ class ElasticDeviceMesh:
         self.member_id: str = on_first_rank(local, lambda: self.member.member_id)
 
     @property
+    def is_start_over(self) -> bool:
+        """Whether founders wait for no further node."""
+        return time.monotonic() > self._start_deadline_s
+
+    @property
     def member(self) -> Member:
         assert self._member is not None, "only local rank 0 holds the membership"
         return self._member

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Generation,
@@ -213,6 +214,14 @@ class Judge:
     def peers(self, name: str, said: Mapping[str, bytes]) -> dict[str, Peer]:
         """Where members are found."""
         return self._all(Peer, name, said, "peer")
+
+    def seal_holding(self, member: str, holding: Holding) -> str:
+        """Seal for the run only: a node tells it before it is in a session, and a member's id is in no other one."""
+        return self._seals.seal(to_json(holding), "holding", member)
+
+    def holdings(self, name: str, said: Mapping[str, bytes]) -> dict[str, Holding]:
+        """What nodes have at their ckpt.path."""
+        return self._all(Holding, name, said, "holding")
 
     def seal_links(self, member: str, links: LinkRates) -> str:
         return self._seal(to_json(links), "links", member)

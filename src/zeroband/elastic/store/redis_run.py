@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import redis
 
+from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
@@ -28,6 +29,7 @@ from zeroband.elastic.store.connection import (
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.known import pairs, text_of
+from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.log import get_logger
@@ -87,6 +89,7 @@ class Keys:
         self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
+        self.holdings = f"{self.prefix}:holdings"  # hash: member -> which checkpoints it has, and whose folder it sees
         self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
         self.links_at = f"{self.prefix}:links_at"  # sorted set: member -> the change that its word came with
         self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
@@ -180,6 +183,7 @@ class RedisRun:
         self._append_facts = self.script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts = self.script(scripts.READ_FACTS, list)
         self._read_nodes = self.script(scripts.READ_NODES, list)
+        self._tell_holding = self.script(scripts.TELL_HOLDING, int)
         self._say, self._read_said = self.script(scripts.SAY, int), self.script(scripts.READ_SAID, list)
 
     # -- how Redis is asked -----------------------------------------------------------------------------------
@@ -288,6 +292,18 @@ class RedisRun:
         """What the writers of a checkpoint last said, by node id."""
         key = self.keys.saving(attempt)
         return self.judge.saving(key, pairs(self.run_script(self._read_said, [key], [], patience_s)))
+
+    # -- which checkpoints nodes have ------------------------------------------------------------------------------
+
+    def tell_holding(self, member_id: str, holding: Holding, *, patience_s: float | None = None) -> None:
+        """Tell the others what this node has at its ckpt.path; the newest word counts. It must hold a lease."""
+        args = [member_id, self.judge.seal_holding(member_id, holding), RUN_TTL_S]
+        self.run_script(self._tell_holding, [self.keys.holdings, self.keys.leases], args, patience_s)
+
+    def holdings(self, *, patience_s: float | None = None) -> dict[str, Holding]:
+        """What nodes have at their ckpt.path, by member; some of these may have left."""
+        said = pairs(self.run_script(self._read_said, [self.keys.holdings], [], patience_s))
+        return self.judge.holdings(self.keys.holdings, said)
 
     # -- what nodes recorded ------------------------------------------------------------------------------------
 

@@ -659,6 +659,19 @@ return redis.call('EXPIRE', KEYS[1], ARGV[3])
 """,
 )
 
+TELL_HOLDING = _script(
+    "hash zset",
+    """
+-- KEYS: holdings leases   ARGV: member record ttl   what those have said who hold no lease is forgotten
+local said = redis.call('HGETALL', KEYS[1])
+for i = 1, #said, 2 do
+  if not redis.call('ZSCORE', KEYS[2], said[i]) then redis.call('HDEL', KEYS[1], said[i]) end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+""",
+)
+
 READ_SAID = _script(
     "hash",
     """

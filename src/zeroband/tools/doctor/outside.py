@@ -13,13 +13,13 @@ from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
+from zeroband.tools.doctor.folder import folder_check
 from zeroband.tools.doctor.machine import look_at_address
 from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
 
@@ -82,14 +82,19 @@ def _time_store(store: RedisStore, waits_s: float) -> Finding:
     return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
 
 
-def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
+def _look_at_pairs(config: RunConfig, store: RedisStore, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
     listen = listen_address_of(config, host, key)
-    with Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting:
+    with (
+        Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting,
+        folder_check(config, store, meeting.member_id) as folder,
+    ):
         print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
-        meeting.gather(nodes, wait_s)
+        folder.look(meeting.gather(nodes, wait_s))
         peers = meeting.probe()
         yield from _who_came(meeting, peers, nodes)
+        if (found := folder.look(peers)) is not None:
+            yield found
         yield from (_pair(pair) for pair in meeting.measure(peers))
 
 

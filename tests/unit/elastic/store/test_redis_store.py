@@ -22,6 +22,7 @@ import redis
 from tests.servers import SERVERS
 from tests.stores import RUN_ID, SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next, renew
 
+from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.orders import pause
 from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
@@ -361,6 +362,21 @@ def test_few_links_of_a_run_are_measured_at_one_time(store: RedisStore, redis_cl
     redis_client.set(store.keys.measuring, "nonsense")
     assert store.may_measure(A)
     assert 0 < redis_client.ttl(store.keys.measuring) <= MEASURING_MS / 1000
+
+
+def test_holdings_are_of_members_with_a_lease_and_have_a_life(store: RedisStore, redis_client: redis.Redis) -> None:
+    hold(store, A, B)
+    first, newer = Holding(mark="a.1"), Holding(True, Held(630, 63, "digest", "x"), mark="a.1", sees=("b.2",))
+    store.tell_holding(B, Holding(mark="b.2"))
+    store.tell_holding(A, first)
+    store.tell_holding(A, newer)
+    assert store.holdings() == {A: newer, B: Holding(mark="b.2")}
+    store.release_lease(B)
+    store.tell_holding(A, first)
+    assert store.holdings() == {A: first}
+    assert redis_client.ttl(store.keys.holdings) > 0
+    redis_client.hset(store.keys.holdings, C, "nonsense")
+    assert store.holdings() == {A: first}
 
 
 def test_decision_that_fell_while_links_were_read_is_not_waited_for(
