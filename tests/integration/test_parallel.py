@@ -129,7 +129,7 @@ def test_each_rank_holds_its_rows_of_the_moments(two: Run) -> None:
 
 
 @pytest.mark.defect(5)
-def test_decisions_come_from_rank_0_or_from_each_and_need_all(two: Run) -> None:
+def test_decisions_come_from_rank_0_and_need_all(two: Run) -> None:
     for rank in (0, 1):
         assert two.seen(rank)["decisions"] == {
             "broadcast": {"from": 0, "text": "é" * 1000},

@@ -157,13 +157,13 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
     from zeroband.checks.gpu_prediction import GpuRun
 
-    ranks = _ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
+    ranks = ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
     vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
     return GpuRun(needs.config, vocab_size, local_world_size, total_bytes // ranks), ranks
 
 
-def _ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:
-    """How many ranks share a GPU, of which each rank sees so many.
+def ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:
+    """Return how many ranks share a GPU, where each rank sees `seen` of them.
 
     Where a launcher shows each rank a single one, it is taken to be another one for each: they have not compared their
     cards yet, and a run that fits must not be refused.

@@ -38,7 +38,7 @@ def init_weights(model: Transformer, seed: int) -> None:
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) before init_weights")
     named = list(model.named_parameters())
-    draw = partial(_draw, seed=seed, n_layers=model.config.n_layers)
+    draw = partial(draw_rows, seed=seed, n_layers=model.config.n_layers)
     ranks = max((p.device_mesh.size() for _, p in named if is_sharded(p)), default=1)
     with ThreadPoolExecutor(max(1, _processors() // ranks), thread_name_prefix="first-weights") as pool:
         list(pool.map(draw, *zip(*named, strict=True)))
@@ -49,8 +49,8 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _draw(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -> None:
-    """Write the rows of an initial value that this rank holds."""
+def draw_rows(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -> None:
+    """Write the rows of a parameter's initial value that this rank holds: those of one draw of the whole."""
     shard = local_shard(parameter)
     if parameter.ndim < 2 or shard.numel() == 0:
         shard.fill_(1.0)

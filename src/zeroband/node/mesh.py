@@ -305,8 +305,9 @@ def compiles(train: TrainConfig, mesh: LocalMesh) -> bool:
 
 
 def _serves_all(problem: Callable[[torch.device], str], mesh: LocalMesh) -> bool:
-    """Whether no rank's GPU has a problem: ranks on unequal cards do what the least of them can."""
-    return mesh.device.type == "cuda" and all_ok(not problem(mesh.device), mesh)
+    """Whether no rank's device has a problem: ranks on unequal cards do what the least of them can."""
+    serves = not problem(mesh.device)
+    return all_ok(serves, mesh) if mesh.device.type == "cuda" else serves
 
 
 def _compile(model: nn.Module) -> None:

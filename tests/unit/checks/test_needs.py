@@ -97,7 +97,7 @@ def test_shared_memory_leaves_its_part_to_nccl(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_eight_ranks_that_see_one_gpu_each_do_not_share_it(seen: int, environ: dict[str, str], ranks: int) -> None:
-    assert memory._ranks_on_gpu(8, seen, environ) == ranks
+    assert memory.ranks_on_gpu(8, seen, environ) == ranks
 
 
 def test_host_memory_has_the_donors_copy_and_each_rank_its_process() -> None:

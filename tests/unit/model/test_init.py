@@ -86,7 +86,7 @@ def test_rows_of_all_ranks_are_those_of_one_draw(rows: int, width: int, world_si
         shard = torch.empty(kept.stop - kept.start, width)
         held = {"local_rows": mock.Mock(return_value=kept), "local_shard": mock.Mock(return_value=shard)}
         with mock.patch.multiple(init, PIECE=piece, **held):
-            init._draw("name", torch.nn.Parameter(torch.empty(rows, width)), seed=3, n_layers=2)
+            init.draw_rows("name", torch.nn.Parameter(torch.empty(rows, width)), seed=3, n_layers=2)
         assert torch.equal(shard, whole[kept])
 
 

@@ -18,6 +18,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_records import shortened
 from zeroband.model.blueprint import LlamaBlueprint
+from zeroband.node.cards import Card
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.runtime.report import RunProgress, SourceResult, StepResult, TrainerReport
@@ -33,7 +34,7 @@ def node(tmp_path: Path) -> Any:
         config=load_config((), {}),
         node_id="a",
         node_dir=tmp_path,
-        local=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        local=SimpleNamespace(world_size=1, device=torch.device("cpu"), cards=()),
         tokenizer=SimpleNamespace(padded_vocab_size=256),
         loader=SimpleNamespace(data_pass=0),
         model=LlamaBlueprint(LlamaConfig(d_model=8, n_layers=1, n_heads=1), 64).on_meta(),
@@ -64,6 +65,18 @@ def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node
     arrival = (RunProgress(committed, is_now=True), [round_after(committed, uncommitted_tokens=10)])
     steps = [*[(RunProgress(start, is_now=False), [])] * 2, arrival, (RunProgress(committed, is_now=False), [])]
     assert tokens_of(node, steps) == [10, 20, 50, 60]
+
+
+def test_mfu_is_of_all_cards_of_the_node_each_once_whatever_a_rank_sees(node: Any) -> None:
+    node.local.cards = (
+        Card("NVIDIA L4", "a", "1", 24),
+        Card("NVIDIA L4", "a", "1", 24),
+        Card("NVIDIA H100", "b", "2", 80),
+    )
+    tokens_of(node, [(RunProgress(after(10), is_now=True), ())] * 2)
+    lines = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    flops = lines[-1]["train/tokens_per_s"] * node.model.flops_per_token(node.config.data.seq_length)
+    assert lines[-1]["train/mfu"] == pytest.approx(flops / ((121 + 989) * 1e12))
 
 
 def test_tokens_of_a_node_that_trains_alone_are_counted_once(node: Any) -> None:
