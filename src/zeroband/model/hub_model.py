@@ -177,8 +177,9 @@ class TransformersBlueprint(ForeignBlueprint):
 
     def _pretrained(self) -> Any:
         assert self._section.name is not None, "weights belong to a name"
-        options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
-        options |= hub_options(self._section.name)
+        options: dict[str, Any] = {**hub_options(self._section.name)}
+        if self._section.attention is not None:
+            options["attn_implementation"] = self._section.attention
         try:
             module, loaded = self._transformers.AutoModelForCausalLM.from_pretrained(
                 self._section.name,

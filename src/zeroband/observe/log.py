@@ -58,7 +58,7 @@ class _LastingFile(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
-            if not os.fstat(self.stream.fileno()).st_nlink:
+            if self.stream is not None and not os.fstat(self.stream.fileno()).st_nlink:
                 Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
                 old = self.setStream(self._open())
                 if old is not None:

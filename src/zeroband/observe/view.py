@@ -255,7 +255,7 @@ class RunView:
 
 
 def _mean(losses: Iterable[float | None]) -> float | None:
-    """Of those that are numbers."""
+    """Mean of the losses that are finite numbers; None where there is none."""
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return sum(known) / len(known) if known else None
 

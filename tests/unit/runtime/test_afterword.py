@@ -45,9 +45,10 @@ def test_closing_words_say_where_everything_lies(run_dir: Path) -> None:
     assert [line.split()[0] for line in said.splitlines()[:6]] == [
         *("metrics", "events", "checkpoints", "sample", "report", "next"),
     ]
-    assert "s3://bucket/c/r" in said and f"open {run_dir / 'report.html'}" in said
+    assert "s3://bucket/c/r" in said and f"zeroband board {run_dir}" in said
     left = closing_words(load_config(flags, {}), None, is_complete=False)
-    assert "the same command, with --resume" in left and "zeroband sample" not in left and "--resume" not in said
+    assert "the same command, with --run.id r --resume" in left and "zeroband sample" not in left
+    assert "--resume" not in said
     for start in ("1", "2"):
         (run_dir / "a" / "wandb" / f"offline-run-{start}").mkdir(parents=True)
     offline = run_dir / "a" / "wandb" / "offline-run-2"

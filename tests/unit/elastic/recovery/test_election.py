@@ -3,9 +3,11 @@ from dataclasses import replace
 
 import pytest
 
+from zeroband.elastic.membership.records import Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.donors import Donor, Refusal
-from zeroband.elastic.recovery.election import ask_all, elect
+from zeroband.elastic.recovery.election import ask_all, elect, no_donor_in
 from zeroband.elastic.recovery.state_chunks import StateManifest
+from zeroband.errors import RecoveryFailed
 
 A, B, C, D = (Donor(name, "127.0.0.1", port) for port, name in enumerate("abcd", start=1))
 HONEST = StateManifest(3, "honest", {}, 4, {"params": 4}, {"params": ("p0",)})
@@ -81,3 +83,26 @@ def test_fault_of_this_node_while_it_asks_is_a_refusal_not_a_wait_for_ever(monke
 def test_nobody_to_ask_is_no_answer() -> None:
     poll = ask_all([], 3, lambda donor: HONEST)
     assert (poll.claims, poll.refusals) == ({}, {})
+
+
+def opened(*members: str) -> Opening:
+    zeros = tuple(0 for _ in members)
+    return Opening(1, 1, 0, members, zeros, zeros, zeros, ())
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        (View(None, None, frozenset(), {}, {}, None), "no member is alive"),
+        (View(opened("a#1"), None, frozenset({"a#1", "j#1"}), {}, {}, None), "not committed yet; alive: a$"),
+        (View(None, Verdict(opened("a#1"), "d"), frozenset({"j#1"}), {}, {}, None), "no member is alive"),
+        (View(None, Verdict(opened("a#1"), "d"), frozenset({"a#1"}), {}, {}, None), "members serve none yet: a$"),
+        (
+            View(None, None, frozenset({"a#1"}), {}, {}, None, restart_point=RestartPoint(5, 40, "s", "a#1")),
+            "a still takes over the checkpoint of step 40",
+        ),
+    ],
+)
+def test_who_has_no_donor_is_told_what_those_who_live_do(view: View, said: str) -> None:
+    with pytest.raises(RecoveryFailed, match=f"no state to join with yet: .*{said}"):
+        raise no_donor_in(view)

@@ -57,6 +57,7 @@ def test_audit_is_exact_where_nobody_is_lost() -> None:
     result = audit(run_of({}))
     assert result.is_exact
     assert result.accounts == {SHARED: Account(trained=100, owed=20)}
+    assert result.rounds == 5  # of numbers 0 to 5: the founding trains nothing
 
 
 def test_audit_is_exact_where_a_lost_node_s_samples_are_trained_by_others() -> None:

@@ -146,7 +146,7 @@ def test_report_has_the_figures_of_the_run(written: Callable[..., Checked]) -> N
     said = written().text
     for figure in ("finished", "2.0000", "from 4.9000", "4.2500", "1.23k", "of 30", "3 rounds", "4.1 kB", "step 20"):
         assert figure in said, figure
-    assert "24 samples of 4 rounds were replayed: each was trained once." in said
+    assert "24 samples of 3 rounds were replayed: each was trained once." in said
     assert "zeroband export" in said and "a has done all 30 steps." in said
 
 
