@@ -166,7 +166,9 @@ class TransformersBlueprint(ForeignBlueprint):
 
     def _module(self) -> Any:
         """The module with random weights, as torch's generator and default device are."""
-        options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
+        options: dict[str, Any] = (
+            {} if self._section.attention is None else {"attn_implementation": self._section.attention}
+        )
         try:
             return self._transformers.AutoModelForCausalLM.from_config(self.hub_config, dtype=torch.float32, **options)
         except Exception as error:
