@@ -34,11 +34,14 @@ class FolderCheck:
             return Finding("ckpt.path", "not one folder", str(error), stops="start")
         here, elsewhere = self._holdings.sharing(self._member_id, sorted(known))
         if elsewhere:
-            seen = f"{self._path} is another folder on {', '.join(sorted(elsewhere))}: each keeps whole checkpoints"
+            seen = f"{self._path} is another folder on {_names(elsewhere)}: each keeps whole checkpoints"
             return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")
-        return (
-            Finding("ckpt.path", f"{self._path} is one folder on {', '.join(sorted(here))}") if len(here) > 1 else None
-        )
+        return Finding("ckpt.path", f"{self._path} is one folder on {_names(here)}") if len(here) > 1 else None
+
+
+def _names(members: Collection[str]) -> str:
+    """Node ids of members, each of which has a number of its own behind them."""
+    return ", ".join(sorted(member.partition("#")[0] for member in members))
 
 
 @contextlib.contextmanager
