@@ -7,7 +7,7 @@ largest value away from the exact ones of `dct_kernels`, so of two of nearly the
 
 # Triton has no type stubs, and a kernel's parameters are what it is launched with.
 # pyright: reportMissingTypeStubs=false, reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
 

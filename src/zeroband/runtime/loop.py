@@ -332,7 +332,7 @@ def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = lam
         loss = _pass_through(node, batch, scale)
         nats[0] += loss.cross_entropy
         if by_target:
-            assert batch.sources is not None, "rows of a mixture know their sources"
+            assert batch.sources is not None and loss.per_target is not None, "rows of a mixture know their sources"
             nats[1:] += sums_by_source(loss.per_target, batch.sources, len(names))
         show_progress()
     read = zip(names, node.loader.targets_by_source, node.loader.passes, strict=False)  # a single source has no name
