@@ -405,6 +405,7 @@ def test_matrix_begins_with_the_oldest_versions_and_runs_the_script_where_its_to
         "actions/setup-python",
     }
     runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert runs.pop("gpu-check")[-1] == "./scripts/gpu_check.sh --on cpu"
     assert {name: script for name, (_, script) in runs.items()} == {
         "all": (root / ".ci" / "run").read_text(encoding="utf-8").split("exec ")[1].strip(),
         "versions": "./scripts/test.sh --torch ${{ matrix.torch }} --python ${{ matrix.python }}",

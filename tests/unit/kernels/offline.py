@@ -47,8 +47,16 @@ class Launch:
         backend = compiler.make_backend(target)
         bind = jit.create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         bound, kinds, _ = bind(*self.arguments, **self.named)
-        options, *source = self.kernel._pack_args(backend, self.named, bound, kinds, {})
-        return compiler.compile(compiler.ASTSource(self.kernel, *source), target=target, options=options.__dict__)
+        options, names = vars(backend.parse_options(self.named)), [p.name for p in self.kernel.params]
+        if unknown := self.named.keys() - options.keys() - set(names):
+            raise KeyError(f"{self.kernel.fn.__name__}: {unknown}")
+        known = [kind == "constexpr" for kind, _ in kinds]
+        constants = {(i,): value for i, value in enumerate(bound.values()) if known[i]}
+        marks = {(i,): mark for i, (_, mark) in enumerate(kinds) if not known[i] and isinstance(mark, str)}
+        attributes = {place: backend.parse_attr(mark) for place, mark in marks.items()}
+        signature = {name: kind for name, (kind, _) in zip(names, kinds, strict=True)}
+        source = compiler.ASTSource(self.kernel, signature, constants, attributes)
+        return compiler.compile(source, target=target, options=options)
 
 
 def launches(module: Any, call: Callable[[], object]) -> list[Launch]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 
 def scores_of(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,5 +55,6 @@ def backward(
 
 def register() -> None:
     """Give torch's operators these kernels, for this process."""
-    varlen._varlen_attn.register_kernel("cpu")(forward)  # pyright: ignore
-    varlen._varlen_attn_backward.register_kernel("cpu")(backward)  # pyright: ignore
+    importlib.import_module("torch.nn.attention.varlen")  # which defines them
+    torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
+    torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)

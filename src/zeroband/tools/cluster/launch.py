@@ -91,10 +91,7 @@ def parse(argv: Sequence[str]) -> Launch:
         )
     if not restarts.value.isdecimal():
         raise ConfigError(f"{restarts} is no number of starts after the first: 0 or more{restarts.way_out}")
-    try:
-        count = count_of(ranks.value)
-    except ValueError as error:
-        raise ConfigError(f"{ranks}{error}{ranks.way_out}") from None
+    count = count_of(ranks.value, said=str(ranks), way_out=ranks.way_out)
     if not 0 <= asked.exit_code_left <= 255:
         raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
     if asked.script.startswith("@"):
@@ -153,8 +150,11 @@ def _given(name: str, value: str | None, environ: Mapping[str, str]) -> Given:
     return Given(_FROM_TORCHRUN[name] if value is None else value, option)
 
 
-def count_of(ranks: str) -> int:
-    """How many ranks are asked for: a number, gpu, cpu or auto; empty: one for each GPU, or one. Raises ValueError."""
+def count_of(ranks: str, *, said: str = "--nproc-per-node", way_out: str = "") -> int:
+    """How many ranks are asked for: a number, gpu, cpu or auto; empty: one for each GPU, or one.
+
+    Raises ConfigError, which begins with what was `said` and ends with the way out.
+    """
     gpus = len(visible_gpus(os.environ))
     if not ranks:
         return gpus or 1
@@ -162,11 +162,11 @@ def count_of(ranks: str) -> int:
         if gpus:
             return gpus
         if ranks == "gpu":
-            raise ValueError(": no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number")
+            raise ConfigError(f"{said}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number{way_out}")
     if ranks in ("cpu", "auto"):
         return usable_processors()
     if not ranks.isdecimal() or int(ranks) < 1:
-        raise ValueError(" is no number of ranks: 1 or more, gpu, cpu or auto")
+        raise ConfigError(f"{said} is no number of ranks: 1 or more, gpu, cpu or auto{way_out}")
     return int(ranks)
 
 
