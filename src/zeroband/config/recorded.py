@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, schema_keys
 from zeroband.config.layers import NONE
@@ -92,9 +92,10 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
 
 def _put(table: dict[str, Any], path: Path, value: Any) -> None:
     for part in path[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
+        inner: Any = table.setdefault(part, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
+        table = cast("dict[str, Any]", inner)
     if value is not None:
         table[path[-1]] = value
 
