@@ -92,10 +92,10 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
 
 def _put(table: dict[str, Any], path: Path, value: Any) -> None:
     for part in path[:-1]:
-        below: object = table.setdefault(part, {})
-        if not isinstance(below, dict):
+        inner: Any = table.setdefault(part, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
-        table = cast(dict[str, Any], below)
+        table = cast("dict[str, Any]", inner)
     if value is not None:
         table[path[-1]] = value
 

@@ -135,7 +135,7 @@ def start(url: str) -> Sequence[int]:
     return [ctl.main(["status", *names]), join.main([url, "--run-id", "run", "--dry-run"])]
 
 
-@settings(max_examples=12, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_tool_on_a_record_of_the_run_that_says_anything_ends_with_an_exit_code(
     founded: RedisStore, redis_url: str, redis_client: redis.Redis, data: st.DataObject
