@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.model.transformer import Transformer
+from zeroband.node.processors import usable_processors
 from zeroband.node.sharding import is_sharded, local_part
 
 STD = 0.02
@@ -40,13 +39,8 @@ def init_weights(model: Transformer, seed: int) -> None:
     named = list(model.named_parameters())
     draw = partial(draw_rows, seed=seed, n_layers=model.config.n_layers)
     ranks = max((p.device_mesh.size() for _, p in named if is_sharded(p)), default=1)
-    with ThreadPoolExecutor(max(1, _processors() // ranks), thread_name_prefix="first-weights") as pool:
+    with ThreadPoolExecutor(max(1, usable_processors() // ranks), thread_name_prefix="first-weights") as pool:
         list(pool.map(draw, *zip(*named, strict=True)))
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def draw_rows(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -> None:
