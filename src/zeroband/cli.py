@@ -62,7 +62,7 @@ _COMMANDS = {
 
 
 _WORK = {"train", "launch", "join", "simulate", "demo", "chaos", "compare", "store", "export"}
-"""What these print tells how they go: they go on where nobody reads it. The others are there for what they print."""
+"""Commands that keep working when their output is closed. The others exist for what they print."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ def _require_below(name: str) -> str:
 
 
 FileBelow = Annotated[str, AfterValidator(_require_below)]
-"""Name of a file in, or below, the folder of the index that lists it, so that nobody's index reads other files."""
+"""Name of a file in or below the folder of the index that lists it: an index cannot read other files."""
 
 
 class Section(BaseModel):

@@ -267,7 +267,7 @@ def _host(scheme: str, item: str, default_port: int) -> tuple[str, int]:
 
 
 def _is_name(host: str) -> bool:
-    """Whether a host can be looked up; a library raises errors of its own where it cannot."""
+    """Whether a host can be looked up; libraries raise other errors where it cannot."""
     try:
         host.encode("idna")
     except UnicodeError:

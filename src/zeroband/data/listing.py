@@ -25,7 +25,7 @@ Kind = Literal["folder", "file", "device", "nothing"]
 
 @dataclass
 class Listing:
-    """Files, and what was named beside them, by the reason why it is left out."""
+    """The files of a pattern, and what else it named, by the reason why that is left out."""
 
     files: list[str] = field(default_factory=list[str])
     left_out: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

@@ -33,7 +33,7 @@ _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
 _BEGINNING_BYTES = 1 << 13
 _LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError, EOFError)
-"""What datasets raises for files that it cannot make sense of, beside errors of its own."""
+"""What datasets raises, besides its own errors, for files that it cannot read."""
 _SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` of datasets leaves in a folder."""
 _MOST_DIGITS = 640
@@ -43,7 +43,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class BadRow(ConfigError):
-    """One row, line or file of text that cannot be used, while those beside it can."""
+    """One row, line or file of text that cannot be used; the others can."""
 
 
 class OnBad(Protocol):

@@ -75,7 +75,7 @@ def keep_standard_streams() -> None:
 
 
 def outlast_readers(*, stdout: bool) -> None:
-    """Have what is said on standard error reach nobody where nobody reads it any more; `stdout`: there, too."""
+    """Drop what is written to a standard error that is closed; `stdout`: and to a standard output."""
     for name in ("stderr", *(("stdout",) if stdout else ())):
         stream = getattr(sys, name)
         if not isinstance(stream, LenientStream):

@@ -11,7 +11,7 @@ PROGRAM = "zeroband"
 
 
 def command(*words: object) -> str:
-    """A command for whoever reads it, on whatever machine: its words quoted for a shell."""
+    """A command that a reader can type: its words quoted for a shell."""
     return shlex.join([PROGRAM, *map(str, words)])
 
 

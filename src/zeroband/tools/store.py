@@ -114,7 +114,7 @@ def _bound(host: str) -> str:
     except ValueError:
         return "* -::*"
     if address.is_unspecified:
-        raise ConfigError(f"--host {host} leads nobody here; give the address or name by which nodes reach it")
+        raise ConfigError(f"--host {host} is no address that other machines reach; give this machine's")
     return host
 
 
@@ -148,7 +148,7 @@ def _without_token_file(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _require_running(server: RedisServer) -> None:
     if not server.is_running:
-        raise ConfigError(f"the server ended by itself; it said: {server.said}")
+        raise ConfigError(f"the server exited; it said: {server.said}")
 
 
 def _token(path: Path | None, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -127,7 +127,7 @@ def test_server_that_is_killed_is_told(start: Start) -> None:
     with redis.Redis.from_url(printed(process)["ZERO_BAND_STORE__URL"]) as client:
         os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)  # type: ignore[index]
     _, said = process.communicate(timeout=20)
-    assert process.returncode == 2 and "the server ended by itself" in said
+    assert process.returncode == 2 and "the server exited" in said
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--token-file", "none/token"], "none/token: No such file or directory; name one in a folder"),
         (["--run-id", "a b"], "--run-id 'a b': a name is"),
         (["--run-id", "auto"], "name the run"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 leads nobody here"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is no address that other machines reach"),
         (["--port", str(redis_port_taken)], "Address already in use"),
         (["--port", str(free_port()), "--", "no-such-program"], "cannot run no-such-program"),
     ]:

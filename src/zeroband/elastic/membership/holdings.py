@@ -100,7 +100,7 @@ def is_same(one: Held, other: Held) -> bool:
 
 
 def why_none(told: Mapping[str, Holding]) -> str:
-    """Say why no checkpoint can be taken; empty where nobody has any, so that a new run may begin."""
+    """Say why no checkpoint can be taken; empty where no node has any, so that a new run may begin."""
     step, said = ordered_step(told), dict(sorted(told.items()))
     problems = [f"{node_id_of_member(member)}: {of.problem}" for member, of in said.items() if of.problem]
     if step is not None:

@@ -143,7 +143,7 @@ def _announced(believed: Believed) -> Believed:
 
 
 def no_donor_in(view: View) -> RecoveryFailed:
-    """The error that says why nobody has a state to serve: all are gone, or those who live have not come so far yet."""
+    """The error that says why no member serves its state: all are gone, or the living ones have none yet."""
     agreed, newest = pending(view), view.committed or view.opening
     living = [m for m in (view.alive if newest is None else newest.members) if m in view.alive]
     names = ", ".join(sorted(map(node_id_of_member, living)))

@@ -66,7 +66,7 @@ _STATES = {
     "Not enough good replicas": "too few of its replicas are there: start them, or set its min-replicas-to-write to 0",
     "The cluster is down": "it is a node of a Redis Cluster: name a Redis that is not part of a cluster",
 }
-"""In which a server answers and serves nobody, by what it says; and the way out."""
+"""What a server that serves no client says, and the way out."""
 _FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 _IN_CLUSTER = ("Hash slot not served", "a non local key in a cluster node")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
@@ -272,7 +272,7 @@ def _refused_request(text: str, who: str) -> str | None:
     text = _shortened(text)
     if "DENIED" in text:
         way_out = "start it with --requirepass and write the password into the address"
-        return f"store.url: {who} lets in nobody from another machine ({text}); {way_out}"
+        return f"store.url: {who} accepts no connection from another machine ({text}); {way_out}"
     if "DB index" in text or "SELECT is not allowed" in text:
         return f"store.url: {who} has no database of that number ({text}); leave the number out"
     if "unknown command" in text.lower() or "Unknown Redis command" in text:

@@ -251,7 +251,7 @@ class SparseCodec:
             section.group.write(restored.to(out.device), out, first, stop)
 
     def _beside_training(self) -> AbstractContextManager[object]:
-        """A stream of its own: each block is waited for, which else would wait for all that training has queued."""
+        """A separate stream: waiting for a block must not wait for all that training has queued."""
         if self._device is None:
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(self._device)

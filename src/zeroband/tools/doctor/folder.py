@@ -1,4 +1,4 @@
-"""Whether ckpt.path is one folder for the nodes that are examined together: the marks of a run, beside that run."""
+"""Whether ckpt.path is one folder for all examined nodes. Uses the marks of a run, under another run's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FolderCheck:
         self._member_id = member_id
 
     def look(self, members: Collection[str]) -> Finding | None:
-        """What this node sees beside these; None where there is nothing to see."""
+        """Return what this node sees of these members' folders; None where there is nothing to say."""
         if self._path is None or self._shared is False:
             return None
         try:
@@ -40,7 +40,7 @@ class FolderCheck:
 
 
 def _names(members: Collection[str]) -> str:
-    """Node ids of members, each of which has a number of its own behind them."""
+    """Return the node ids of members, whose own ids end with a number."""
     return ", ".join(sorted(member.partition("#")[0] for member in members))
 
 

@@ -469,7 +469,7 @@ def test_server_that_is_not_there_is_temporary(opened: Open) -> None:
         (b"-ERR unknown command 'GET'", "a run needs Redis 6.2 or later"),
         (b"HTTP/1.1 400 Bad Request", "there is no Redis; if it expects TLS, write rediss://"),
         (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules must hold"),
-        (b"-DENIED Redis is running in protected mode because protected mode is enabled", "lets in nobody"),
+        (b"-DENIED Redis is running in protected mode because protected mode is enabled", "accepts no connection"),
         (b"-CLUSTERDOWN Hash slot not served", "node of a Redis Cluster"),
     ],
 )
