@@ -13,6 +13,7 @@ from zeroband.config import RunConfig
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
+from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.holdings import Holdings
 
 
@@ -40,8 +41,7 @@ class FolderCheck:
 
 
 def _names(members: Collection[str]) -> str:
-    """Return the node ids of members, whose own ids end with a number."""
-    return ", ".join(sorted(member.partition("#")[0] for member in members))
+    return ", ".join(sorted(map(node_id_of_member, members)))
 
 
 @contextlib.contextmanager
