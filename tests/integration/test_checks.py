@@ -123,6 +123,16 @@ class Lack:
     condition: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
+OF_THREE = {
+    "RANK": "0",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "3",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+"""What torchrun tells the first of three ranks."""
+
 LACKS = {
     "tokenizers": Lack(
         ("--data.tokenizer=gpt2",), "pip install 'zeroband-elastic[hf]'", {"uninstalled": ["transformers"]}
@@ -162,7 +172,7 @@ LACKS = {
     "memory": Lack(HUGE, "take a smaller model"),
     "compiler": Lack(("--train.compile",), "g++ is not on the PATH", {"environ": {"PATH": "/absent"}}),
     "descriptors": Lack((*DILOCO, "--elastic.start-nodes=9"), "ulimit -Hn", {"descriptors": 200}),
-    "ranks": Lack((), "not a multiple of the 3 ranks", {"environ": {"LOCAL_WORLD_SIZE": "3"}}),
+    "ranks": Lack((), "not a multiple of the 3 ranks", {"environ": OF_THREE}),
     "library": Lack(DILOCO, "the native library was not built", {"no_library": True}),
     "run folder": Lack((f"--run.dir={sys.executable}/runs",), f"nothing can be written to {sys.executable}: "),
     "cache folder": Lack(("--data.cache-dir=/proc/self",), "data.cache_dir='/proc/self': nothing can be written to "),

@@ -37,11 +37,13 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "elastic/store/local_server.py": ("redis-server",),
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
+    "observe/commands.py": (),  # its own command
     "runtime/afterword.py": ("python",),
     "runtime/watching.py": ("git",),
     "tools/cluster/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
     "tools/join.py": ("python",),
+    "tools/store.py": (),  # what its user names
 }
 """What each file of the package starts, or looks for because torch starts it."""
 

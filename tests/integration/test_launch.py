@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -326,14 +327,17 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
         zeroband.runtime.transport_setup.address_towards("redis://:s3cret@nowhere:6379")
 
 
+HOLDS = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
+
+
 def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
     rank.node_dir.mkdir(parents=True)
-    held = os.open(rank.node_dir, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    try:
+    command = [sys.executable, "-c", HOLDS, str(rank.node_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
         code, line = rank.main()
-    finally:
-        os.close(held)
+        other.kill()
     assert code == 2
     assert "node.id='n0' of run.id='first' is already running" in line
     assert sorted(path.name for path in rank.node_dir.iterdir()) == ["rank0.log"]
