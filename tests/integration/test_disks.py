@@ -209,7 +209,7 @@ def test_run_that_began_without_the_newest_is_joined_with_a_word_and_an_order_go
     slow = ("--resume", "--elastic.start-nodes", "1", "--fault.inject", "inner@+0=TAKES1")
     with nodes_of(tmp_path, 1) as cluster:
         first, late = start(cluster, tmp_path, saved, Case((older, newest), None, (), (slow, slow)))
-        until(cluster, lambda: bool(late.events("joined")), "it is in")
+        until(cluster, lambda: bool(late.events("newer_checkpoint")), "it is in, and says so")
         (newer,) = late.events("newer_checkpoint")
         steps = steps_of(saved)
         assert newer["step"] == steps[NEWEST] > newer["at"] >= steps[OLDER]
