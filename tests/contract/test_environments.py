@@ -75,6 +75,7 @@ def refusal(start: Callable[[], object]) -> str:
 @settings(max_examples=150)
 @given(environ=st.dictionaries(st.sampled_from(LAUNCHERS), VALUES, max_size=6))
 @example(environ={"RANK": "0"})
+@example(environ={"SLURM_STEP_NUM_TASKS": "7" * 5000, "SLURM_STEP_NUM_NODES": "1"})
 @example(environ={"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
 def test_what_launchers_leave_behind_is_used_or_named(environ: Mapping[str, str]) -> None:
     said = refusal(lambda: require_one_task(environ, are_told_apart=False))

@@ -77,9 +77,14 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
         raise several_machines(world_size, local_world_size)
     if local != rank:
         raise _left_behind(given, "gives one rank two numbers")
-    if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT", "").isdecimal()):
+    if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and is_count(environ.get("MASTER_PORT", ""))):
         raise _left_behind(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
     return rank, world_size
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number of things, which has fewer digits than Python refuses to read."""
+    return text.isdecimal() and len(text) < 10
 
 
 def several_machines(world_size: int, local_world_size: int) -> ConfigError:
@@ -113,7 +118,7 @@ def require_one_task(environ: Mapping[str, str], *, are_told_apart: bool) -> Non
     `are_told_apart`: whether the configuration gives them names of their own.
     """
     tasks, nodes = (environ.get(name, "") for name in (_SLURM_TASKS, _SLURM_NODES))
-    if "RANK" in environ or are_told_apart or not (tasks.isdecimal() and nodes.isdecimal()):
+    if "RANK" in environ or are_told_apart or not (is_count(tasks) and is_count(nodes)):
         return
     if int(tasks) > int(nodes):
         raise ConfigError(

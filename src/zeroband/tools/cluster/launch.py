@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from zeroband.errors import ConfigError
-from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests
+from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
 from zeroband.node.process_start import keep_standard_streams, outlast_readers
 from zeroband.node.processes import start_leashed
 from zeroband.node.processors import share_processors, usable_processors
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> Launch:
             f"zeroband launch does not take {' '.join(unknown) or nodes}: it starts the ranks of one machine, which "
             f"meet without a port; start it on every machine and join them by [outer] and store.url{nodes.way_out}"
         )
-    if not restarts.value.isdecimal():
+    if not is_count(restarts.value):
         raise ConfigError(f"{restarts} is no number of starts after the first: 0 or more{restarts.way_out}")
     count = count_of(ranks.value, said=str(ranks), way_out=ranks.way_out)
     if not 0 <= asked.exit_code_left <= 255:
@@ -165,7 +165,7 @@ def count_of(ranks: str, *, said: str = "--nproc-per-node", way_out: str = "") -
             raise ConfigError(f"{said}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number{way_out}")
     if ranks in ("cpu", "auto"):
         return usable_processors()
-    if not ranks.isdecimal() or int(ranks) < 1:
+    if not is_count(ranks) or int(ranks) < 1:
         raise ConfigError(f"{said} is no number of ranks: 1 or more, gpu, cpu or auto{way_out}")
     return int(ranks)
 
