@@ -56,6 +56,7 @@ def test_a_node_trains_in_a_bare_container(tmp_path: Path) -> None:
     assert [home.name for home in tmp_path.glob("zeroband-home-*")] == ["zeroband-home-12345"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_terminal_that_goes_away_under_nohup_costs_nothing(tmp_path: Path) -> None:
     master, slave = pty.openpty()

@@ -64,6 +64,7 @@ def test_tutorials_of_two_machines_come_out_on_two_hosts_where_only_an_address_c
     assert found[1] == {"b"} and "a" in found[0] and not found[0] & found[1]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_tutorial_of_data_trains_two_nodes_on_each_sample_once(tmp_path: Path) -> None:
     with terminals(tmp_path) as opened:

@@ -73,6 +73,7 @@ def test_a_model_without_a_loss_is_nothing_to_export(steps: list[Any], has_learn
         failed.require_something()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_ends_with_a_code_of_its_own_and_exports_nothing(tmp_path: Path) -> None:
     trainer = Path(zeroband.__file__).parent / "train.py"
