@@ -370,7 +370,7 @@ class CkptConfig(Section):
     """Checkpoints of rounds that are a multiple of this stay for ever. None: none do."""
     shared: Literal["auto"] | bool = "auto"
     """Whether the path is one folder for all nodes, which write one checkpoint into it together, each a share. auto:
-    they find out as they come in; whoever sees a folder of its own writes whole checkpoints there. True: a node that
+    they find out as they come in; a node that sees another folder writes whole checkpoints there. True: a node that
     sees another folder than the members is refused. False: each node writes whole ones to a path of its own."""
     peer_wait_s: PositiveFloat = 60.0
     """Longest silence of a node's writer before the node that completes a checkpoint goes without its share, and writes

@@ -37,7 +37,7 @@ _LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeEr
 _SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` of datasets leaves in a folder."""
 _MOST_DIGITS = 640
-"""Python makes integers of so many, whatever limit is set."""
+"""Digits that Python always converts to an integer, whatever its limit."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What messages with `from` call the roles; others are called alike."""
 

@@ -352,7 +352,7 @@ def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
         return source.template
     try:
         return Path(source.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as e:  # a name may hold a zero byte, or a home that nobody has
+    except (OSError, ValueError, RuntimeError) as e:  # a name may hold a zero byte, or the home of an unknown user
         raise ConfigError(
             f"data.source.template={source.template!r} is neither a Jinja template nor a file of one: {e}"
         ) from e

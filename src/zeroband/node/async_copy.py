@@ -100,7 +100,7 @@ class GpuCopier:
 
 
 class PinnedMemory:
-    """Mapped host memory that a GPU copies to and from by itself.
+    """Mapped host memory that a GPU copies to and from without the CPU.
 
     Only pages of the ranges given are locked, in pieces, so that a driver that refuses one still serves those before.
     No copy may cross the border of two pieces: `store` and `load` cut copies there. `stack` unlocks the pages, which

@@ -23,7 +23,7 @@ _NOWHERE = "/nonexistent"
 class LenientStream:
     """A text stream whose reader may go away: what cannot be written any more is dropped, and raises nothing.
 
-    For what a process says while it works. A terminal that closes, a pipe that nobody reads and a full disk are no
+    For what a process says while it works. A terminal that closes, a pipe without a reader and a full disk are no
     reason to lose the work.
     """
 

@@ -105,7 +105,7 @@ class DeviceState:
             self._stack = stack.pop_all()
 
     def _pin(self, stack: ExitStack) -> PinnedMemory:
-        """Let the GPU copy this rank's part of the encodings by itself. Raises ConfigError where its driver refuses."""
+        """Map this rank's part of the encodings for the GPU. Raises ConfigError where its driver refuses."""
         places = self._places.values()
         parts = [
             *(part for place in places for part in _encoded_parts(self._sent, place.first, place.last)),

@@ -215,7 +215,7 @@ class ReplicaSteps:
         return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
 
     def _may_begin_again(self, view: View) -> bool:
-        """Whether this node may found the run again on a checkpoint: by itself, or since another one does."""
+        """Whether this node may found the run again on a checkpoint, of its own accord or since another one does."""
         own = self._run.mesh.member_id
         others = any(said.resumes for member, said in self._told.items() if member != own and member in view.alive)
         return others or self._run.may_begin_again(view)
@@ -324,7 +324,7 @@ class ReplicaSteps:
         return {"event": JoinEvent.AGAIN}
 
     def _require_unfinished(self, view: View) -> None:
-        """Raise RunOver where the run has come to its end, whoever has the checkpoint of that."""
+        """Raise RunOver where the run is complete, on whichever node its last checkpoint is."""
         at = _inner_step_of(view)
         if view.committed is not None and at >= self._total_steps:
             raise RunOver(

@@ -128,7 +128,7 @@ def _run(
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _frame: started.send_signal(number))
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # Ctrl-C reaches the command by itself
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # the terminal sends Ctrl-C to the command, too
     if is_asked_to_end.is_set():
         started.terminate()
     while True:

@@ -36,7 +36,7 @@ _EXITS_AGAIN = (_EXIT_CONFIG, _EXIT_LEARNS_NOTHING)
 
 _RANKS_MEANING = "ranks: a number, gpu, cpu or auto; left out: one for each GPU, or one"
 _FROM_TORCHRUN = {"nproc_per_node": "", "max_restarts": "0", "nnodes": "1"}
-"""Options that torchrun also reads from its environment, and what holds where nobody gives them."""
+"""Options that torchrun also reads from its environment, and their defaults."""
 
 
 @dataclass(frozen=True)

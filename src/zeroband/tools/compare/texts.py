@@ -1,8 +1,8 @@
 """The text of a comparison, cut by documents: what is trained, what rates are chosen on, and what is reported.
 
 Samples that are held out of packed text (data.hold_out) come from documents that are trained in other places, which
-flatters whoever remembers most. Here no document is in two parts, and equal ones are in one. Writes files; trains
-nothing.
+flatters the method that remembers most. Here no document is in two parts, and equal ones are in one. Writes files;
+trains nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Half = Literal["tuning", "reported"]
 _FORMAT = 1
 _HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
 _OF = 16
-"""One document in so many goes to each half of what is held out."""
+"""One document in this many goes to each half of what is held out."""
 _TRAINED = "trained"
 _SOURCES = ("source", "sources")
 _COLUMN = "text"
@@ -102,7 +102,7 @@ def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
 
 
 def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.device, *, samples: int) -> float:
-    """Return the loss of a model on at most so many samples of each source, in nats per token.
+    """Return the loss of a model on at most this many samples of each source, in nats per token.
 
     Of text that could not be cut: on one half of the samples that its run held out. Raises ConfigError.
     """

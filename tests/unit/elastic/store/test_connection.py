@@ -27,7 +27,7 @@ import pytest
 import redis
 from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
-from tests.servers import SERVERS, Servers, until
+from tests.servers import until
 
 from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
 from zeroband.elastic.store import connection, redis_run, redis_store, scripts
@@ -61,14 +61,6 @@ Script = Callable[[bytes], int]
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=SERVERS, ids=str)
-def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """`launch(*settings, file="")` runs a server on a free port until the end of the module; its port."""
-    servers = Servers(request.param.program, tmp_path_factory.mktemp("redis"))
-    yield servers.start
-    servers.close()
 
 
 @pytest.fixture(scope="module")

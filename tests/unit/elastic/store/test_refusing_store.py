@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.servers import NO_SCRIPTS, SERVERS, Servers, until
+from tests.servers import NO_SCRIPTS, until
 
 from zeroband.elastic.store import redis_run
 from zeroband.elastic.store.connection import ACL_RULES, COMMANDS, KEY_PATTERN
@@ -24,14 +24,6 @@ Open = Callable[..., RedisStore]
 
 LONG_S = 600.0
 """A patience that no test may need."""
-
-
-@pytest.fixture(scope="module", params=SERVERS, ids=str)
-def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """`launch(*settings, file="")` runs a server on a free port until the end of the module; its port."""
-    servers = Servers(request.param.program, tmp_path_factory.mktemp("redis"))
-    yield servers.start
-    servers.close()
 
 
 @pytest.fixture(scope="module")
