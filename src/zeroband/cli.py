@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import NamedTuple, cast
 
 from zeroband import __version__
@@ -20,7 +19,13 @@ from zeroband.config.stability import Caution
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.node.launched import end_without_a_word
-from zeroband.node.process_start import give_home, keep_standard_streams, outlast_readers, send_nowhere
+from zeroband.node.process_start import (
+    give_home,
+    keep_standard_streams,
+    load_uncollected,
+    outlast_readers,
+    send_nowhere,
+)
 
 _EXIT_FAILED, _EXIT_CONFIG = 1, 2
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -109,7 +114,7 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
     """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
     numbers = end_without_a_word()
     try:
-        return cast(Callable[[Sequence[str]], int], import_module(f"zeroband.{_COMMANDS[command].module}").main)
+        return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)
     finally:
         for number, handler in numbers.items():
             signal.signal(number, handler)

@@ -47,7 +47,7 @@ from zeroband.node.launched import (
     require_one_task,
     tell_torchrun,
 )
-from zeroband.node.process_start import give_home, outlast_readers
+from zeroband.node.process_start import give_home, load_uncollected, outlast_readers
 from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
@@ -99,7 +99,7 @@ def _main(argv: Sequence[str] | None) -> int:
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
-            loop = import_module("zeroband.runtime.loop")  # torch
+            loop = load_uncollected("zeroband.runtime.loop")  # torch
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:

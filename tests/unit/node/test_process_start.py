@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pwd
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.node.process_start import LenientStream, give_home
+from zeroband.node.process_start import LenientStream, give_home, load_uncollected
 
 
 def run(probe: str, redirections: str) -> int:
@@ -77,3 +78,21 @@ def test_home_of_a_known_user_and_one_that_is_set_stay(monkeypatch: pytest.Monke
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     environ = {"HOME": "/data", "USER": "me"}
     assert give_home(environ) == "" and environ == {"HOME": "/data", "USER": "me"}
+
+
+def test_import_finds_the_collector_off_and_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "records_collector.py").write_text("import gc\nWAS_ENABLED = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_uncollected("records_collector").WAS_ENABLED is False
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError):
+        load_uncollected("no_such_module")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        load_uncollected("json")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
