@@ -6,6 +6,7 @@ mesh of a node with one rank.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -35,6 +36,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("busy machines", deadline=None)
     hypothesis.settings.load_profile("busy machines")
+    gc.disable()  # collecting thousands of tests makes no garbage; looking for it takes a fifth of that time
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what collecting the tests made from garbage collection, which begins with the first test."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
