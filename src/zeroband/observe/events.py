@@ -171,6 +171,11 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "step", "reason"),
         logging.ERROR,
     ),
+    "checkpoints_lost": EventKind(
+        "Somebody removed the run's folder of checkpoints; it is made anew, and the next checkpoint goes into it.",
+        ("folder",),
+        logging.WARNING,
+    ),
     "checkpoints_removed": EventKind("Older checkpoints were removed, as ckpt.keep_last says.", ("steps",)),
     "evaluated": EventKind(
         "The outer parameters after this inner step of the run were evaluated: mean cross entropy in nats per token, "

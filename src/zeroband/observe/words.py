@@ -45,6 +45,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "checkpoint_committed": "The checkpoint of step {step} is complete, after {took_s} s.",
     "checkpoint_retrying": "{node} writes the checkpoint of step {step} again: {reason}.",
     "checkpoint_failed": "{node} could not write the checkpoint of step {step}: {reason}.",
+    "checkpoints_lost": "The folder of checkpoints {folder} was removed; {node} makes it anew.",
     "checkpoints_removed": "{node} removed the older checkpoints of steps {steps}.",
     "evaluated": "{node} evaluated the model of step {step}: loss {loss}.",
     "sample_written": "{node} wrote a sample of the model's text.",

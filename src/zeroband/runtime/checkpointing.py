@@ -366,6 +366,8 @@ class Checkpoints:
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "checkpoint_committed":
             self._durable_step = fields["step"]
+        elif kind == "checkpoints_lost":
+            self._durable_step = None
         self._emit(kind, **fields)
 
     def _emit(self, kind: str, **fields: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 
 from zeroband.config.cautions import cautions_of
-from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.run_key import RunKey
@@ -32,7 +31,7 @@ from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
+from zeroband.runtime.run_folder import RunFolder
 from zeroband.runtime.watching import open_trackers, open_watchers
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
@@ -94,7 +93,6 @@ class NodeReport:
         self._folder = RunFolder(node.node_dir)
         try:
             self._folder.prepare(config, node.node_id, os.environ)
-            (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
             watchers = open_watchers(config, node.node_id, node.node_dir)
         except BaseException:
             os.close(self._claim)
@@ -135,6 +133,7 @@ class NodeReport:
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
+        self._keep_folder()
         self._steps_since_round += 1
         if synced:
             values = {**values, **self._round_values(synced)}
@@ -146,6 +145,20 @@ class NodeReport:
                 self._newest[name.replace("/", "_")] = value
         if step % self._node.config.observe.log_every_steps == 0 or synced:
             self._say(step, values)
+
+    def _keep_folder(self) -> None:
+        """Make a removed folder of the node anew. Raises ConfigError where another process has it now."""
+        if self._folder.is_there():
+            return
+        with contextlib.suppress(OSError):  # a disk that is full or gone ends no training
+            claim = _claim(self._node)
+            os.dup2(claim, self._claim, inheritable=False)
+            os.close(claim)
+            self._folder.restore()
+            _log.warning(
+                "the run's folder was removed; it is made anew, without what it held",
+                extra={"fields": {"path": self._node.node_dir}},
+            )
 
     def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
         """The newest round's values; times and bytes are summed over all rounds."""
