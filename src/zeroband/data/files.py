@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
+from zeroband.data.hub import require_hub
 from zeroband.data.listing import (
     LOCAL,
     Listing,
@@ -378,6 +379,7 @@ def _kind(system: FileSystem, path: str) -> str | None:
 
 
 def _resolve(pattern: str, **options: bool) -> tuple[FileSystem, str]:
+    require_hub(pattern, "data.source.paths")
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         url = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern

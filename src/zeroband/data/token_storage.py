@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import numpy.typing as npt
 
 from zeroband.data.files import remote_tree, tell_left_out
+from zeroband.data.hub import require_hub
 from zeroband.data.listing import files_matching, has_magic
 from zeroband.data.retries import Damaged, Retries
 from zeroband.errors import ConfigError
@@ -94,6 +95,7 @@ def open_storage(url: str, retry_s: float) -> TokenStorage:
 
 
 def _opened(url: str) -> tuple[Any, str]:
+    require_hub(url, "data.source.path")
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         system, root = core.url_to_fs(
