@@ -28,7 +28,7 @@ from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
-from zeroband.elastic.rounds.loss_record import LossRecord
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.seals import Seals
 from zeroband.state.crash_memory import NodeMemory
@@ -58,7 +58,7 @@ OPENING = Opening(
     steps_requested=(10, 0),
     late=("c#3",),
     divergences=1,
-    network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500, (1,)),
+    network=LinkTable((120, 30), (0,), 25, 25, 80, 1500, (1,)),
     orders=2,
     rollback=20,
     norms=(1.5, 0.1),
@@ -69,6 +69,7 @@ OPENING = Opening(
     corpora=("", "b/00ff"),
     is_equal=True,
     sites=(0, 0),
+    largest=(0.5, 0.0),
 )
 VERDICT = Verdict(
     OPENING,
@@ -83,7 +84,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff", 0, "lab-a")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5)
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -258,7 +259,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-e0eabcdf1dca"
+    assert OPENING.id == "41-2aea61fdfc8c"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Range = tuple[int, int]
+from zeroband.config.ranges import Count, Id
+
+Range = tuple[Count, Count]
 """Sample indices of a corpus (start, stop), half open."""
 
 SHARED = ""
@@ -24,11 +26,11 @@ class Ledger:
     Every index below `next` was contributed exactly once, or is in `assigned`, or in `returned`.
     """
 
-    next: int = 0
+    next: Count = 0
     """The first sample index that was never handed out."""
     returned: tuple[Range, ...] = ()
     """Handed out to members that did not contribute; sorted, disjoint and not touching."""
-    assigned: Mapping[str, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
+    assigned: Mapping[Id, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
     """What each member reads in the next round, or still does from an earlier."""
 
     def __post_init__(self) -> None:

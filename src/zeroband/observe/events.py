@@ -62,6 +62,17 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
+    "record_refused": EventKind(
+        "What a member announced for this round is out of range, or more than the run dealt to it: the round goes on "
+        "without it.",
+        ("round", "member_id", "reason"),
+        logging.ERROR,
+    ),
+    "opening_refused": EventKind(
+        "The opening of this round says other numbers than its members announced; the round is opened again.",
+        ("round", "reason"),
+        logging.ERROR,
+    ),
     "same_batches": EventKind(
         "The gradients of another member's first inner step of this round are equal to this node's bit for bit: both "
         "learn from the same batches. Said by zeroband.DiLoCoOptimizer only.",

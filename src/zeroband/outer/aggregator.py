@@ -60,7 +60,7 @@ class AggregatedExchange(PayloadExchange):
         else:
             sent, data = self._send(opening, aggregator, combined, 2, length)
             parts.append(sent)
-            self._take(aggregator, data)
+            self._take(opening, aggregator, data)
         return replace(
             moved,
             took_s=sum(part.took_s for part in parts),
@@ -91,15 +91,15 @@ class AggregatedExchange(PayloadExchange):
                     is_finite = False
             return all_ok(is_finite, self._mesh.local)
 
-        self.add_up(opening, self.checked(gathered), is_combined)
+        self.add_up(opening, self.checked(gathered, opening), is_combined)
         return found[0]
 
-    def _take(self, aggregator: str, data: Tensor) -> None:
+    def _take(self, opening: Opening, aggregator: str, data: Tensor) -> None:
         """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
         problem = "" if len(data) else "no payload was any good"
         if len(data):
             try:
-                self._write_combined(data)
+                self._write_combined(data, most_sources=len(opening.contributors()))
             except MalformedPayload as error:
                 problem = str(error)
         if all_ok(not problem, self._mesh.local):
@@ -107,8 +107,8 @@ class AggregatedExchange(PayloadExchange):
         else:
             self._give_up(aggregator, problem)
 
-    def _write_combined(self, data: Tensor) -> None:
-        local, combined = self._mesh.local, check_combined(self._codec, data)
+    def _write_combined(self, data: Tensor, *, most_sources: int = MOST_SOURCES) -> None:
+        local, combined = self._mesh.local, check_combined(self._codec, data, most_sources=most_sources)
         decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
     def pack(self, result: Tensor, room: Room) -> Tensor:

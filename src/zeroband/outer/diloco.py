@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.rounds.exchange import MeanExchange
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, MeanExchange
 from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
 from zeroband.node.mesh import barrier
 from zeroband.outer.device_state import DeviceState
@@ -71,4 +71,6 @@ class DiLoCo(ManySteps):
         is_finite = self._is_finite_everywhere(self._device.contribute())
         if is_finite and self._local.rank == 0:
             self._device.encode_borders()
+            encoded = self._device.encoded.contribution
+            self._largest = self._parts.codec.largest(encoded, self._buffers[CONTRIBUTION].numel())
         return is_finite

@@ -360,7 +360,9 @@ class ManySteps(RoundCoordinator):
         is_finite = self.contribute(turn)
         barrier(self._local)
         weight = offer.weight if is_finite else 0
-        return replace(offer, weight=weight, norm=self._norm(turn), trained=self._turns.contribute(turn))
+        largest = self._largest if weight and self.exchange.is_mean else None
+        said = {"weight": weight, "norm": self._norm(turn), "trained": self._turns.contribute(turn)}
+        return replace(offer, **said, largest=largest)
 
 
 def without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:

@@ -31,6 +31,9 @@ from zeroband.state.flat import SharedBuffers
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 
+_ROUNDING = 1.001
+"""Norms of one payload, added up on two machines, differ by less."""
+
 _log = get_logger(__name__)
 
 
@@ -41,6 +44,8 @@ class PayloadExchange:
     payloads count with their members' shares of the round, and in the divisor with their parts of it; else each counts
     1. Called by all local ranks.
     """
+
+    is_mean = False
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class PayloadExchange:
 
     def _run(self, opening: Opening) -> Transfer:
         moved, gathered = self.gather(opening)
-        self.add_up(opening, self.checked(gathered), self._is_decoded)
+        self.add_up(opening, self.checked(gathered, opening), self._is_decoded)
         return moved
 
     def conclude(self, *, counts: bool) -> None:
@@ -141,21 +146,30 @@ class PayloadExchange:
             fields = {"round": opening.round, "member_id": member, "why": why}
             _log.warning("what a member sent is left out", extra={"fields": fields})
 
-    def checked(self, gathered: Mapping[str, Tensor]) -> dict[str, Payload]:
-        """Those that are payloads; the local ranks divide the work."""
+    def checked(self, gathered: Mapping[str, Tensor], opening: Opening) -> dict[str, Payload]:
+        """Those that are payloads, and no longer than announced; the local ranks divide the work."""
+        announced = dict(zip(opening.members, opening.norms, strict=False))
         local, problems = self._mesh.local, dict[str, str]()
         if not gathered:
             return {}
         for number, (member, data) in enumerate(gathered.items()):
             if number % local.world_size == local.rank:
                 try:
-                    self._codec.check(data)
+                    self._require_announced(self._codec.check(data), announced.get(member))
                 except MalformedPayload as error:
                     problems[member] = str(error)
         flags = each_ok([member not in problems for member in gathered], local)
         bad = [member for member, is_good in zip(gathered, flags, strict=True) if not is_good]
         self._refused = {member: problems.get(member, "it is malformed") for member in bad}
         return {member: Payload(data) for member, data in gathered.items() if member not in self._refused}
+
+    def _require_announced(self, payload: Payload, announced: float | None) -> None:
+        """Raise MalformedPayload where a payload is longer than its member announced. None: lengths do not count."""
+        if announced is None:
+            return
+        length = norm_of(self._codec, payload)
+        if not length <= _ROUNDING * announced:
+            raise MalformedPayload(f"payload: its norm is {length:.6g}, and {announced:.6g} was announced")
 
     def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""

@@ -116,6 +116,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         corpus=_corpus_of(config, dataset.fingerprint),
+        sample_tokens=config.data.seq_length,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
 

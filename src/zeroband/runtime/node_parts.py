@@ -48,6 +48,8 @@ class NodeParts:
     faults: FaultPoints
     corpus: str = SHARED
     """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
+    sample_tokens: int = 0
+    """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
 

@@ -69,11 +69,12 @@ _FIRST_CONTACT_S = 30.0
 _log = get_logger(__name__)
 
 
-def shape_of(config: RunConfig) -> RunShape:
-    """What turns rounds into steps and samples."""
-    shape = RunShape(config.train.total_steps, config.train.batch_size)
+def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
+    """What turns rounds into steps and samples. `sample_tokens`: targets of a sample at most; 0: not known."""
+    shape = RunShape(config.train.total_steps, config.train.batch_size, sample_tokens=sample_tokens)
     match config.outer:
         case RoundsConfig() as outer:
+            shape = replace(shape, phase_steps=outer.phase_steps)
             return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
         case DemoConfig() as outer:
             return replace(shape, reads_ahead=outer.overlap != 0)
@@ -88,8 +89,11 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
     return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
 
 
-def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
-    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter."""
+def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0) -> Rules:
+    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter.
+
+    `sample_tokens`: as for `shape_of`.
+    """
     outer, elastic = config.outer, config.elastic
     weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
     rules = Rules(
@@ -98,6 +102,7 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
         has_several_stores=config.store.are_several,
         counts_equally=weighs_equally,
         sites=config.comm.sites if config.comm.backend == "native" else "off",
+        shape=shape_of(config, sample_tokens),
     )
     if not isinstance(outer, RoundsConfig):
         return rules
@@ -249,7 +254,7 @@ class Replica:
             self._new_member(),
             self._plane.open(),
             self._flags,
-            rules_of(config, self._transfer_bytes(layout)),
+            rules_of(config, self._transfer_bytes(layout), self._node.sample_tokens),
             start_timeout_s=config.elastic.start_timeout_s,
         )
 
@@ -281,7 +286,7 @@ class Replica:
             codec=codec,
             feedback=ErrorFeedback(self.buffers, sent, codec),
             journal=self.journal,
-            shape=shape_of(config),
+            shape=shape_of(config, self._node.sample_tokens),
             phase_length=phase_length_of(config),
             departure=self._node.departure,
             faults=self._node.faults,

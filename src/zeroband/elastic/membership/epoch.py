@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
@@ -68,6 +69,8 @@ class Rules:
     """Nodes count the same in a round, however much each of them has learned."""
     sites: SitesRule = "off"
     """How members are grouped that have a network of their own between them."""
+    shape: RunShape | None = None
+    """What bounds the numbers of the members' records (`limits`); None: nothing does."""
 
     def patience_s(self, phase_s: float) -> float:
         """How long a quorum waits for the others, which came to the boundary after so long a phase."""
@@ -83,6 +86,8 @@ class Patience:
     """Founders wait for no further node."""
     stragglers_are_late: bool = False
     """Members that are not there go without this round."""
+    given_up: frozenset[str] = frozenset()
+    """Members whose records were refused for long enough: the round goes on without them."""
     phase_s: float = 0.0
     """From the last verdict until a quorum was at the boundary; 0: not known."""
 
@@ -111,7 +116,8 @@ def next_opening(
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
     awaited = (*expected, *_late_before(view)) if is_last else expected  # there is no later round for what is late
-    missing = tuple(m for m in awaited if m in view.alive and m not in view.ready)
+    is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
+    missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
     members = _that_can_reduce(view, round, expected)
@@ -128,7 +134,7 @@ def next_opening(
     if _too_few_electors([m for m in members if m not in sitting_out], view, rules) is not None:
         sitting_out = frozenset()
     members = tuple(m for m in members if m not in sitting_out)
-    return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out))
+    return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out, patience))
 
 
 def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait | None:
@@ -158,15 +164,16 @@ def _opening_to(
     sites = _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
     ready = [view.ready[m] for m in members]
+    said = of_members(ready, rules)
     return Opening(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
         members=members,
-        weights=tuple(r.weight for r in ready),
-        steps=tuple(r.steps for r in ready),
-        steps_requested=tuple(r.steps_requested for r in ready),
-        norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
+        weights=said.weights,
+        steps=said.steps,
+        steps_requested=said.steps_requested,
+        norms=said.norms,
         late=late,
         divergences=divergences(view, round),
         network=plan(
@@ -179,12 +186,45 @@ def _opening_to(
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
-        loss=mean_loss(ready),
+        loss=said.loss,
         sessions=() if view.committed is None else view.committed.sessions,
+        trained=said.trained,
+        corpora=said.corpora,
+        is_equal=said.is_equal,
+        sites=sites,
+        largest=said.largest,
+    )
+
+
+@dataclass(frozen=True)
+class OfMembers:
+    """The fields of an opening that repeat its members' records, and their mean loss."""
+
+    weights: tuple[int, ...]
+    steps: tuple[int, ...]
+    steps_requested: tuple[int, ...]
+    norms: tuple[float, ...]
+    loss: float | None
+    trained: tuple[float, ...]
+    corpora: tuple[str, ...]
+    is_equal: bool
+    largest: tuple[float, ...]
+
+
+def of_members(ready: Sequence[Ready], rules: Rules) -> OfMembers:
+    """What an opening to these members says of them, in their order."""
+    sizes = [r.largest if r.weight else 0.0 for r in ready]
+    known = tuple(size for size in sizes if size is not None)
+    return OfMembers(
+        weights=tuple(r.weight for r in ready),
+        steps=tuple(r.steps for r in ready),
+        steps_requested=tuple(r.steps_requested for r in ready),
+        norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
+        loss=mean_loss(ready),
         trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
-        sites=sites,
+        largest=known if len(known) == len(sizes) and any(known) else (),
     )
 
 
@@ -233,7 +273,7 @@ def may_open(view: View, round: int, rules: Rules, patience: Patience) -> bool:
         return True
     if round == FOUNDING_ROUND or restarts_with(view, round):
         return patience.start_is_over or view.arrived >= rules.start_nodes
-    return patience.stragglers_are_late or view.arrived >= len(expected_in(view))
+    return patience.stragglers_are_late or view.arrived + len(view.refused) >= len(expected_in(view))
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:
@@ -279,9 +319,12 @@ def _late_before(view: View) -> tuple[str, ...]:
     return view.committed.opening.late if view.committed is not None else ()
 
 
-def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str]) -> tuple[str, ...]:
+def _late(
+    view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: Patience
+) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
-    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in view.ready]
+    gone = {*view.ready, *patience.given_up}
+    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
     return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))
 
 

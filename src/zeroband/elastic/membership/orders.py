@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from zeroband.config.ranges import Count, EachMember, Id, Number
 from zeroband.errors import ConfigError
 
 
@@ -18,21 +19,21 @@ from zeroband.errors import ConfigError
 class Orders:
     """What operators want of a run."""
 
-    version: int = 0
+    version: Count = 0
     """Grows by one with every change."""
     is_paused: bool = False
     """Members wait at their boundary, with their leases."""
-    rollback: int | None = None
+    rollback: Count | None = None
     """Inner step of the checkpoint to which the run goes back; done with the round that did it."""
-    leaving: tuple[str, ...] = ()
+    leaving: EachMember[Id] = ()
     """Members that leave after their round."""
     skips_data: bool = False
     """With `rollback`: what was learned from since the checkpoint is not learned from again."""
-    answered: int = -1
+    answered: Number = -1
     """The newest round whose loss called for going back and was answered."""
-    returned_to: int = -1
+    returned_to: Number = -1
     """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
-    returns: int = 0
+    returns: Count = 0
 
 
 def pause(orders: Orders) -> Orders:

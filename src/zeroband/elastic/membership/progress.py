@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
 from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
@@ -22,27 +23,31 @@ class RunShape:
     """A member trains on while its round is still being reduced, so it holds the samples of two rounds."""
     closing_rounds: int = 0
     """Rounds without inner steps at the end, in which the fragments are sent that the last one did not send."""
+    phase_steps: int = 1
+    """Inner steps of a round at most."""
+    sample_tokens: int = 0
+    """Targets of a sample at most; 0: not known."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """The run after a committed round. Identical on all members."""
 
-    inner_step: int
+    inner_step: Count
     """Inner steps done: in each round as many as the member that made the most."""
-    tokens: int
+    tokens: Count
     """Tokens that contributed to committed rounds."""
-    ledgers: Mapping[str, Ledger]
+    ledgers: Mapping[Id, Ledger]
     """What became of each corpus of which samples were dealt out, by its name (`Ready.corpus`)."""
     is_complete: bool = False
     """The run is done: there is no next round."""
-    outer_step: int = 0
+    outer_step: Count = 0
     """Outer steps behind the state. A run that began again, or went back, has had more rounds than that."""
-    founding: str = ""
+    founding: Id = ""
     """Id of the opening with which this line of rounds began."""
-    follows: tuple[str, int] | None = None
+    follows: tuple[Id, Count] | None = None
     """The line and the round whose state it began with; None: with the initial one."""
-    closing: int = 0
+    closing: Count = 0
     """Rounds since all inner steps were done."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroband.config.ranges import Id, Text
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict
 
@@ -38,12 +39,12 @@ class Account:
     """The newest verdict that it has seen."""
     opening: Opening | None = None
     """The newest opening that it has seen."""
-    vote: str | None = None
+    vote: Id | None = None
     """Digest that it voted for after that opening. None: it has not."""
     record: Mapping[str, Any] | None = None
     """What it would write into the verdict of that opening; None: it does not know that yet."""
     orders: Orders = field(default_factory=Orders)
-    run: Mapping[str, str] = field(default_factory=dict[str, str])
+    run: Mapping[Text, Text] = field(default_factory=dict[str, str])
     """What all nodes must share."""
 
 
@@ -53,7 +54,7 @@ class Whereabouts:
 
     generation: Generation
     """The one that the run is in."""
-    store: str
+    store: Id
     """Address of its store, without a login."""
 
 

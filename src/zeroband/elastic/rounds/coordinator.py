@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroband.config.ranges import MOST_LOSS
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
@@ -27,14 +28,14 @@ from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.journal import JournalEntry
-from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
+from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
-from zeroband.kernels.scan import all_finite
-from zeroband.node.mesh import all_ok, barrier
+from zeroband.kernels.scan import largest
+from zeroband.node.mesh import all_ok, barrier, max_over_ranks
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import digest_of
 
@@ -60,6 +61,8 @@ class Offer:
     """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
     """Training behind the contribution, as `Ready.trained` says."""
+    largest: float | None = None
+    """Largest size of a value in the contribution to a mean; None: not known."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -145,6 +148,8 @@ class RoundCoordinator(ABC):
         self._travelled_at_s = -math.inf
         self._loss_sum = 0.0
         self._is_left_out = False
+        self._largest: float | None = None
+        """Largest size of a value in the contribution buffer; None: not known."""
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -227,8 +232,10 @@ class RoundCoordinator(ABC):
 
         `names`: parameters that this rank has shards of.
         """
-        written = self._parts.sent.parts(self._buffers[CONTRIBUTION], names)
-        return self._is_finite_everywhere([name for name, part in written if not all_finite(part)])
+        sizes = {name: largest(part) for name, part in self._parts.sent.parts(self._buffers[CONTRIBUTION], names)}
+        is_finite = self._is_finite_everywhere([name for name, size in sizes.items() if not math.isfinite(size)])
+        self._largest = max_over_ranks(max(sizes.values(), default=0.0), self._local) if is_finite else None
+        return is_finite
 
     def _is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
         """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
@@ -268,8 +275,9 @@ class RoundCoordinator(ABC):
             steps=steps,
             steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
-            loss=nats / tokens if tokens and math.isfinite(nats) else None,
+            loss=nats / tokens if tokens and abs(nats) <= MOST_LOSS * tokens else None,
             trained=trained,
+            largest=self._largest if counts and self.exchange.is_mean else None,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
@@ -347,6 +355,7 @@ class RoundCoordinator(ABC):
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
         ready = replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, largest=offer.largest)
         ready = replace(ready, missed=round - offer.round if passes else 0)
         self._parts.mesh.announce_ready(ready)
         if passes:

@@ -31,6 +31,9 @@ CONTRIBUTION, RESULT = "contribution", "result"
 class Exchange(Protocol):
     """What the members of a round make together. Called by all local ranks. `turn`: number of the round's fragment."""
 
+    is_mean: bool
+    """Whether that is a mean of the contribution buffers, so that the largest value of each bounds it."""
+
     def result_of(self, turn: int) -> Tensor:
         """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
         ...
@@ -79,6 +82,8 @@ class MeanExchange:
     contribution in the attempt that is committed. `encoded`: holds a contribution of the whole, and gets the mean, as
     they travel.
     """
+
+    is_mean = True
 
     def __init__(
         self,

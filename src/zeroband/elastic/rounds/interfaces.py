@@ -17,7 +17,7 @@ from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
-from zeroband.elastic.rounds.loss_record import LossRecord
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport

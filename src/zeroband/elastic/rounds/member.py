@@ -28,6 +28,7 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
+from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
 from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
@@ -46,6 +47,8 @@ _STEP_IN_S, _STEP_IN_MEMBERS = 0.25, 64
 """So much later than the one before it proposes a member what is due, if nobody else has done so; in proportion later
 where there are more members than so many, since it takes them longer to work out."""
 _REMIND_S = 10.0
+_REFUSED_S = 1.0
+"""For which a round waits for a member whose record was refused: another one may have written it."""
 
 _log = get_logger(__name__)
 
@@ -171,6 +174,10 @@ class Member:
         self._round = 0
         """As of the last look."""
         self._told_links = LinkRates()
+        self._told_refused: tuple[int, set[str]] = 0, set()
+        """The round of which it was said last that records are refused, and the members of whom that was said."""
+        self._followed = ""
+        """Id of the newest opening that was seen to follow from its members' records."""
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -248,14 +255,16 @@ class Member:
     ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
-        pause = _Pause(round, self._on_event)
+        pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
 
         def patience_at(view: View) -> Patience:
             now_s = self._clock()
             are_late = stragglers.are_late(view, now_s)
-            return Patience(now_s > start_deadline_s, are_late, stragglers.phase_s)
+            given_up = {m for m in view.refused if now_s - refused_since_s.setdefault(m, now_s) >= _REFUSED_S}
+            return Patience(now_s > start_deadline_s, are_late, frozenset(given_up), stragglers.phase_s)
 
-        def decide(view: View) -> Opening | Verdict | Wait:
+        def decide(seen: View) -> Opening | Verdict | Wait:
+            view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
@@ -265,7 +274,8 @@ class Member:
                 return view.committed
             return self._decide_opening(view, round, rules, patience_at(view))
 
-        def is_due(view: View) -> bool:
+        def is_due(seen: View) -> bool:
+            view = self._within_limits(seen, round, rules)
             return may_open(view, round, rules, patience_at(view))
 
         def proposers(view: View) -> Sequence[str]:
@@ -274,10 +284,40 @@ class Member:
 
         return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()))
 
+    def _within_limits(self, view: View, round: int, rules: Rules) -> View:
+        """The view without records that are beyond their limits; says once of each that it is refused."""
+        view = within_limits(view, round, rules)
+        if self._told_refused[0] != round:
+            self._told_refused = round, set()
+        for member in view.refused.keys() - self._told_refused[1]:
+            self._told_refused[1].add(member)
+            self._on_event("record_refused", round=round, member_id=member, reason=view.refused[member])
+        return view
+
+    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
+        """Why this member does not take part in an opening; None: it does. Looks at the records of all its members."""
+        if opening.id == self._followed or self.member_id not in opening.members:
+            return None
+        if view.unseen_ready:
+            view = self._within_limits(self.look(opening.round), opening.round, rules)
+        if view.opening != opening:
+            return "another opening is there by now"
+        if view.is_settling and not all(m in view.ready for m in opening.members):
+            return "the store lost its record; members are given time to bring it back"
+        why = follows(opening, view, rules)
+        if why is None:
+            self._followed = opening.id
+            return None
+        reason = f"the opening does not follow from the members' records: {why}"
+        self._on_event("opening_refused", round=opening.round, reason=reason)
+        self.report_failure(opening, reason)
+        return reason
+
     def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
         current = view.opening
         if current is not None and current.round == round and view.can_finish(current):
-            decision: Opening | Wait = current
+            why = self._why_refused(current, view, rules)
+            decision: Opening | Wait = current if why is None else Wait(why)
         elif not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         else:

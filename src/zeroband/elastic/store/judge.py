@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
     Generation,
     LinkRates,
@@ -20,11 +22,13 @@ from zeroband.elastic.membership.records import (
     RestartPoint,
     Verdict,
     from_json,
+    problem_of,
     to_json,
 )
 from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals
+from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
 _R = TypeVar("_R")
@@ -49,6 +53,8 @@ class Judge:
         self._lineage: tuple[str, ...] = ()
         self._junk: dict[str, bytes] = {}
         self._said_at_s: dict[str, float] = {}
+        self._malformed: dict[str, str] = {}
+        """Why a record that a node of this run sealed did not count, by where it stands."""
 
     @property
     def token_check(self) -> str:
@@ -59,11 +65,16 @@ class Judge:
         """What stood at this place when it was looked at last and does not count; empty if it did."""
         return self._junk.get(name, b"")
 
+    def malformed(self, name: str) -> str | None:
+        """Why what stood at this place is no record, though a node of this run sealed it; None: it counts, or is not."""
+        return self._malformed.get(name) if name in self._junk else None
+
     def reject(self, name: str, raw: bytes, reason: str) -> None:
         """Have a value not count from now on."""
         if len(self._junk) >= _MOST_JUNK:
             self._junk.clear()
             self._said_at_s.clear()
+            self._malformed.clear()
         self._junk[name] = raw
         now_s = time.monotonic()
         if now_s - self._said_at_s.get(name, -_REPEAT_S) >= _REPEAT_S:
@@ -92,9 +103,13 @@ class Judge:
         if raw is None or record is None:
             return None
         try:
-            return from_json(kind, record.text)
-        except ValueError:
-            self.reject(name, raw, _MALFORMED)
+            value = from_json(kind, record.text)
+            if isinstance(value, Verdict):
+                _require_sound(value)
+            return value
+        except ValueError as error:
+            self._malformed[name] = problem_of(error) or "it is no such record"
+            self.reject(name, raw, f"{_MALFORMED}: {self._malformed[name]}")
             return None
 
     def _all(self, kind: type[_R], name: str, said: Mapping[str, bytes], *scope: str) -> dict[str, _R]:
@@ -336,3 +351,13 @@ class Judge:
         except ValueError:
             self.reject(key, raw, _MALFORMED)
             return None
+
+
+def _require_sound(verdict: Verdict) -> None:
+    """Raise ValueError where the progress or the losses that a verdict records cannot be read."""
+    LossRecord.of(verdict.record)
+    if "progress" in verdict.record:
+        try:
+            Progress.of_verdict(verdict)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error

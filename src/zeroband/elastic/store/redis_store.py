@@ -729,6 +729,7 @@ class RedisStore(RedisRun, Store):
             unseen_ready=known.ready.unseen,
             unseen_votes=known.votes.unseen if opening is not None else 0,
             generation=known.generation,
+            refused={m: why for m in known.ready.rejected if (why := judge.malformed(f"{ready_key} {m}"))},
         )
         return known.view
 

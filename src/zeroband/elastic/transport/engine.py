@@ -31,6 +31,8 @@ class State(enum.IntEnum):
     """A member sent something twice; the detail is the member."""
     PEER_LOST = 5
     """The link to a member broke; the detail is the member."""
+    OUT_OF_RANGE = 6
+    """A member sent a value that is not finite, or larger than the members announced; the detail is the member."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Shape:
     chunk_numel: int
     chain: tuple[int, ...]
     """The next member on each one's way to who speaks for its site, itself where it does."""
+    largest: tuple[float, ...] = ()
+    """Largest size of a value of each member's contribution, which bounds what is taken; empty: not known."""
 
     def partners(self, member: int) -> frozenset[int]:
         """Members with whom one exchanges bytes, by their places."""
@@ -156,7 +160,10 @@ class Engine:
 
     def __init__(self, threads: int, *, beat_s: float = 1.0) -> None:
         self._library = native.load()
-        self._handle: int = self._library.zb_engine_open(threads, beat_s)
+        handle = self._library.zb_engine_open(threads, beat_s)
+        if not handle:
+            raise ValueError(f"no engine with {threads} threads and beat_s={beat_s}: {native.last_problem()}")
+        self._handle: int = handle
         weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
@@ -234,6 +241,7 @@ class Engine:
             np.array(shape.shares, np.float32),
             *(np.array(places, np.uint32) for places in (shape.order, links, shape.chain)),
         )
+        sizes = np.minimum(np.array(shape.largest, np.float64), np.finfo(np.float32).max).astype(np.float32)
         spec = native.ReduceSpec(
             operation.run,
             operation.opening,
@@ -253,10 +261,11 @@ class Engine:
             None if encoded is None else encoded.contribution.data_ptr(),
             None if encoded is None else encoded.result.data_ptr(),
             allowed,
+            sizes.ctypes.data if shape.largest else None,
         )
         handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(f"no reduction has this shape: {shape}")
+            raise ValueError(f"no reduction has this shape: {native.last_problem()}: {shape}")
         return Running(self, handle, buffers)
 
     def gather(
@@ -305,7 +314,9 @@ class Engine:
         )
         handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes} on this route: {route}")
+            raise ValueError(
+                f"no gathering of {lengths} bytes in pieces of {chunk_bytes} on this route: {native.last_problem()}: {route}"
+            )
         return Running(self, handle, (payload, result))
 
     @property
@@ -378,7 +389,7 @@ class Running:
 
     def traffic(self, member: int) -> Traffic:
         record = native.TrafficRecord()
-        self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record))
+        native.require_done(self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record)))
         return Traffic(
             record.sent_bytes,
             record.to_send_bytes,

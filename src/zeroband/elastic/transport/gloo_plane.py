@@ -6,6 +6,7 @@ group that still has operations when its epoch ends is left behind together with
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
+from zeroband.kernels.scan import largest
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 
@@ -148,8 +150,19 @@ class LaneGroups:
                 part.zero_()
             parts.append((lane, part))
         self.all_reduce(parts, opening)
+        self._require_in_range(parts, opening)
         moved = ring_bytes(result.numel(), len(opening.members))
         return Moved(moved, moved)
+
+    def _require_in_range(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+        """Raise PeerLost where a mean is not finite, or larger than the members' values: gloo does not tell by whom."""
+        for lane, part in parts:
+            size = largest(part)
+            if not (math.isfinite(size) and size <= opening.most_value):
+                raise PeerLost(
+                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}, and the members' values "
+                    f"allow {opening.most_value:.3g}: one of {', '.join(opening.members)} sent others than it announced"
+                )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""

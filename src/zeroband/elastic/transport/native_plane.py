@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from zeroband.elastic.membership.reach import Ways, dials
@@ -32,6 +32,13 @@ from zeroband.observe.log import get_logger
 _POLL_S = 0.0005
 _LOOK_S = 0.005
 _ASK_S = 1.0
+
+_BLAME = {
+    State.PEER_LOST: "the link broke",
+    State.FOREIGN_FRAME: "it sent the same part twice",
+    State.OUT_OF_RANGE: "it sent a value that is not finite, or larger than any that the members announced",
+}
+"""What a member did when a transfer ended so."""
 
 _log = get_logger(__name__)
 
@@ -103,6 +110,7 @@ class NativePlane:
             self._take_alone(request)
             return Moved(0, 0)
         shape = shape_of(numel, self._codec, opening.shares, opening.network, opening.sites)
+        shape = replace(shape, largest=opening.largest)
         partners = shape.partners(opening.members.index(request.member_id))
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
@@ -286,9 +294,8 @@ class NativePlane:
             for member, link in run.ask_links().items():
                 if not self._paced:
                     self._choose_senders(run.links, member, link)
-        if state in (State.PEER_LOST, State.FOREIGN_FRAME):
-            member = opening.members[running.detail]
-            what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
+        if state in _BLAME:
+            member, what = opening.members[running.detail], _BLAME[state]
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")

@@ -1,7 +1,9 @@
 #include "reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace zeroband {
@@ -27,6 +29,9 @@ uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
 
 }  // namespace
 
+namespace {
+
+// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
 bool has_chains(const ReduceSpec& spec) {
     const uint32_t world = spec.world();
     std::vector<uint32_t> before(world, 0), in_ring(world, 0);
@@ -47,6 +52,40 @@ bool has_chains(const ReduceSpec& spec) {
         if (spec.next_of(at) != at) return false;  // a circle
     }
     return true;
+}
+
+bool are_sizes(const std::vector<float>& values, float most) {
+    return std::all_of(values.begin(), values.end(), [most](float value) { return value >= 0 && value <= most; });
+}
+
+// Rounding makes values larger: a bfloat16 by 1/512 at most, a partial sum in a ring once at each member.
+constexpr float SLACK = 2.0f;
+constexpr float LARGEST_FLOAT = std::numeric_limits<float>::max();
+
+}  // namespace
+
+const char* problem_of(const ReduceSpec& spec) {
+    const size_t world = spec.shares.size();
+    const float any = std::numeric_limits<float>::infinity();
+    if (world < 2 || world > MOST_MEMBERS) return "a reduction has 2 to 65536 members";
+    if (spec.self >= world) return "this node is none of the members";
+    if (spec.codec < 0 || spec.codec >= CODEC_COUNT) return "there is no such codec";
+    if (spec.bounds.size() != world + 1 || spec.bounds[0] != 0) return "the bounds of the shards begin with 0";
+    if (!std::is_sorted(spec.bounds.begin(), spec.bounds.end())) return "the bounds of the shards must ascend";
+    if (spec.numel() > MOST_NUMEL) return "a reduction has 2^40 values at most";
+    if (spec.chunk_numel == 0 || spec.chunk_numel > LARGEST_PAYLOAD ||
+        encoded_size(spec.codec, spec.chunk_numel) > LARGEST_PAYLOAD || encoded_size(FP32, spec.chunk_numel) > LARGEST_PAYLOAD)
+        return "a frame holds 1 value to 16 MiB";
+    const uint64_t chunks = spec.numel() / spec.chunk_numel + world;
+    if (chunks > Reduce::MOST_CHUNKS || chunks * (1 + world) > Reduce::MOST_FRAMES) return "the frames are too many";
+    if (!are_sizes(spec.shares, LARGEST_FLOAT)) return "shares must be finite and not negative";
+    if (!spec.largest.empty() && (spec.largest.size() != world || !are_sizes(spec.largest, any)))
+        return "the largest sizes of the members' values must not be negative";
+    if (!spec.next.empty() && spec.next.size() != world) return "each member has one next in its site's chain";
+    if (!has_chains(spec)) return "the chains of the sites, their shards and the ring do not fit together";
+    if (spec.is_ring && spec.order.size() < 2) return "a ring has at least 2 members";
+    if (!(spec.allowed >= 0)) return "the share of the frames to be sent must not be negative";
+    return nullptr;
 }
 
 Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
@@ -83,8 +122,35 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         parts_.assign(chunks_of(spec_.self), std::vector<PacketPtr>(world));
         missing_.assign(chunks_of(spec_.self), contributors);
     }
+    limit_values();
     count_traffic();
     counted(first_chunk_.back(), (1 + world) * first_chunk_.back(), spec_.allowed);
+}
+
+// What the values that come may be, as far as the members announced theirs: a mean is no larger than the largest of them.
+void Reduce::limit_values() {
+    const uint32_t world = spec_.world();
+    part_limits_.assign(world, spec_.largest.empty() ? LARGEST_FLOAT : 0.0f);
+    limit_ = LARGEST_FLOAT;
+    if (spec_.largest.empty()) return;
+    double all = 0, shares = 0;
+    for (uint32_t member = 0; member < world; ++member) {
+        if (spec_.shares[member] == 0) continue;
+        float& part = part_limits_[speaker_of(spec_, member)];
+        part = std::max(part, std::min(SLACK * spec_.largest[member], LARGEST_FLOAT));
+        all = std::max(all, static_cast<double>(spec_.largest[member]));
+        shares += spec_.shares[member];
+    }
+    for (uint32_t member = 0; member < world; ++member) part_limits_[member] = part_limits_[speaker_of(spec_, member)];
+    limit_ = static_cast<float>(std::min(SLACK * all * std::max(1.0, shares), static_cast<double>(LARGEST_FLOAT)));
+}
+
+// Whoever passes a mean on has refused it where it is not, so the one who sent it is the one to blame.
+bool Reduce::is_within_limits(uint32_t peer, const PacketPtr& packet) const {
+    const Frame& frame = packet->frame;
+    const bool is_part = frame.kind == PARTIAL && (peer == behind_ || !spec_.is_ring);
+    const Codec& codec = codec_of(static_cast<CodecId>(frame.codec));
+    return codec.largest(packet->payload(), chunk_size(frame.shard, frame.chunk)) <= (is_part ? part_limits_[peer] : limit_);
 }
 
 uint64_t Reduce::chunk_start(uint32_t shard, uint32_t chunk) const {
@@ -318,6 +384,7 @@ uint64_t Reduce::number_of(uint32_t peer, const Frame& frame) const {
 }
 
 void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
+    if (!is_within_limits(peer, packet)) return fail(OUT_OF_RANGE, peer);
     if (packet->frame.kind == FINAL)
         adopt(packet, awakened);
     else if (peer == behind_)

@@ -14,6 +14,9 @@
 
 namespace zeroband {
 
+constexpr uint32_t MOST_MEMBERS = 1 << 16;
+constexpr uint64_t MOST_NUMEL = uint64_t{1} << 40;
+
 struct ReduceSpec {
     Operation operation;
     CodecId codec;
@@ -29,6 +32,7 @@ struct ReduceSpec {
     float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
     const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
     uint8_t* encoded_out = nullptr;    // gets the mean as it travels
+    std::vector<float> largest;      // |value| that each member announced; empty: not known
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
@@ -36,8 +40,8 @@ struct ReduceSpec {
     uint32_t next_of(uint32_t member) const { return next.empty() ? member : next[member]; }
 };
 
-// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
-bool has_chains(const ReduceSpec& spec);
+// What keeps a reduction from having this shape; null: nothing. Its buffers are not looked at.
+const char* problem_of(const ReduceSpec& spec);
 
 class Reduce : public Transfer {
   public:
@@ -59,6 +63,8 @@ class Reduce : public Transfer {
     Frame frame_of(FrameKind kind, uint32_t shard, uint32_t chunk) const;
     uint32_t ring_neighbour(uint32_t step) const;
     void count_traffic();
+    void limit_values();
+    bool is_within_limits(uint32_t peer, const PacketPtr& packet) const;
 
     // The site's chain.
     bool is_speaker() const { return spec_.next_of(spec_.self) == spec_.self; }
@@ -93,6 +99,8 @@ class Reduce : public Transfer {
     std::vector<float> site_shares_;             // of each site in the mean, by its speaker; 0 for everybody else
     float site_share_ = 0;                       // of this member's site
     float share_behind_ = 0;                     // of those who stand behind this member in its chain, together
+    std::vector<float> part_limits_;             // |value| of the part of each site, by all of its members
+    float limit_ = 0;                            // |value| of a mean, and of a partial sum
     uint32_t behind_;                            // who stands behind it; none: `world`
     std::vector<uint32_t> next_partial_;         // by shard: of those that start here
     std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that nobody was sent yet

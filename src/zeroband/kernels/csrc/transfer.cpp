@@ -27,6 +27,7 @@ void Transfer::counted(uint64_t to_write, uint64_t to_see, double allowed) {
 
 void Transfer::allow(double share) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!(share >= 0)) return;  // no number
     allowed_ = share >= 1 ? all_frames_ : static_cast<uint64_t>(share * static_cast<double>(all_frames_));
 }
 

@@ -14,7 +14,7 @@
 
 namespace zeroband {
 
-enum TransferState : int { RUNNING = 0, DONE = 1, ABORTED = 2, NOT_FINITE = 3, FOREIGN_FRAME = 4, PEER_LOST = 5 };
+enum TransferState : int { RUNNING = 0, DONE = 1, ABORTED = 2, NOT_FINITE = 3, FOREIGN_FRAME = 4, PEER_LOST = 5, OUT_OF_RANGE = 6 };
 
 // What moved between this node and one other.
 struct Traffic {
@@ -25,6 +25,9 @@ struct Traffic {
 
 class Transfer {
   public:
+    // Of one operation: its chunks, and the frames that may come; the tables of both have to fit into memory.
+    static constexpr uint64_t MOST_CHUNKS = uint64_t{1} << 31, MOST_FRAMES = uint64_t{1} << 34;
+
     virtual ~Transfer() = default;
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
@@ -58,7 +61,7 @@ class Transfer {
     bool wait(double seconds);
 
     TransferState state() const { return static_cast<TransferState>(state_.load()); }
-    // NOT_FINITE: index of the value; FOREIGN_FRAME and PEER_LOST: the member.
+    // NOT_FINITE: index of the value; FOREIGN_FRAME, PEER_LOST and OUT_OF_RANGE: the member.
     int64_t detail() const { return detail_.load(); }
     Traffic traffic(uint32_t peer) const;
 
