@@ -20,6 +20,7 @@ from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
@@ -28,7 +29,6 @@ from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
-from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.seals import Seals
 from zeroband.state.crash_memory import NodeMemory

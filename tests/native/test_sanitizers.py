@@ -73,6 +73,10 @@ def test_frames_of_a_stranger_do_no_harm(build: Build) -> None:
     succeeds(build("fuzz_frames", "address,undefined"), "50000")
 
 
+def test_hostile_numbers_and_values_do_no_harm(build: Build) -> None:
+    succeeds(build("hostile_numbers", "address,undefined"), "20000")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

@@ -36,7 +36,12 @@ class Ledger:
     def __post_init__(self) -> None:
         bounds = [bound for span in self.returned for bound in span]
         if any(a >= b for a, b in zip([-1, *bounds], [*bounds, self.next + 1], strict=True)):
-            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self}")
+            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self!s:.500}")
+        reached = 0
+        for start, stop in sorted(self.owed):
+            if not reached <= start < stop <= self.next:
+                raise ValueError(f"samples {start}..{stop} are not within 0..next, or in two ranges: {self!s:.500}")
+            reached = stop
 
     @property
     def owed(self) -> tuple[Range, ...]:

@@ -319,9 +319,7 @@ def _late_before(view: View) -> tuple[str, ...]:
     return view.committed.opening.late if view.committed is not None else ()
 
 
-def _late(
-    view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: Patience
-) -> tuple[str, ...]:
+def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: Patience) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
     gone = {*view.ready, *patience.given_up}
     away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]

@@ -72,7 +72,7 @@ class Progress:
         return replace(
             self,
             inner_step=inner_step,
-            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=True) if s),
+            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s),
             ledgers=allocate(settle(self.ledgers, used, kept), wanted, opening.corpus_of()),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
@@ -83,7 +83,7 @@ class Progress:
         """What members still train on: those that are late, and, where they read ahead, those that stay."""
         kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
         if shape.reads_ahead:
-            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=True):
+            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
                 _, rest = take(self.assigned.get(member, ()), steps * shape.batch_size)
                 if requested and rest:
                     kept[member] = rest

@@ -21,13 +21,13 @@ from zeroband.config.ranges import (
     Id,
     Loss,
     Magnitude,
+    Mbit,
     MemberPlace,
     Millis,
     Phases,
     Port,
     Round,
     Version,
-    Mbit,
 )
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.orders import Orders
@@ -290,6 +290,10 @@ def _with_known_parts(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return record
 
 
+VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
+"""What a verdict records beside its opening and digest."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A round is committed: the members of its opening hold the same result. Written once for each round."""
@@ -297,7 +301,7 @@ class Verdict:
     opening: Opening
     digest: Id
     """Digest of the reduced result."""
-    record: Annotated[Mapping[str, Any], AfterValidator(_with_known_parts)] = field(default_factory=dict[str, Any])
+    record: VerdictRecord = field(default_factory=dict[str, Any])
     """What else the round fixed for everybody: progress with the data ledgers, norm of the mean gradient."""
 
     @property
@@ -412,7 +416,7 @@ class View:
         asked, cuts = set(members), dict[str, set[str]]()
         for one in members:
             for other in self.peers[one].cut_off if one in self.peers else ():
-                if other in asked:
+                if other in asked and other != one:
                     cuts.setdefault(one, set()).add(other)
                     cuts.setdefault(other, set()).add(one)
         return cuts

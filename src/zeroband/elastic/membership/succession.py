@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from zeroband.config.ranges import Id, Text
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict
+from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, VerdictRecord
 
 MOST_STORES = 8
 """Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
@@ -41,7 +40,7 @@ class Account:
     """The newest opening that it has seen."""
     vote: Id | None = None
     """Digest that it voted for after that opening. None: it has not."""
-    record: Mapping[str, Any] | None = None
+    record: VerdictRecord | None = None
     """What it would write into the verdict of that opening; None: it does not know that yet."""
     orders: Orders = field(default_factory=Orders)
     run: Mapping[Text, Text] = field(default_factory=dict[str, str])

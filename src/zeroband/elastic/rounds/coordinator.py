@@ -22,13 +22,13 @@ from torch import Tensor
 
 from zeroband.config.ranges import MOST_LOSS
 from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.journal import JournalEntry
-from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport

@@ -66,7 +66,7 @@ class Judge:
         return self._junk.get(name, b"")
 
     def malformed(self, name: str) -> str | None:
-        """Why what stood at this place is no record, though a node of this run sealed it; None: it counts, or is not."""
+        """Why what stands at this place is no record, though a node of this run sealed it; None: it is not so."""
         return self._malformed.get(name) if name in self._junk else None
 
     def reject(self, name: str, raw: bytes, reason: str) -> None:

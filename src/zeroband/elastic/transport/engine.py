@@ -314,9 +314,8 @@ class Engine:
         )
         handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(
-                f"no gathering of {lengths} bytes in pieces of {chunk_bytes} on this route: {native.last_problem()}: {route}"
-            )
+            shown = f"{lengths} bytes in pieces of {chunk_bytes}"
+            raise ValueError(f"no gathering of {shown} on this route: {native.last_problem()}: {route}")
         return Running(self, handle, (payload, result))
 
     @property

@@ -159,9 +159,10 @@ class LaneGroups:
         for lane, part in parts:
             size = largest(part)
             if not (math.isfinite(size) and size <= opening.most_value):
+                members = ", ".join(opening.members)
                 raise PeerLost(
-                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}, and the members' values "
-                    f"allow {opening.most_value:.3g}: one of {', '.join(opening.members)} sent others than it announced"
+                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}; what the "
+                    f"members announced allow {opening.most_value:.3g}; one of {members} sent others"
                 )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:

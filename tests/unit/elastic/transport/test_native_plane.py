@@ -451,8 +451,8 @@ def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]
 
     def reduce(number: int, members: int) -> None:
         ones = (1,) * members
-        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], weights=ones)
-        opening = replace(opening, steps=ones, steps_requested=ones, network=LinkTable(took_ms=2000))
+        numbers = {"weights": ones, "steps": ones, "steps_requested": ones, "network": LinkTable(took_ms=2000)}
+        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], **numbers)
         for reducing in [node.reduce(opening) for node in nodes[:members]]:
             assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
 
