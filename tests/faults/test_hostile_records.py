@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 
 HOSTILE, HONEST = "node0", ("node1", "node2")
 RECORDS = ("negative weight", "steps x 1000")
-PLAN = ("sites out of range", "other weights", "values x 1e20", *RECORDS)
+PLAN = ("sites out of range", "other weights", *3 * ("values x 1e20",), *RECORDS)
+"""Some values are lost in an attempt that is given up for something else."""
 SCRIPT = Path(__file__).with_name("hostile_trainer.py")
 
 RecordRun = Callable[..., Any]
@@ -75,8 +76,8 @@ def test_nothing_of_it_counts(recorded: Any) -> None:
         assert all(0 <= steps <= recorded.setup.steps_per_round for steps in verdict.opening.steps)
     newest = max(recorded.history)
     assert recorded.history[newest].record["progress"]["inner_step"] <= newest * recorded.setup.steps_per_round
-    digests = [e["state_digest"] for node in HONEST for e in recorded.events[node] if e["kind"] == "round_committed"]
-    assert len(set(digests)) <= newest + 1
+    digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
+    assert len(digests) == len({round for round, _ in digests}) > 3
 
 
 @pytest.mark.soak
