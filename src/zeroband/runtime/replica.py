@@ -74,7 +74,6 @@ def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
     shape = RunShape(config.train.total_steps, config.train.batch_size, sample_tokens=sample_tokens)
     match config.outer:
         case RoundsConfig() as outer:
-            shape = replace(shape, phase_steps=outer.phase_steps)
             return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
         case DemoConfig() as outer:
             return replace(shape, reads_ahead=outer.overlap != 0)

@@ -7,9 +7,10 @@ A member that has the token can write any record of the right types (`config.ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
+from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.epoch import Rules, of_members
 from zeroband.elastic.membership.progress import Progress, RunShape
@@ -21,21 +22,22 @@ MOST_OPENINGS = 1 << 20
 """Openings between two committed rounds: versions count on from there, and must not reach the end of their range."""
 
 
-def excess(ready: Ready, dealt_steps: int, shape: RunShape) -> str | None:
+def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
     """Say which number of a member's record is larger than what it was dealt allows; None: none is.
 
-    `dealt_steps`: inner steps for which the member was dealt samples.
+    `dealt_steps`: inner steps for which the member was dealt samples. `heaviest`: the largest weight in the round
+    before: members weigh as much as there in rounds that close a run of fragments, which have no steps. Nodes choose
+    their numbers of steps in a round themselves, so that only the run's own number bounds what they request.
     """
-    most_requested = shape.phase_steps * (2 if shape.reads_ahead else 1)
     if ready.steps > dealt_steps:
         return f"steps={ready.steps}, and it was dealt samples for {dealt_steps}"
-    if ready.steps_requested > most_requested:
-        return f"steps_requested={ready.steps_requested}, and a round has at most {most_requested}"
-    is_closing = shape.closing_rounds > 0 and ready.steps == 0  # as heavy as the round before, without further steps
-    behind = shape.phase_steps if is_closing else ready.steps
-    most_weight = behind * shape.batch_size * shape.sample_tokens
+    if ready.steps_requested > shape.total_steps:
+        return f"steps_requested={ready.steps_requested}, and the run has {shape.total_steps}"
+    most_weight = ready.steps * shape.batch_size * shape.sample_tokens
+    if shape.closing_rounds and not ready.steps:
+        most_weight = heaviest or MOST_COUNT
     if shape.sample_tokens and ready.weight > most_weight:
-        return f"weight={ready.weight}, and the samples of {behind} steps have at most {most_weight} tokens"
+        return f"weight={ready.weight}, and {ready.steps} steps have at most {most_weight} tokens"
     return None
 
 
@@ -48,7 +50,7 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
     shape, committed = rules.shape, view.committed
     if shape is None:
         return view
-    dealt: Mapping[str, int] = {}
+    dealt, heaviest = dict[str, int](), 0
     if not (round == FOUNDING_ROUND or restarts_with(view, round)):
         if committed is None or committed.round != round - 1:
             return view
@@ -57,7 +59,8 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
         except ConfigError:
             return view
         dealt = {member: count(spans) // shape.batch_size for member, spans in assigned.items()}
-    found = {member: excess(ready, dealt.get(member, 0), shape) for member, ready in view.ready.items()}
+        heaviest = max(committed.opening.weights)
+    found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
     beyond = {member: why for member, why in found.items() if why is not None}
     if not beyond:
         return view

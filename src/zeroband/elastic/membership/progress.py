@@ -23,8 +23,6 @@ class RunShape:
     """A member trains on while its round is still being reduced, so it holds the samples of two rounds."""
     closing_rounds: int = 0
     """Rounds without inner steps at the end, in which the fragments are sent that the last one did not send."""
-    phase_steps: int = 1
-    """Inner steps of a round at most."""
     sample_tokens: int = 0
     """Targets of a sample at most; 0: not known."""
 

@@ -161,8 +161,8 @@ class LaneGroups:
             if not (math.isfinite(size) and size <= opening.most_value):
                 members = ", ".join(opening.members)
                 raise PeerLost(
-                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}; what the "
-                    f"members announced allow {opening.most_value:.3g}; one of {members} sent others"
+                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}; what the members "
+                    f"announced allows {opening.most_value:.3g}; one of {members} sent others"
                 )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:

@@ -17,7 +17,7 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening, Ready, Verdict, View, from_json, to_json
 
 A, B, C = "a#1", "b#1", "c#1"
-SHAPE = RunShape(total_steps=1000, batch_size=4, phase_steps=10, sample_tokens=32)
+SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=32)
 RULES = Rules(shape=SHAPE)
 HONEST = Ready(3, 1280, "s", 10, 10, norm=2.0, loss=2.5, largest=0.5)
 LEDGER = Ledger(120, (), {A: ((0, 40),), B: ((40, 80),), C: ((80, 120),)})
@@ -68,17 +68,20 @@ def test_joiner_that_brings_nothing_counts_and_one_that_brings_something_does_no
     assert "d#1" in limited.ready and limited.refused.keys() == {"e#1"}
 
 
-def test_node_that_reads_ahead_may_request_two_rounds() -> None:
-    ahead = replace(SHAPE, reads_ahead=True)
-    assert excess(replace(HONEST, steps_requested=20), 10, SHAPE) and not excess(
-        replace(HONEST, steps_requested=20), 10, ahead
-    )
+def test_node_chooses_its_steps_up_to_those_of_the_run() -> None:
+    assert excess(replace(HONEST, steps_requested=1000), 10, SHAPE) is None
+    assert excess(replace(HONEST, steps_requested=1001), 10, SHAPE) is not None
 
 
-def test_closing_round_weighs_what_a_phase_did_without_steps() -> None:
+def test_closing_round_weighs_what_the_round_before_did_without_steps() -> None:
     closing = replace(SHAPE, closing_rounds=1)
-    assert excess(replace(HONEST, steps=0), 0, closing) is None
-    assert excess(replace(HONEST, steps=0, weight=1281), 0, closing) is not None
+    assert excess(replace(HONEST, steps=0), 0, closing, 1280) is None
+    assert excess(replace(HONEST, steps=0, weight=1281), 0, closing, 1280) is not None
+    assert excess(replace(HONEST, steps=0), 0, closing, 0) is None, "what all members had was not finite"
+
+
+def test_weight_of_samples_of_unknown_length_is_not_bounded() -> None:
+    assert excess(replace(HONEST, weight=10**12), 10, replace(SHAPE, sample_tokens=0)) is None
 
 
 def test_founder_has_nothing_yet() -> None:

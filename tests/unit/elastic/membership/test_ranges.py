@@ -50,7 +50,7 @@ from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS
 
 A, B = OPENING.members
-SHAPE = RunShape(total_steps=1000, batch_size=2, reads_ahead=True, phase_steps=10, sample_tokens=1024)
+SHAPE = RunShape(total_steps=1000, batch_size=2, reads_ahead=True, sample_tokens=1024)
 RULES = Rules(straggler_grace=0.1, transfer_bytes=1 << 20, sites="auto", shape=SHAPE)
 PEERS = {A: PEER, B: Peer("b", "h", 1, True)}
 ODD = st.one_of(
