@@ -81,7 +81,13 @@ def with_odd(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
 def view_of(**changed: Any) -> View:
     ready = {A: replace(READY, round=4), B: replace(READY, round=4, weight=0, site=None)}
     committed = replace(VERDICT, opening=replace(OPENING, rollback=None))
-    usual = {"opening": OPENING, "committed": committed, "alive": frozenset({A, B}), "ready": ready, "peers": PEERS}
+    usual: dict[str, Any] = {
+        "opening": OPENING,
+        "committed": committed,
+        "alive": frozenset({A, B}),
+        "ready": ready,
+        "peers": PEERS,
+    }
     return View(**{"votes": {}, "failed": None, **usual, **changed})
 
 
@@ -101,9 +107,10 @@ def work_with(opening: Opening) -> None:
     assert all(0 <= share < float("inf") for share in opening.shares)
     assert all(0 <= part <= 1.000001 for part in opening.divisor_parts)
     assert opening.most_value >= 0 and opening.total_weight >= 0
-    opening.speakers(), opening.corpus_of(), opening.behind, opening.id
+    assert all((opening.speakers() is not None, opening.corpus_of(), opening.behind is not None, opening.id))
     for member in opening.members:
-        opening.clip(member), opening.is_near(member, opening.members[0])
+        opening.clip(member)
+        opening.is_near(member, opening.members[0])
         if opening.steps_requested:
             opening.expected_share(member, 10)
     progress = PROGRESS.after(opening, SHAPE)
@@ -121,7 +128,7 @@ def use_verdict(verdict: Verdict) -> None:
     if judge.verdict("k", judge.seal_verdict(verdict).encode()) is None:
         return
     work_with(verdict.opening)
-    electors(verdict), verdict.sessions
+    assert electors(verdict) and verdict.sessions is not None
     LossRecord.of(verdict.record).carried()
     if "progress" in verdict.record:
         Progress.of_verdict(verdict).after(OPENING, SHAPE)
@@ -149,7 +156,7 @@ RECORDS: Mapping[str, tuple[object, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_record_with_any_value_in_any_field_is_in_range_or_refused(name: str, data: st.DataObject) -> None:
     record, use = RECORDS[name]
