@@ -55,6 +55,10 @@ class TrainerParts(NodeParts):
     inner: InnerOptimizer
     profiler: StepProfiler
 
+    @property
+    def sample_tokens(self) -> int:
+        return self.config.data.seq_length
+
     def trained_on(self) -> TrainedOn:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
@@ -116,7 +120,6 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         corpus=_corpus_of(config, dataset.fingerprint),
-        sample_tokens=config.data.seq_length,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
 

@@ -48,10 +48,13 @@ class NodeParts:
     faults: FaultPoints
     corpus: str = SHARED
     """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
-    sample_tokens: int = 0
-    """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
+        return 0
 
     def trained_on(self) -> TrainedOn:
         """Where the model comes from, as far as the package knows."""

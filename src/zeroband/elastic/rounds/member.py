@@ -170,14 +170,11 @@ class Member:
         self._clock = run.clock
         self._recording = threading.Lock()
         self._memory = LiveBackup(self.member_id, run.shared)
-        self._alive: frozenset[str] = frozenset()
-        self._round = 0
+        self._alive, self._round = frozenset[str](), 0
         """As of the last look."""
         self._told_links = LinkRates()
-        self._told_refused: tuple[int, set[str]] = 0, set()
-        """The round of which it was said last that records are refused, and the members of whom that was said."""
-        self._followed = ""
-        """Id of the newest opening that was seen to follow from its members' records."""
+        self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
+        self._followed = ""  # id of the newest opening that was seen to follow from its members' records
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None

@@ -226,8 +226,7 @@ class Engine:
         this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
         node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
-        `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
-        took. Its result is what `result` was decoded from.
+        `encoded`: the contribution in place of `source`, which is not read; `errors` leaves out what its encoding took.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         for tensor in buffers:
