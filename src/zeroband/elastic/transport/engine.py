@@ -228,8 +228,7 @@ class Engine:
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         `encoded`: the contribution in place of `source`, which is not read; `errors` leaves out what its encoding took.
         """
-        buffers = (source, result) if errors is None else (source, result, errors)
-        for tensor in buffers:
+        for tensor in (buffers := (source, result) if errors is None else (source, result, errors)):
             if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
                 raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
         if encoded is not None:
