@@ -2,6 +2,7 @@
 
 ZerobandError
 ├── ConfigError        the user's input is wrong: names the value and the way out
+│   ├── LineEnds       this node's line of the run met another one, which goes on in its place
 │   ├── JoinRefused    this node's run differs from the running one: names the differing key
 │   └── MachineUnfit   this machine lacks what the configuration needs: a line for each thing that is missing
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
@@ -42,6 +43,10 @@ class JoinRefused(ConfigError):
         self.key = key
         self.theirs = theirs
         self.ours = ours
+
+
+class LineEnds(ConfigError):
+    """The run was founded twice, and this node is of the line that does not go on; its checkpoints stay."""
 
 
 class MachineUnfit(ConfigError):

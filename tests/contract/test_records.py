@@ -24,7 +24,7 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.membership.succession import Account, Line, Meeting, Whereabouts
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
@@ -115,7 +115,9 @@ GENERATION = Generation(3, "store3")
 ACCOUNT = Account(
     GENERATION, Generation(2, "store2"), VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"}
 )
-WHEREABOUTS = Whereabouts(GENERATION, "redis://10.0.0.2:6379")
+LINE = Line("first", 7, 4096, ("a#1", "b#1"))
+MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
+WHEREABOUTS = Whereabouts(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,18 @@ STORE = {
         lambda judge: judge.seal_account(A, ACCOUNT),
         lambda judge, raw: judge.accounts("k", {A: raw}).get(A),
     ),
+    "whereabouts": StoreRecord(
+        WHEREABOUTS,
+        ("whereabouts",),
+        lambda judge: judge.seal_whereabouts(WHEREABOUTS),
+        lambda judge, raw: judge.whereabouts("k", raw),
+    ),
+    "meeting": StoreRecord(
+        MEETING,
+        ("meeting",),
+        lambda judge: judge.seal_meeting(MEETING),
+        lambda judge, raw: judge.meeting("k", raw),
+    ),
 }
 LABELS = {
     "generation": StoreRecord(
@@ -182,12 +196,6 @@ LABELS = {
         ("generation",),
         lambda judge: judge.seal_generation(GENERATION),
         lambda judge, raw: judge.generation("k", raw),
-    ),
-    "whereabouts": StoreRecord(
-        WHEREABOUTS,
-        ("whereabouts",),
-        lambda judge: judge.seal_whereabouts(WHEREABOUTS),
-        lambda judge, raw: judge.whereabouts("k", raw),
     ),
 }
 """Records of the store that say all in their label, or in plain text."""

@@ -450,8 +450,16 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""
+    found: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """With store.url = "nodes": begin the run though this node sees no other machine of it. Only where no node of the
+    run lives: one that is cut off from the others would begin a second run of the same id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
+
+    @property
+    def least_stores(self) -> int:
+        """Different stores that must be there for this node to begin the run: its own one alone is not enough."""
+        return 2 if self.store.are_of_nodes and self.node.dialable and not self.found else 1
 
     @property
     def codec_name(self) -> str:

@@ -117,6 +117,12 @@ EVENTS: Mapping[str, EventKind] = {
         "was lost.",
         ("store", "generation"),
     ),
+    "lines_met": EventKind(
+        "The run was founded twice, by machines that were cut off from one another, and both lines have met; each with "
+        "session, round, tokens and members. One goes on, the other ends with exit code 2.",
+        ("goes_on", "ends"),
+        logging.ERROR,
+    ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),

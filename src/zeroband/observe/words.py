@@ -31,6 +31,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "checkpoints_apart": "{nodes} write whole checkpoints into {folder}; for {apart} ckpt.path is another folder.",
     "run_abandoned": "{node} finds no living member of the run and waits {wait_s} s for {members}.",
     "store_in_use": "{node} uses the store {store} of the run, in generation {generation}.",
+    "lines_met": "{node} sees two lines of the run: {goes_on} goes on, {ends} ends.",
     "fenced": "The run went on without {node}, which comes back: {reason}.",
     "join_state": "{node} is {state}: {why}.",
     "links": "{node} measured its links to the other members.",

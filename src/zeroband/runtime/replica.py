@@ -186,7 +186,7 @@ class Replica:
                 "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
             )
         waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
-        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s))
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s, least_stores=config.least_stores))
         store.trust_address()
         return store
 

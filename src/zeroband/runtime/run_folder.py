@@ -113,7 +113,8 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     url = config.store.address
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
     with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
-        store.reach(patience_s=config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S)
+        patience_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
+        store.reach(patience_s=patience_s, least_stores=config.least_stores)
         until_s = time.monotonic() + 2 * lease_s
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:

@@ -115,8 +115,11 @@ def test_join_writes_the_configuration_that_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert founded
-    unfit = subprocess.CompletedProcess[str]([], 3, stdout="")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: unfit)  # the doctor, which loads torch
+
+    def unfit(*_args: object, **_options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 3, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", unfit)  # the doctor, which loads torch
     environ = {"ZERO_BAND_STORE__URL": redis_url, "ZERO_BAND_RUN__TOKEN": "the secret"}
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
     assert main([redis_url, "--run-id", "first", "--run.dir", "mine", "--node.id", "late"]) == 3

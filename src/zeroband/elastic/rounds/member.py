@@ -95,6 +95,10 @@ class StoreKeeper(Protocol):
         """See now and then whether the others have gone to another store, since too few members are at this one."""
         ...
 
+    def require_line(self) -> None:
+        """Raise LineEnds where another line of the run goes on in the place of this member's."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -356,6 +360,8 @@ class Member:
         while True:
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
+            if self._mover is not None:
+                self._mover.require_line()
             now_s = self._clock()
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")

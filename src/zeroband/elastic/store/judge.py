@@ -22,7 +22,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
-from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.membership.succession import Account, Meeting, Whereabouts
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
@@ -274,14 +274,18 @@ class Judge:
 
     def seal_whereabouts(self, whereabouts: Whereabouts) -> str:
         label = Label(0, whereabouts.generation.number, whereabouts.generation.store)
-        return self._seals.seal(whereabouts.store, "whereabouts", label=label)
+        return self._seals.seal(to_json(whereabouts), "whereabouts", label=label)
 
     def whereabouts(self, name: str, raw: bytes | None) -> Whereabouts | None:
         """Where the run goes on, as a store was told that it does not use."""
-        record = self._open(name, raw, "whereabouts")
-        if record is None:
-            return None
-        return Whereabouts(Generation(record.label.version, record.label.id), record.text)
+        return self._read(Whereabouts, name, raw, self._open(name, raw, "whereabouts"))
+
+    def seal_meeting(self, meeting: Meeting) -> str:
+        return self._seals.seal(to_json(meeting), "meeting")
+
+    def meeting(self, name: str, raw: bytes | None) -> Meeting | None:
+        """What was written down of two lines of history that met; of the run, whatever session it is in."""
+        return self._read(Meeting, name, raw, self._open(name, raw, "meeting"))
 
     def seal_account(self, member: str, account: Account) -> str:
         return self._seals.seal(to_json(account), "account", member)

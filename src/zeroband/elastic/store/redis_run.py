@@ -99,6 +99,7 @@ class Keys:
         self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
         self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
         self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
+        self.meeting = f"{self.prefix}:meeting"  # string: two lines of history that met
         self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 

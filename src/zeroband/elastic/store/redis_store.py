@@ -35,7 +35,10 @@ from zeroband.elastic.membership.succession import (
     Account,
     Candidate,
     Legacy,
+    Line,
+    Meeting,
     Whereabouts,
+    are_different,
     in_use,
     is_nowhere_else,
     places_of_stores,
@@ -95,6 +98,8 @@ _SURVEY_S = 1.0
 """In which a store that the run may go to must answer."""
 _FRESH_MS = 3000
 """So long counts what a member told a store that the run may go to; it tells it again every moment."""
+_MEETING_LEASES = 12
+"""So long stands what was written down of two lines that met: all members of both look once a lease."""
 _ELSEWHERE_LEASES = 4
 """So long counts what a store was told that the run does not use; it is told once a lease."""
 
@@ -188,7 +193,7 @@ class RedisStore(RedisRun, Store):
         self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
         self._read_history = self.script(scripts.READ_HISTORY, list)
         self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
-        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
+        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT, _TEXT))
         self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
         self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
 
@@ -209,11 +214,11 @@ class RedisStore(RedisRun, Store):
         """Without any renewal for so long, the store itself was out of reach: a guardian renews five times a lease."""
         return self._lease_ms // 2
 
-    def reach(self, *, patience_s: float) -> None:
+    def reach(self, *, patience_s: float, least_stores: int = 1) -> None:
         """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
 
         Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
-        serve a run and none is.
+        serve a run and none is. `least_stores`: different ones that must be there for that.
         """
         if not self.has_several:
             self.require_usable(patience_s=patience_s)
@@ -232,7 +237,9 @@ class RedisStore(RedisRun, Store):
             if self._refusals and not self._are_of_nodes:  # a store of another node's may be replaced
                 raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(seen)
-            if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
+            found = [candidate for _, candidate in seen]
+            sees_enough = bool(silent) or are_different(found, least_stores)
+            if not silent and sees_enough and is_nowhere_else(found, None):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
                     self._require_all_usable(seen)
@@ -240,8 +247,8 @@ class RedisStore(RedisRun, Store):
                 self._is_quiet_since_s = time.monotonic()
                 continue
             if time.monotonic() > until_s:
-                raise StoreLost(self._why_not_reached(silent))
-            self._say_waits(self._why_not_reached(silent))
+                raise StoreLost(self._why_not_reached(silent, sees_enough=sees_enough))
+            self._say_waits(self._why_not_reached(silent, sees_enough=sees_enough))
             time.sleep(PAUSE_MAX_S)
         self._require_all_usable(self.survey())
 
@@ -270,7 +277,12 @@ class RedisStore(RedisRun, Store):
             self._said = why, time.monotonic()
             _log.warning("begins nothing yet", extra={"fields": {"why": why}})
 
-    def _why_not_reached(self, silent: Sequence[str]) -> str:
+    def _why_not_reached(self, silent: Sequence[str], *, sees_enough: bool = True) -> str:
+        if not sees_enough:
+            return (
+                "this node sees no store of another machine: it may be the first of the run, or cut off from all "
+                "others, who go on; start another node of the run, or this one with --found if no other one lives"
+            )
         if not silent:
             return "the stores of the run tell that its members go on with another one, which does not answer yet"
         key = "store.peers" if self._are_of_nodes else "store.url"
@@ -344,20 +356,25 @@ class RedisStore(RedisRun, Store):
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, judge = self.keys, self.judge
         names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
+        names.append(keys.meeting)
         word = "" if account is None else judge.seal_account(member_id, account)
         args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed, elsewhere = self.run_script(self._tell_account, names, args)
+        id, generation, said, committed, elsewhere, met = self.run_script(self._tell_account, names, args)
         verdict = judge.verdict(keys.committed, committed)
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
         told = judge.whereabouts(keys.elsewhere, elsewhere)
-        return Candidate(text_of(id), judge.generation(keys.generation, generation), round, accounts, told)
+        return Candidate(
+            *(text_of(id), judge.generation(keys.generation, generation), round, accounts, told),
+            line=Line.of(verdict),
+            meeting=judge.meeting(keys.meeting, met),
+        )
 
-    def tell_whereabouts(self) -> None:
+    def tell_whereabouts(self, line: Line | None = None) -> None:
         """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
         if self.generation is None:
             return
-        word = Whereabouts(self.generation, _shown(self.address))
+        word = Whereabouts(self.generation, _shown(self.address), line)
         listed = {*map(_shown, self._listed)} - {word.store}
         idle = [store for store in self.candidates if _shown(store.address) in listed]
 
@@ -375,6 +392,20 @@ class RedisStore(RedisRun, Store):
         self.run_script(
             self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self.judge.junk(key)]
         )
+
+    def take_meeting(self, meeting: Meeting) -> Meeting:
+        """Write down here that two lines of history met, unless somebody has. Returns what stands there.
+
+        Raises StoreLost, ConfigError.
+        """
+        key, sealed = self.keys.meeting, self.judge.seal_meeting(meeting)
+        px = _MEETING_LEASES * self._lease_ms
+        if self.call(lambda: self._redis.set(key, sealed, nx=True, px=px)):
+            return meeting
+        if (standing := self.judge.meeting(key, self.call(lambda: self._redis.get(key)))) is not None:
+            return standing
+        self.call(lambda: self._redis.set(key, sealed, px=px))
+        return meeting
 
     def find_run(self) -> None:
         """Go to the store that the run uses, if this one tells that it has several: one address of them is enough."""
