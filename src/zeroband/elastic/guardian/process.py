@@ -34,6 +34,7 @@ from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, pro
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
@@ -44,6 +45,7 @@ from zeroband.observe.log import get_logger, setup_logging
 _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _START_DEADLINE_S = 60.0
 _TICK_S = 0.1
+_STAT_BYTES = 4096
 _PREDECESSOR_S = 5.0
 _TURN_S = 1.0
 """Pause before a member asks again whether it may measure."""
@@ -97,15 +99,12 @@ class GuardianOrder:
     """Port of the store that the node holds; 0: it holds none."""
 
 
-class Guardian:
-    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back.
-
-    `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
-    """
-
-    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        theirs, ours = channel()
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a guardian's process; it, and the trainer's end of the channel to it. Raises OSError."""
+    theirs, ours = channel()
+    with theirs, contextlib.ExitStack() as otherwise:
+        otherwise.callback(ours.close)
+        process = subprocess.Popen(
             [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -113,7 +112,18 @@ class Guardian:
             pass_fds=[theirs.fileno()],
             bufsize=0,  # what has been read ahead would not be seen by a poll
         )
-        theirs.close()
+        otherwise.pop_all()
+    return process, ours
+
+
+class Guardian:
+    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back.
+
+    `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
+    """
+
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
+        self._process, ours = with_descriptors("no guardian can be started", _start)
         if inbox is None:
             ours.close()
         else:
@@ -149,9 +159,11 @@ class Guardian:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Give the lease back and end the process; at most a few seconds."""
-        self._send(_LEAVE)
+        """Give the lease back and end the process; at most a few seconds. Once is enough."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        self._send(_LEAVE)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -200,13 +212,41 @@ class LivenessRule:
         return not self.is_hung and not any(state in "TtZX" for state in states)
 
 
+class ProcessStates:
+    """The state letters of processes as in /proc/PID/stat; X where one is gone.
+
+    Their files stay open: a guardian that is short of descriptors must not take its trainer for dead.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._files: list[int | None] = []
+        for pid in pids:
+            try:
+                self._files.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                self._files.append(None)
+
+    def read(self) -> list[str]:
+        return ["X" if file is None else self._state(file) for file in self._files]
+
+    @staticmethod
+    def _state(file: int) -> str:
+        try:
+            return os.pread(file, _STAT_BYTES, 0).decode(errors="replace").rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return "X"
+
+    def close(self) -> None:
+        for file in self._files:
+            if file is not None:
+                os.close(file)
+        self._files.clear()
+
+
 def process_state(pid: int) -> str:
-    """The state letter of a process; X where it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return stat.rpartition(")")[2].split()[0]
+    """The state letter of a process; X where it is gone. Raises OSError where that cannot be seen."""
+    with contextlib.closing(ProcessStates([pid])) as states:
+        return states.read()[0]
 
 
 def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> _Watch:
@@ -261,6 +301,7 @@ class _Watch:
         self._order = order
         self._store = store
         self._flags = flags
+        self._ranks = ProcessStates(order.rank_pids)
         self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._to_expire: list[str] = []
@@ -304,7 +345,7 @@ class _Watch:
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
         self._link_writer.tell(self._links.seen(), now_s)
-        states = [process_state(pid) for pid in self._order.rank_pids]
+        states = self._ranks.read()
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._reached() != self._told):
@@ -400,6 +441,7 @@ class _Watch:
 
     def close(self) -> None:
         self._links.close()
+        self._ranks.close()
 
 
 def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:
