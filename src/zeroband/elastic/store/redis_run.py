@@ -350,6 +350,10 @@ class RedisRun:
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 
+    def group_prefix(self, opening: Opening, lane: int) -> str:
+        """Return what the keys of a lane's group begin with."""
+        return self.keys.group(opening, lane)
+
     def group_set(self, key: str, value: bytes) -> None:
         self.call(lambda: self._redis.set(key, self.judge.seal_value(key, value), ex=GROUP_TTL_S))
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.rendezvous import GroupRendezvous, GroupStore
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.node.faults import FaultPoints, TransferPoints
@@ -108,7 +107,7 @@ class LaneGroups:
 
     def __init__(
         self,
-        store: RedisStore,
+        store: GroupStore,
         flags: SharedFlags,
         ownership: LaneOwnership,
         faults: FaultPoints,
@@ -187,8 +186,8 @@ class LaneGroups:
             return self._flags.aborted_version >= opening.version
 
         def build() -> dist.ProcessGroup:
-            prefix = self._store.keys.group(opening, lane)
-            rendezvous = RedisRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
+            prefix = self._store.group_prefix(opening, lane)
+            rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
             options._timeout = timedelta(seconds=self._transfer_s)
