@@ -64,6 +64,21 @@ def recorded(*messages: bytes, is_over: bool = True) -> Iterator[tuple[list[byte
             reader.close()
 
 
+def test_read_that_is_given_up_half_way_in_a_record_is_repeated() -> None:
+    with recorded(b"first", b"second") as (records, far, reader):
+        reader.settimeout(0.0)
+        came = b""
+        for byte in b"".join(records[:2]):
+            with pytest.raises(BlockingIOError):
+                reader.recv(100)
+            far.sendall(bytes([byte]))
+            if len(came) == 0:
+                with suppress(BlockingIOError):
+                    came = reader.recv(100)
+        reader.settimeout(DEADLINE_S)
+        assert (came, reader.recv(3), reader.recv(100)) == (b"first", b"sec", b"ond")
+
+
 def all_of(reader: SealedSocket) -> bytes:
     with reader.makefile() as file:
         return file.read()
