@@ -47,6 +47,21 @@ KEY_PATTERN = "zeroband:*"
 ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
 """All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
 
+
+def rules_of_run(run_id: str) -> str:
+    """Return what the nodes of one run may do in a server of its own: the commands above, with the keys of this run.
+
+    And with those of its doctor, which has a run of its own name (`rehearsal_of`).
+    """
+    patterns = (f"~zeroband:{{{name}}}:*" for name in (run_id, rehearsal_of(run_id)))
+    return " ".join((*patterns, *(f"+{command}" for command in COMMANDS)))
+
+
+def rehearsal_of(run_id: str) -> str:
+    """Return the name under which `zeroband doctor` tries out a run."""
+    return f"{run_id}.doctor"
+
+
 RECHECK_S = 1.0
 """So often Sentinel is asked whether the master is still the same. A healthy master that was replaced by command takes
 writes for about 10 s more (Sentinel's own wait before it demotes it), which would be lost."""
