@@ -64,7 +64,8 @@ class NodeSection(Section):
     they learned there, and one of them speaks for all to the other sites; a sparse payload goes once to each of those.
     None: as comm.sites says."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
-    """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
+    """The one port that this node listens on. 0: any that is free, and 29600 where the node holds a store (store.url =
+    "nodes"); set it where a firewall has to let it through."""
     dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
     """Open that port. False: open none, and take part through connections that this node dials alone. A node that
     others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
@@ -117,10 +118,8 @@ class StoreConfig(Section):
     them: when the one in use dies, the members go on with another. nodes: each node holds one, and store.peers says
     where some are. None: this node trains alone, without [outer]."""
     peers: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT. Those who found it name the same ones, of
-    their own, and wait for all of them; who comes later needs one that is up."""
-    port: PositiveInt = Field(default=6379, le=65535, json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": where this node's own store listens, beside node.port."""
+    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT, where PORT is their node.port. Those who
+    found it name the same ones, of their own, and wait for all of them; who comes later needs one that is up."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -141,7 +140,7 @@ class StoreConfig(Section):
         asks_for_peers = self.url is not None and self.url.get_secret_value() == NODES
         if asks_for_peers and not self.peers:
             raise ValueError(
-                'store.url="nodes" needs store.peers: some nodes of the run, such as ["host-a", "host-b:6380"]; the '
+                'store.url="nodes" needs store.peers: some nodes of the run, such as ["host-a", "host-b:29601"]; the '
                 "first node of all names itself"
             )
         if self.peers and not asks_for_peers:

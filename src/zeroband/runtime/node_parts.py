@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
     from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
+    from zeroband.runtime.transport_setup import HeldPort
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class NodeParts:
     inner: OwnState
     departure: Departure
     faults: FaultPoints
+    port: HeldPort | None = None
+    """The node's port where it is open already; None: its guardian opens it."""
     corpus: str = SHARED
     """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None

@@ -143,7 +143,9 @@ class Replica:
             self._flags = SharedFlags(self._folder / "flags", create=False)
             stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = TransportSetup(config, self.store, self._flags, local, node.faults, self._answer_requests)
+            self._plane = TransportSetup(
+                config, self.store, self._flags, local, node.faults, self._answer_requests, node.port
+            )
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh(layout)
             stack.callback(self.mesh.close)
@@ -219,7 +221,7 @@ class Replica:
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
             site=config.node.site,
-            store_port=config.store.port if config.store.are_of_nodes and config.node.dialable else 0,
+            store_port=0 if self._node.port is None else self._node.port.number,
         )
         run = RunAccess(
             store=self.store,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
@@ -36,10 +37,20 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 
+class HeldPort(NamedTuple):
+    """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
+
+    door: str
+    """Unix socket at which that process hands over the calls for the guardian."""
+    number: int
+    """The port under which others reach it."""
+
+
 class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
-    `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.
+    `answer_requests`: takes connections of nodes that ask for this one's state. `port`: is open already; None: the
+    guardian opens it. Raises ConfigError, StoreLost.
     """
 
     def __init__(
@@ -50,6 +61,7 @@ class TransportSetup:
         local: LocalMesh,
         faults: FaultPoints,
         answer_requests: Callable[[socket.socket, HandedOver], None],
+        port: HeldPort | None = None,
     ) -> None:
         assert config.store.address is not None
         self._config = config
@@ -57,6 +69,7 @@ class TransportSetup:
         self._flags = flags
         self._local = local
         self._faults = faults
+        self._port = port
         self._host = config.node.advertise_host or address_towards(config.store.address)
         self.inbox: Inbox | None = None
         self._links: Links | None = None
@@ -77,7 +90,7 @@ class TransportSetup:
     @property
     def listen(self) -> ListenAddress:
         """Where local rank 0 listens."""
-        return listen_address_of(self._config, self._host, self._key)
+        return listen_address_of(self._config, self._host, self._key, self._port)
 
     def dialler(self, node_id: str) -> Dialler:
         """For asking other nodes for their state in the name of this one."""
@@ -119,12 +132,13 @@ class TransportSetup:
             self.inbox.close()
 
 
-def listen_address_of(config: RunConfig, host: str, key: RunKey) -> ListenAddress:
-    """Where this node listens, and as what the others know it."""
+def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort | None = None) -> ListenAddress:
+    """Where this node listens, and as what the others know it. `port`: is open already; None: the guardian opens it."""
     node = config.node
     return ListenAddress(
         host=host,
-        port=node.advertise_port,
+        port=node.advertise_port if port is None else port.number,
+        door="" if port is None else port.door,
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
         run_key=key.secret.hex(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
 import threading
@@ -19,9 +18,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from zeroband.elastic.guardian.link_report import LinkSeen
-from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
+from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake_hands
 from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.reach import HEARD, Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
@@ -29,7 +29,7 @@ from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactl
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
 from zeroband.elastic.transport.meeting import meet
-from zeroband.errors import ConfigError, HandshakeFailed
+from zeroband.errors import HandshakeFailed
 
 _PROBE_BYTES = 8
 _IDLE = 4
@@ -59,20 +59,6 @@ async def refuse(connection: socket.socket, what: HandedOver) -> None:
     """Refuse a caller that wants something else than to probe, where nobody takes it."""
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    match error.errno:
-        case errno.EADDRINUSE:
-            what, way_out = (
-                "is taken: another process of this machine listens",
-                "end that one, or set another node.port",
-            )
-        case errno.EACCES:
-            what, way_out = "needs rights that this user lacks", "set node.port to 1024 or more"
-        case _:
-            what, way_out = f"cannot be listened on ({error.strerror or error})", "check node.bind_host"
-    return ConfigError(f"node.port={port} {what} (address {host}); {way_out}")
-
-
 class LinkMonitor:
     """Answers the other guardians' probes and sends its own. `close()` ends its thread.
 
@@ -81,7 +67,8 @@ class LinkMonitor:
     so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
     machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
     carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`. `listens`: where not, no
-    port is open, and calls come through other members only.
+    port is open, and calls come through other members only. `door`: Unix socket of the process that holds the port and
+    hands its calls over; None: this one holds it.
     Raises ConfigError when it cannot listen.
     """
 
@@ -96,6 +83,7 @@ class LinkMonitor:
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
         measure: Callable[[str, Ways], Awaitable[int]] | None = None,
         listens: bool = True,
+        door: Path | None = None,
     ) -> None:
         self._identity = identity
         self._detect_s = detect_s
@@ -109,7 +97,7 @@ class LinkMonitor:
         self._askers: dict[str, asyncio.Task[None]] = {}
         """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
-        self._listens = listens
+        self._listens, self._door = listens, door
         self.relay = Relay()
         self._undialled: set[str] = set()
         self._picking_up: set[asyncio.Task[None]] = set()
@@ -126,7 +114,7 @@ class LinkMonitor:
         self._thread.start()
         self._is_listening.wait(_START_DEADLINE_S)
         if self._problem is not None:
-            raise _cannot_listen(host, port, self._problem) from self._problem
+            raise cannot_listen(host, port, self._problem) from self._problem
 
     def watch(self, members: Mapping[str, Ways], *, silent_s: Mapping[str, float] | None = None) -> None:
         """Probe exactly these members from now on, or hear those that are HEARD.
@@ -221,7 +209,9 @@ class LinkMonitor:
             self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
-        if self._listens:
+        if self._door is not None:
+            self._listener.take_from(self._door)
+        elif self._listens:
             self.port = self._listener.open(host, port)
 
     async def _hang_up(self) -> None:

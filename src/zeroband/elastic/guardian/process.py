@@ -71,6 +71,8 @@ class ListenAddress:
     """Whether it listens at all; else it takes part through connections that it dials."""
     is_relayed: bool = False
     """Whether calls may come through other members, where they cannot come here."""
+    door: str = ""
+    """Unix socket of the process that holds the port already, beside the node's store; empty: the guardian listens."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class GuardianOrder:
     store_s: float = 0.0
     """How long it may take until the store gives the lease; a first answer is awaited in any case."""
     store_port: int = 0
-    """Port of the store that the node holds; 0: it holds none."""
+    """Port under which others reach the store that the node holds; 0: it holds none."""
 
 
 class Guardian:
@@ -277,6 +279,7 @@ class _Watch:
             on_gone=self._gone.put,
             measure=self._measure_rate if listen.run_key else None,
             listens=listen.is_open,
+            door=Path(listen.door) if listen.door else None,
         )
         self._is_behind = not listen.is_open
         self._lines: tuple[str, ...] = ()

@@ -168,7 +168,7 @@ class RedisRun:
         self.judge = Judge(Seals(key, run_id, self.keys.prefix))
         self.address = address
         """Address of the store in use."""
-        self._redis = connect(address, timeout_s=answer_s)
+        self._redis = connect(address, timeout_s=answer_s, key=key)
         self._patience_s, self._answer_s = patience_s, answer_s
         self._before_retry = before_retry
         self._has_answered, self._answered_at_s = False, time.monotonic()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from zeroband.config.store_url import addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Generation,
@@ -138,8 +138,7 @@ class RedisStore(RedisRun, Store):
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
-        password = key.store_password if key is not None and are_of_nodes(url) else ""
-        listed = addresses_in(url, password=password) or (url,)
+        listed = addresses_in(url) or (url,)
         super().__init__(
             listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
         )
@@ -155,7 +154,7 @@ class RedisStore(RedisRun, Store):
         """What all nodes share; None: this node has not compared it."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._lease_ms = int(lease_s * 1000)
-        self._password, self._listed, self._are_of_nodes = password, listed, are_of_nodes(url)
+        self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
         self.generation: Generation | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
         self.on_silence: Callable[[], None] = self.follow
@@ -333,7 +332,7 @@ class RedisStore(RedisRun, Store):
     def _find_stores_of(self, peers: Mapping[str, Peer]) -> None:
         if self._are_of_nodes:
             places = [place_of(host, port) for host, port in places_of_stores(peers)]
-            self._find(*(f"redis://:{self._password}@{place}" for place in places))
+            self._find(*map(address_of_node, places))
 
     def _silent(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> list[str]:
         """The stores that are listed and do not answer."""
@@ -437,7 +436,9 @@ class RedisStore(RedisRun, Store):
     def enter(self, store: RedisStore, generation: Generation) -> None:
         """Use this one of the candidates from now on."""
         if store.address != self.address:
-            self._redis.connection_pool = connect(store.address, timeout_s=self._answer_s).connection_pool
+            self._redis.connection_pool = connect(
+                store.address, timeout_s=self._answer_s, key=self._key
+            ).connection_pool
             self.address = store.address
         self.generation = generation
         self._answered_at_s = time.monotonic()

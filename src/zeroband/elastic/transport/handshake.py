@@ -26,9 +26,12 @@ from zeroband.errors import HandshakeFailed
 DATA_CALL = b"zbd1"
 """What a connection begins with that goes through a handshake."""
 
+STORE_CALL = b"zbs1"
+"""What it begins with where it is for the node's store, which is there before the node is a member of its run."""
+
 HELLO_BYTES = 512
-"""The caller's first message: `DATA_CALL`, its public key, the introduction, and a proof that it knows the token,
-without which it gets no answer."""
+"""The caller's first message: `DATA_CALL` or `STORE_CALL`, its public key, the introduction, and a proof that it knows
+the token, without which it gets no answer."""
 
 ANSWER_BYTES = 64
 PROOF_BYTES = 32
@@ -51,6 +54,13 @@ class Purpose(enum.StrEnum):
     """A call to be passed on to the member that `session` names: its own handshake follows on the same connection."""
     ANSWER = "answer"
     """A member takes the call that `session` numbers, which the callee passes on to it."""
+    STORE = "store"
+    """Commands for the callee's store."""
+
+    @property
+    def call(self) -> bytes:
+        """What a connection for it begins with."""
+        return STORE_CALL if self is Purpose.STORE else DATA_CALL
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class Caller:
         self._private = X25519PrivateKey.generate()
         record = json.dumps(introduction.to_record(), separators=(",", ":")).encode()
         public = self._private.public_key().public_bytes_raw()
-        body = DATA_CALL + public + len(record).to_bytes(2, "big") + record
+        body = introduction.purpose.call + public + len(record).to_bytes(2, "big") + record
         if len(body) > _BODY_BYTES:
             raise HandshakeFailed(f"the names of {introduction.caller} and {introduction.callee} are too long")
         body = body.ljust(_BODY_BYTES, b"\0")
@@ -111,7 +121,7 @@ class Callee:
     """The end that was called: read HELLO_BYTES, send `answer`, read PROOF_BYTES, give them to `take`."""
 
     def __init__(self, key: RunKey, hello: bytes) -> None:
-        if len(hello) != HELLO_BYTES or not hello.startswith(DATA_CALL):
+        if len(hello) != HELLO_BYTES or not hello.startswith((DATA_CALL, STORE_CALL)):
             raise HandshakeFailed("not a call to the data plane")
         body, proof = hello[:_BODY_BYTES], hello[_BODY_BYTES:]
         if not hmac.compare_digest(proof, hmac.digest(key.secret, body, "sha256")):
@@ -120,6 +130,8 @@ class Callee:
         public = private.public_key().public_bytes_raw()
         self._transcript = hello + public
         self.introduction = _introduction(hello)
+        if not hello.startswith(self.introduction.purpose.call):
+            raise HandshakeFailed("the call is for something else than it began with")
         self._secrets = _secrets(key, _agree(private, hello[4:36]), self._transcript)
         self.answer = public + _proof(self._secrets, b"callee", self._transcript)
 
