@@ -33,12 +33,14 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.records import Opening, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     DATA_CALL,
     HELLO_BYTES,
+    MAC_BYTES,
     PROOF_BYTES,
     Caller,
     Introduction,
@@ -120,8 +122,10 @@ class Call:
         with suppress(OSError):
             self.socket.sendall(data)
 
-    def hello(self, purpose: Purpose = Purpose.STATE, *, caller: str = "stranger#0", **changes: str | bool) -> Caller:
-        """An honest call."""
+    def hello(self, purpose: Purpose = Purpose.STATE, *, caller: str | None = None, **changes: str | bool) -> Caller:
+        """An honest call, if `caller` is None; else one in the name of that member."""
+        own = self.target.key.node
+        caller = caller or ("stranger#0" if own is None else own.name("stranger"))
         names = {"caller": caller, "callee": self.target.member, "session": new_session(), "is_sealed": True, **changes}
         key = names.pop("key", self.target.key)
         return Caller(key, Introduction(**names, purpose=purpose))  # type: ignore[arg-type]
@@ -147,7 +151,7 @@ class Call:
     def forged(self, introduction: bytes, public: bytes | None = None) -> bytes:
         """A call with this introduction, whatever it is, by somebody who knows the token."""
         body = DATA_CALL + (public or self.chance.randbytes(32)) + (len(introduction) & 0xFFFF).to_bytes(2, "big")
-        body = (body + introduction)[: HELLO_BYTES - PROOF_BYTES].ljust(HELLO_BYTES - PROOF_BYTES, b"\0")
+        body = (body + introduction)[: HELLO_BYTES - MAC_BYTES].ljust(HELLO_BYTES - MAC_BYTES, b"\0")
         return body + hmac.digest(self.target.key.secret, body, "sha256")
 
     def record(self, keys: StreamKeys, data: bytes) -> bytes:
@@ -571,7 +575,7 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
             cluster.start()
         cluster.wait_until(lambda run: (run.round or 0) >= 5, timeout_s=DEADLINE_S)
         assert cluster.store_url is not None
-        key = RunKey.of(TOKEN, cluster.run_id)
+        key = RunKey.of(TOKEN, cluster.run_id, node=NodeKey.new())
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
         guardians = frozenset(filter(is_guardian, before))
         with closing(

@@ -13,6 +13,7 @@ ZerobandError
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
 ├── HandshakeFailed    the other end of a connection is no node of this run
+│   └── PosesAsAnother   it is one, and not the member that it says it is
 ├── LearnsNothing      the gradients of this node are not finite, step after step: it ends, and exports nothing
 ├── RunOver            the run that this node wanted to join is complete
 ├── RecoveryFailed     no member could give this node a state that verifies
@@ -104,6 +105,14 @@ class MalformedPayload(ZerobandError):
 
 class HandshakeFailed(ZerobandError):
     """The other end of a connection could not prove that it is a node of this run."""
+
+
+class PosesAsAnother(HandshakeFailed):
+    """The other end of a connection knows the token, and lacks the key of `member_id`, as which it speaks."""
+
+    def __init__(self, member_id: str) -> None:
+        super().__init__(f"it says that it is {member_id}, and does not have that member's key")
+        self.member_id = member_id
 
 
 class RunOver(ZerobandError):

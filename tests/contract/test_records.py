@@ -20,6 +20,7 @@ from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
@@ -36,6 +37,9 @@ from zeroband.state.crash_memory import NodeMemory
 SAMPLES: dict[str, str] = json.loads(Path(__file__).with_name("records.json").read_text(encoding="utf-8"))
 SEALS = Seals(RunKey(bytes(32)), "run", "zeroband:{run}")
 A, B = "a#1", "b#2"
+NODE = NodeKey(bytes(32))
+NODES_SEALS = Seals(RunKey(bytes(32), NODE), "run", "zeroband:{run}")
+MEMBER = f"a#00c0ffee.{NODE.public}"
 
 PROGRESS = Progress(
     inner_step=30,
@@ -69,6 +73,7 @@ OPENING = Opening(
     corpora=("", "b/00ff"),
     is_equal=True,
     sites=(0, 0),
+    proposer=A,
 )
 VERDICT = Verdict(
     OPENING,
@@ -109,7 +114,7 @@ STATE = StateManifest(
 )
 PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"), 6379)
 LINKS = LinkRates({B: 30}, 80)
-ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
+ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1, ("c#3",))
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
 GENERATION = Generation(3, "store3")
 ACCOUNT = Account(
@@ -227,6 +232,16 @@ def test_record_is_written_as_it_always_was(name: str, tmp_path: Path) -> None:
     assert written(name, tmp_path) == SAMPLES[name]
 
 
+def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> None:
+    """What its text says is that of the unsigned one."""
+    judge, raw = Judge(NODES_SEALS), SAMPLES["signed_ready"].encode()
+    assert judge.seal_ready(MEMBER, READY).encode() == raw
+    assert judge.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
+    assert SAMPLES["signed_opening"] == judge.seal_opening(judge.signed(OPENING, MEMBER))
+    opening = judge.opening("k", SAMPLES["signed_opening"].encode(), None)
+    assert opening is not None and (opening.proposer, opening.members) == (MEMBER, OPENING.members)
+
+
 @pytest.mark.parametrize("name", STORE | LABELS)
 def test_record_of_the_store_is_read_as_it_was_written(name: str) -> None:
     record = (STORE | LABELS)[name]
@@ -258,7 +273,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-e0eabcdf1dca"
+    assert OPENING.id == "41-e126e404dc4c"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

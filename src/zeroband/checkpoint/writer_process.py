@@ -54,15 +54,15 @@ class NoFellows:
 
 
 class StoreFellows:
-    """The way through the run's store."""
+    """The way through the run's store. `node`: its name with its key."""
 
-    def __init__(self, store: RedisStore, node_id: str) -> None:
+    def __init__(self, store: RedisStore, node: str) -> None:
         self._store = store
-        self._node_id = node_id
+        self._node = node
 
     def say(self, attempt: str, word: str) -> None:
         try:
-            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
+            self._store.say_saving(attempt, self._node, word, patience_s=_STORE_PATIENCE_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
             _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
 

@@ -62,6 +62,12 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
+    "impostor": EventKind(
+        "Another node with the run's token wrote a record of the store, or called, in the name of this member without "
+        "its key: that had no effect. where: the record's place, or the address of the caller.",
+        ("member_id", "where"),
+        logging.WARNING,
+    ),
     "same_batches": EventKind(
         "The gradients of another member's first inner step of this round are equal to this node's bit for bit: both "
         "learn from the same batches. Said by zeroband.DiLoCoOptimizer only.",
@@ -187,7 +193,7 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),
 }
-"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation`."""
+"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation.public key`."""
 
 
 class Events(Protocol):

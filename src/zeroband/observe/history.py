@@ -102,6 +102,7 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "rollback_ordered": ("round", "step"),
     "rollback_given_up": ("round", "step"),
     "payload_refused": ("round", "member_id"),
+    "impostor": ("member_id", "where"),
 }
 """Events that every member records, and what makes two of them the same one."""
 _OF_CHECKPOINTS = (

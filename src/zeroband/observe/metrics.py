@@ -49,7 +49,7 @@ next one is under way, with an outer step at once.
 
 - `at_s`: wall clock of the node in seconds since 1970, for people. No two nodes' clocks are ever compared.
 - Numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`.
-- A member id is `<node id>#<incarnation>`: a node that comes back is another member.
+- A member id is `<node id>#<incarnation>.<public key>`: a node that comes back is another member, with the same key.
 """
 
 

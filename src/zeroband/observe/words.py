@@ -18,6 +18,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "transfer_stalled": "{node} got no byte of round {round} from {waiting_for} for {since_s} s: {reason}.",
     "update_refused": "The update of {node} was left out of round {round}: {reason}.",
     "payload_refused": "What {member_id} sent in round {round} was left out: {reason}.",
+    "impostor": "Another node posed as {member_id} ({where}), without effect.",
     "same_batches": "{node} and {member_id} learned from the same batches in round {round}.",
     "paused": "The run is paused before round {round}, as an operator ordered.",
     "resumed": "The run goes on with round {round} after a pause of {paused_s} s.",

@@ -23,10 +23,10 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoCon
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.resume_rules import begins_on_checkpoint, rounds_since
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
@@ -52,6 +52,7 @@ from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.own_key import run_keys
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
 from zeroband.runtime.world import StateParts, Staying
@@ -123,7 +124,7 @@ class Replica:
         assert config.store.address is not None and config.outer is not None
         self._node = node
         self._store_url = config.store.address
-        self._token = config.run.token.get_secret_value() if config.run.token else None
+        self._keys = run_keys(config, node.node_dir)
         self._server: StateServer | None = None
         self._is_left = False
         self._is_restart = is_restart(os.environ)
@@ -143,7 +144,7 @@ class Replica:
             self._flags = SharedFlags(self._folder / "flags", create=False)
             stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = TransportSetup(config, self.store, self._flags, local, node.faults, self._answer_requests)
+            self._plane = self._open_plane()
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh(layout)
             stack.callback(self.mesh.close)
@@ -175,13 +176,14 @@ class Replica:
         store = RedisStore(
             self._store_url,
             config.run.id,
-            key=RunKey.of(self._token, config.run.id),
+            key=self._keys,
             lease_s=config.fault.time_outs.lease_s,
             patience_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
+        store.judge.on_forgery = lambda place, member: self._tell_impostor(member, place)
         stack.callback(store.close)
-        if self._token is None and self._node.local.rank == 0:
+        if config.run.token is None and self._node.local.rank == 0:
             _log.warning(
                 "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
             )
@@ -189,6 +191,27 @@ class Replica:
         on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s))
         store.trust_address()
         return store
+
+    def _open_plane(self) -> TransportSetup:
+        node = self._node
+        return TransportSetup(
+            node.config,
+            self.store,
+            self._flags,
+            node.local,
+            node.faults,
+            self._answer_requests,
+            key=self._keys,
+            on_poser=self._tell_impostor,
+        )
+
+    def _tell_impostor(self, member_id: str, where: str) -> None:
+        self._on_event("impostor", member_id=member_id, where=where)
+
+    @property
+    def _own_key(self) -> NodeKey:
+        assert self._keys.node is not None, "run_keys gives it one"
+        return self._keys.node
 
     def _match_run(self) -> dict[str, str]:
         try:
@@ -230,6 +253,7 @@ class Replica:
             inbox=self._plane.inbox,
             on_event=self._on_event,
             start_mover=self._start_mover,
+            name_member=self._own_key.new_member_id,
         )
         return Member(run, identity, self._flags, config.fault.time_outs, self._node.departure)
 
@@ -495,7 +519,7 @@ class Replica:
 
     @property
     def fellows(self) -> Fellows:
-        return StoreFellows(self.store, self._node.node_id)
+        return StoreFellows(self.store, self._own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self._folder

@@ -19,7 +19,6 @@ from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
@@ -32,6 +31,7 @@ from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.own_key import own_key, run_keys
 from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
 from zeroband.runtime.watching import open_trackers, open_watchers
 
@@ -230,13 +230,13 @@ def _publisher_of(node: NodeParts) -> FactPublisher | None:
     if config.outer is None or config.store.address is None or not config.observe.publish:
         return None
     url, run_id = config.store.address, config.run.id
-    token = config.run.token.get_secret_value() if config.run.token else None
+    own = own_key(node.node_dir)
 
     def open_store() -> RedisStore:
-        key = RunKey.of(token, run_id)
+        key = run_keys(config, node.node_dir)
         return RedisStore(url, run_id, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
 
-    return FactPublisher(node.node_dir, node.node_id, open_store)
+    return FactPublisher(node.node_dir, own.name(node.node_id), open_store)
 
 
 def _claim(node: NodeParts) -> int:

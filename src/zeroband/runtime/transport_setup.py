@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
-from zeroband.elastic.guardian.link_report import PartnersWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.reach import Ways, ways_to
 from zeroband.elastic.membership.records import FOUNDING_ROUND
@@ -18,7 +18,7 @@ from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
-from zeroband.elastic.transport.handover import HandedOver, Inbox
+from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, Reach
@@ -39,7 +39,8 @@ _log = get_logger(__name__)
 class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
-    `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.
+    `answer_requests`: takes connections of nodes that ask for this one's state. `on_poser`: told of a call in the name
+    of a member whose key the caller does not have, and from where it came. Raises ConfigError, StoreLost.
     """
 
     def __init__(
@@ -50,6 +51,9 @@ class TransportSetup:
         local: LocalMesh,
         faults: FaultPoints,
         answer_requests: Callable[[socket.socket, HandedOver], None],
+        *,
+        key: RunKey,
+        on_poser: Callable[[str, str], object],
     ) -> None:
         assert config.store.address is not None
         self._config = config
@@ -60,13 +64,21 @@ class TransportSetup:
         self._host = config.node.advertise_host or address_towards(config.store.address)
         self.inbox: Inbox | None = None
         self._links: Links | None = None
-        self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+        self._key = key
         if config.comm.backend == "native":
             require_native(is_sealed=config.comm.encryption)
         if local.rank != 0:
             return
         require_descriptors(config)
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {Purpose.STATE: answer_requests}
+
+        def note_poser(connection: socket.socket, what: HandedOver) -> None:
+            connection.close()
+            on_poser(what.caller, what.session)
+
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {
+            Purpose.STATE: answer_requests,
+            POSES: note_poser,
+        }
         if config.comm.backend == "native":
             beat_s = TransferBounds.of(config.fault.time_outs).beat_s
             engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
@@ -81,13 +93,14 @@ class TransportSetup:
 
     def dialler(self, node_id: str) -> Dialler:
         """For asking other nodes for their state in the name of this one."""
-        return Dialler(self._key, node_id, self._config.comm.encryption)
+        name = node_id if self._key.node is None else self._key.node.name(node_id)
+        return Dialler(self._key, name, self._config.comm.encryption)
 
     def open(self) -> DataPlane:
         """The data path that the configuration asks for."""
         comm, time_outs = self._config.comm, self._config.fault.time_outs
         if comm.backend == "native":
-            tell_partners = PartnersWriter(self._flags.path.parent).tell
+            tell_partners = NamesWriter(self._flags.path.parent, PARTNERS_FILE).tell
             reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
             return NativePlane(
                 self._config.run.id,
@@ -128,6 +141,7 @@ def listen_address_of(config: RunConfig, host: str, key: RunKey) -> ListenAddres
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
         run_key=key.secret.hex(),
+        node_key="" if key.node is None else key.node.secret.hex(),
         is_sealed=config.comm.encryption,
         is_open=node.dialable,
         is_relayed=config.comm.backend == "native",

@@ -17,7 +17,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
 from zeroband.elastic.transport.dial import read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver
-from zeroband.elastic.transport.handshake import HELLO_BYTES, PROOF_BYTES, Callee
+from zeroband.elastic.transport.handshake import HELLO_BYTES, MAC_BYTES, PROOF_BYTES, Callee
 from zeroband.errors import HandshakeFailed
 
 CALL_BYTES = 4
@@ -55,7 +55,7 @@ class SeenCalls:
 
         To be asked of messages of the run only, so that strangers cannot fill the memory.
         """
-        proof = hello[-PROOF_BYTES:]
+        proof = hello[-MAC_BYTES:]
         if proof in self._proofs:
             return False
         self._proofs[proof] = None
@@ -196,9 +196,18 @@ async def _peek(connection: socket.socket) -> bytes:
 
 
 async def shake_hands(
-    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: SeenCalls | None = None
+    connection: socket.socket,
+    key: RunKey,
+    *,
+    callee: str,
+    is_sealed: bool,
+    heard: SeenCalls | None = None,
+    bans: Callable[[str], bool] = lambda name: False,
 ) -> HandedOver:
-    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
+    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError.
+
+    `bans`: whether the key that a name carries is kept out of the run.
+    """
     async with asyncio.timeout(_PATIENCE_S):
         hello = await read_exactly(connection, HELLO_BYTES)
         called = Callee(key, hello)
@@ -206,6 +215,8 @@ async def shake_hands(
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
         _on_shown.get()(False)
         asked = called.introduction
+        if bans(asked.caller):
+            raise HandshakeFailed(f"a call of {asked.caller}, whose key is banned from the run")
         if asked.callee != callee:
             raise HandshakeFailed(f"a call to {asked.callee}, which this node is not any more")
         if asked.is_sealed != is_sealed:

@@ -26,10 +26,10 @@ from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.reach import HEARD, Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
-from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
 from zeroband.elastic.transport.meeting import meet
-from zeroband.errors import ConfigError, HandshakeFailed
+from zeroband.errors import ConfigError, HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8
 _IDLE = 4
@@ -37,6 +37,7 @@ _IDLE = 4
 _START_DEADLINE_S = 10.0
 _DOUBTED = 1 / 3
 """Part of `detect_s` without an answer after which a member is doubted."""
+_TELL_POSER_S, _MOST_POSERS = 60.0, 1000
 _MOST_PICKED_UP = 256
 """Calls that are taken at one time."""
 _LEAST_CALL_S = 1.0
@@ -106,6 +107,9 @@ class LinkMonitor:
         self._measure = measure
         self._take = take
         self._heard = SeenCalls()
+        self._bans: Callable[[str], bool] = lambda name: False
+        self._posers: dict[str, float] = {}
+        """When a call in the name of a member that did not make it was last told of, by the member."""
         self._askers: dict[str, asyncio.Task[None]] = {}
         """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
@@ -135,6 +139,14 @@ class LinkMonitor:
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._set_members, dict(members), dict(silent_s or {}))
+
+    def ban(self, bans: Callable[[str], bool]) -> None:
+        """Take no call of members whose key is banned from now on, and hang up on their probes.
+
+        `bans`: whether the key that a name carries is.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set_bans, bans)
 
     @property
     def doubt_s(self) -> float:
@@ -244,8 +256,18 @@ class LinkMonitor:
 
     async def _answer(self, connection: socket.socket) -> None:
         own = self._identity
-        handshake = shake_hands(connection, own.key, callee=own.member_id, is_sealed=own.is_sealed, heard=self._heard)
-        what = await handshake
+        try:
+            what = await shake_hands(
+                connection,
+                own.key,
+                callee=own.member_id,
+                is_sealed=own.is_sealed,
+                heard=self._heard,
+                bans=lambda name: self._bans(name),
+            )
+        except PosesAsAnother as error:
+            await self._tell_poser(connection, error.member_id)
+            raise
         match what.kind:
             case Purpose.PROBE:
                 await self._answer_probes(connection, what.caller)
@@ -255,6 +277,22 @@ class LinkMonitor:
                 await self.relay.take_answer(connection, what.caller, what.session)
             case _:
                 await self._take(connection, what)
+
+    async def _tell_poser(self, connection: socket.socket, member: str) -> None:
+        """Have a call in the name of a member that did not make it recorded, once a minute."""
+        now_s = time.monotonic()
+        if now_s - self._posers.get(member, -_TELL_POSER_S) < _TELL_POSER_S:
+            return
+        if len(self._posers) >= _MOST_POSERS:
+            self._posers.clear()
+        self._posers[member] = now_s
+        host, port, *_ = connection.getpeername()
+        await self._take(connection, HandedOver(POSES, member, f"{host}:{port}"))
+
+    def _set_bans(self, bans: Callable[[str], bool]) -> None:
+        self._bans = bans
+        for member in filter(bans, [*self._askers]):
+            self._askers[member].cancel()
 
     async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
         """Answer a member's probes until it hangs up, falls silent, or calls again."""

@@ -20,16 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
 
-from zeroband.elastic.guardian.link_report import LinkWriter, PartnersReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
+from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, probe_ways
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
@@ -65,12 +67,19 @@ class ListenAddress:
     """0: any that is free."""
     run_key: str = ""
     """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
+    node_key: str = field(default="", repr=False)
+    """Hexadecimal; the secret half of the node's own key."""
     is_sealed: bool = True
     """Whether what other nodes send and fetch is."""
     is_open: bool = True
     """Whether it listens at all; else it takes part through connections that it dials."""
     is_relayed: bool = False
     """Whether calls may come through other members, where they cannot come here."""
+
+    @property
+    def key(self) -> RunKey:
+        """The keys with which the node speaks to others."""
+        return RunKey(bytes.fromhex(self.run_key), NodeKey(bytes.fromhex(self.node_key)) if self.node_key else None)
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, call
 def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
-    key = RunKey(bytes.fromhex(order.listen.run_key)) if order.listen.run_key else None
+    key = order.listen.key if order.listen.run_key else None
     store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
     store.trust_address()  # the trainer was answered there
     flags = SharedFlags(Path(order.flags), create=False)
@@ -267,7 +276,7 @@ class _Watch:
         """Members that are gone, and of which no store was told yet."""
         self._calls = calls
         listen = order.listen
-        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(listen.run_key)), listen.is_sealed)
+        self._identity = Identity(order.member_id, listen.key, listen.is_sealed)
         self._links = LinkMonitor(
             listen.bind_host or listen.host,
             port=listen.bind_port,
@@ -281,7 +290,10 @@ class _Watch:
         self._is_behind = not listen.is_open
         self._lines: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
-        self._partners = PartnersReader(Path(order.shm_dir))
+        self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
+        self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
+        self._orders = Orders()
+        """What this knows of the operators' orders: which keys are banned."""
         self._members: dict[str, Peer] = {}
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
@@ -304,6 +316,7 @@ class _Watch:
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
         self._link_writer.tell(self._links.seen(), now_s)
+        self._obey_bans()
         states = [process_state(pid) for pid in self._order.rank_pids]
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
@@ -318,7 +331,7 @@ class _Watch:
         while self._to_expire:  # where the store went with that member, the next store is told
             self._store.expire_lease(self._to_expire[0])
             del self._to_expire[0]
-        if self._partners.partners() != self._known_partners:
+        if self._partners.names() != self._known_partners:
             self._probe()
         self._take_turns_at_measuring(now_s)
 
@@ -340,8 +353,17 @@ class _Watch:
         if members is None:
             self._flags.set_fenced(True)
             return
-        self._members = members
+        self._members = {member: peer for member, peer in members.items() if not self._orders.bans(member)}
         self._probe()
+
+    def _obey_bans(self) -> None:
+        """Shut out the keys that are banned by now."""
+        banned = tuple(sorted(self._banned.names() or ()))
+        if banned != self._orders.banned:
+            self._orders = Orders(banned=banned)
+            self._links.ban(self._orders.bans)
+            self._members = {member: peer for member, peer in self._members.items() if not self._orders.bans(member)}
+            self._probe()
 
     def _reached(self) -> tuple[tuple[str, ...], ...]:
         """What is to be told of the links, in the order of `Peer`.
@@ -365,7 +387,7 @@ class _Watch:
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
-        own, members, partners = self._order.member_id, self._members, self._partners.partners()
+        own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_behind:  # they cannot dial: they hear
             near |= askers(own, members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from zeroband.data.ledger import SHARED
+from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
+from zeroband.observe.view import public_key_in
 
 _R = TypeVar("_R")
 
@@ -104,6 +106,15 @@ class Opening:
     sites: tuple[int, ...] = ()
     """Place of the member that speaks for each one's site, its own where it does so itself or has none; none: there are
     no sites."""
+    proposer: str = ""
+    """Member that proposed it."""
+    signature: str = ""
+    """The proposer's, in base64, over all of the above."""
+
+    @cached_property
+    def unsigned_text(self) -> str:
+        """What the signature is over."""
+        return to_json(replace(self, signature=""))
 
     @cached_property
     def id(self) -> str:
@@ -328,6 +339,34 @@ class View:
     def voted(self) -> int:
         """How many have voted for the current opening."""
         return len(self.votes) + self.unseen_votes
+
+    def counted(self) -> View:
+        """Leave out the members that do not count, as all nodes do alike.
+
+        Those are members whose key is banned, and of living nodes with one id and several keys all but one: the key
+        that is in the run stays, or the one of the member id that sorts first (`rounds/duplicate_ids.py`).
+        """
+        members = {*self.alive, *self.peers, *self.ready} if self.orders.banned else set[str]()
+        out = {member for member in members if self.orders.bans(member)}
+        out |= self._of_taken_ids(self.alive - out)
+        if not out:
+            return self
+        ready, votes, peers = (
+            {member: word for member, word in words.items() if member not in out}
+            for words in (self.ready, self.votes, self.peers)
+        )
+        return replace(self, alive=self.alive - out, ready=ready, votes=votes, peers=peers)
+
+    def _of_taken_ids(self, alive: Iterable[str]) -> set[str]:
+        """Living members whose node id is that of a node with another key."""
+        ids = {member: self.peers[member].node_id for member in alive if member in self.peers}
+        if len(set(ids.values())) == len(ids):
+            return set()
+        listed = self.committed.members if self.committed is not None else ()
+        holders = dict[str, str]()
+        for member in sorted(ids, key=lambda member: (member not in listed, member)):
+            holders.setdefault(ids[member], member)
+        return {m for m in ids if public_key_in(m) is not None and not is_of_key(m, holders[ids[m]])}
 
     def cuts_among(self, members: Sequence[str]) -> dict[str, set[str]]:
         """Which of these members do not reach one another, though they reach the store: both ends of each cut."""

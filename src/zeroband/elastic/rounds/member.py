@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.guardian.link_report import LinkReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
@@ -28,7 +28,7 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.membership.orders import Orders, give_up_rollback
+from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
 from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
@@ -197,6 +197,7 @@ class Member:
         )
         self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
+        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).tell
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave_store)
             self._guardian = _KeptGuardian(order, run)
@@ -285,6 +286,8 @@ class Member:
         if isinstance(decision, Wait):
             return decision
         generation = view.generation
+        if decision != current:
+            decision = self.store.signed(decision, self.member_id)
         if decision != current and not self.store.propose_opening(decision, current=current, generation=generation):
             return Wait("another member's proposal was first")
         if self.member_id not in decision.members:
@@ -354,6 +357,7 @@ class Member:
         pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
         view = self._take_first_look(round) or self.look(round)
         while True:
+            require_admitted(view.orders, self.member_id)
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
             now_s = self._clock()
@@ -394,10 +398,16 @@ class Member:
         return seen[1] if seen is not None and seen[0] == round else None
 
     def look(self, round: int) -> View:
-        """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
-        return self._checked(self.store.view(round), round)
+        """The view for `round`, after giving back to the store what it has lost of it. Any thread.
 
-    def _checked(self, view: View, round: int, *, whole: bool = True) -> View:
+        Raises ConfigError where this node's key is banned.
+        """
+        view = self._checked(self.store.view(round), round)
+        require_admitted(view.orders, self.member_id)
+        return view
+
+    def _with_store(self, view: View, round: int) -> View:
+        """The view of the store in use, of several, after going to another one where that must be."""
         until_s = self._clock() + self._time_outs.store_s
         while self._mover is not None and view.generation != self._memory.generation:
             if self._departure.is_overdue(self._clock()):
@@ -406,6 +416,13 @@ class Member:
                 raise StoreLost("the store lost the run's record, and too few members went on with another one")
             self._mover.recover()
             view = self.store.view(round)
+        return view
+
+    def _checked(self, view: View, round: int, *, whole: bool = True) -> View:
+        view = self._with_store(view, round)
+        self._tell_banned(view.orders.banned)
+        if view.orders.bans(self.member_id):
+            return view  # of which nothing counts that it said
         if self._memory.is_more_than(view, round):  # the main thread may have seen or said more meanwhile
             view = self.store.await_change(round, None, within_s=0.0, whole=whole)
         if self._memory.is_more_than(view, round):

@@ -15,7 +15,7 @@ from zeroband.elastic.membership.records import Generation, LinkRates, Opening, 
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -153,6 +153,10 @@ class Store(Protocol):
 
     def links(self) -> Mapping[str, LinkRates]:
         """What the members know of their links, as of this node's last look."""
+        ...
+
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        """An opening with this member as its proposer, and its signature: nodes take none without."""
         ...
 
     def propose_opening(

@@ -562,6 +562,13 @@ class RedisStore(RedisRun, Store):
         self._keep(known)
         return {member: peer for member, peer in known.peers.read.items() if member in known.alive}
 
+    def _living_nodes(self) -> dict[str, str]:
+        with self._seeing:
+            view = self._seen.view
+        if view is None:
+            return {}
+        return {peer.node_id: member for member, peer in view.peers.items() if member in view.alive}
+
     def release_lease(self, member_id: str) -> None:
         self._end(member_id, forget=True)
 
@@ -714,7 +721,7 @@ class RedisStore(RedisRun, Store):
             is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
         if known.view is not None and not any(is_new) and known.view.is_settling == bool(is_settling):
             return known.view
-        known.view = View(
+        view = View(
             opening=opening,
             committed=known.committed,
             alive=known.alive,
@@ -730,11 +737,13 @@ class RedisStore(RedisRun, Store):
             unseen_votes=known.votes.unseen if opening is not None else 0,
             generation=known.generation,
         )
+        known.view = view.counted()
         return known.view
 
     def _judge_records(self, known: Known) -> None:
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
+        known.orders = judge.orders(keys.orders, raw("orders"))
         committed = judge.verdict(keys.committed, raw("committed"))
         opening = judge.opening(keys.opening, raw("opening"), committed)
         if opening != known.opening:
@@ -742,7 +751,6 @@ class RedisStore(RedisRun, Store):
         known.committed, known.opening, known.view = committed, opening, None
         known.failed = judge.failure(keys.failed, opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
-        known.orders = judge.orders(keys.orders, raw("orders"))
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
 
@@ -768,6 +776,9 @@ class RedisStore(RedisRun, Store):
             self._keep(known)
         return known.links.read
 
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        return self.judge.signed(opening, member_id)
+
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
@@ -782,7 +793,8 @@ class RedisStore(RedisRun, Store):
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         judge, keys = self.judge, [self.keys.committed, self.keys.failed]
-        args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys), opening.id]
+        word = judge.seal_failure(opening, reason, by=self._own)
+        args = [opening.version, word, ROUND_TTL_S, *map(judge.junk, keys), opening.id]
         return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
 
     def expect_verdict(self, verdict: Verdict) -> None:

@@ -160,6 +160,11 @@ def _left_out(node_id: str, fields: Mapping[str, Any]) -> _Told:
     return (who, fields["round"]), f"outer step {fields['round']} leaves out what {who} learned: {fields['reason']}"
 
 
+def _impostor(_node_id: str, fields: Mapping[str, Any]) -> _Told:
+    who = names([fields["member_id"]])
+    return (who, fields["where"]), f"another node posed as {who} ({fields['where']}), without effect"
+
+
 def _paused(_node_id: str, fields: Mapping[str, Any]) -> _Told:
     return (fields["round"],), f"paused before outer step {fields['round']}, as was ordered"
 
@@ -217,6 +222,7 @@ _WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], _Told]] = {
     "transfer_stalled": _transfer_stalled,
     "update_refused": _left_out,
     "payload_refused": _left_out,
+    "impostor": _impostor,
     "paused": _paused,
     "resumed": _resumed,
     "drained": _drained,

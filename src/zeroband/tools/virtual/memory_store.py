@@ -321,7 +321,7 @@ class MemoryStore(Store):
             committed, opening = self._committed(), self._opening()
             votes = self._read_all({} if opening is None else record.votes[opening])
             ready = self._read_all(record.ready[round])
-            return View(
+            view = View(
                 opening=opening,
                 committed=committed,
                 alive=self._alive(),
@@ -335,6 +335,7 @@ class MemoryStore(Store):
                 restart_point=self._restart_point(),
                 generation=record.generation,
             )
+            return view.counted()
 
     def await_change(
         self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
@@ -378,6 +379,9 @@ class MemoryStore(Store):
             record.pulse_ms, record.settled_ms = record.now_ms, 0
             record.changed.notify_all()
             return True
+
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        return replace(opening, proposer=member_id)
 
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
