@@ -6,6 +6,7 @@ ZerobandError
 │   └── MachineUnfit   this machine lacks what the configuration needs: a line for each thing that is missing
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
 │   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
+├── RoundFailed        a round came to no result time and again, although no member was lost: the node ends
 ├── StoreLost          Redis did not answer within its deadline
 ├── StorageLost        text or token ids cannot be had: their storage is silent or refuses, or a file is gone or damaged
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
@@ -64,6 +65,10 @@ class TransferStalled(PeerLost):
         self.since_s = since_s
         self.at_byte = at_byte
         self.of_bytes = of_bytes
+
+
+class RoundFailed(ZerobandError):
+    """A round was opened again and again to members that are all there; the message says how often."""
 
 
 class StoreLost(ZerobandError):

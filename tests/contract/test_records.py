@@ -22,7 +22,17 @@ from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
+from zeroband.elastic.membership.records import (
+    Blame,
+    Evidence,
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+)
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Account, Whereabouts
 from zeroband.elastic.membership.topology import LinkTable
@@ -57,7 +67,7 @@ OPENING = Opening(
     steps=(10, 4),
     steps_requested=(10, 0),
     late=("c#3",),
-    divergences=1,
+    retries=1,
     network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500, (1,)),
     orders=2,
     rollback=20,
@@ -69,7 +79,10 @@ OPENING = Opening(
     corpora=("", "b/00ff"),
     is_equal=True,
     sites=(0, 0),
+    is_flat=True,
+    blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
 )
+EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",))
 VERDICT = Verdict(
     OPENING,
     "d1",
@@ -144,6 +157,12 @@ STORE = {
         ("ready", "4", A),
         lambda judge: judge.seal_ready(A, READY),
         lambda judge, raw: judge.ready("k", 4, {A: raw}).get(A),
+    ),
+    "evidence": StoreRecord(
+        EVIDENCE,
+        ("evidence", OPENING.id, A),
+        lambda judge: judge.seal_evidence(A, OPENING, EVIDENCE),
+        lambda judge, raw: judge.evidence("k", OPENING, {A: raw}).get(A),
     ),
     "peer": StoreRecord(
         PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
@@ -258,7 +277,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-e0eabcdf1dca"
+    assert OPENING.id == "41-ebdd7d9b3f8c"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -38,7 +38,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -207,6 +207,9 @@ class MemoryLanes:
         if damage is not None:
             damage(parts[0][1])
         points.reach(1.0)
+
+    def gaps(self) -> Gaps:
+        return Gaps()
 
     def gather(
         self,

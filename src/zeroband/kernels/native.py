@@ -81,6 +81,7 @@ class TrafficRecord(ctypes.Structure):
         ("to_send_bytes", c_uint64),
         ("received_bytes", c_uint64),
         ("to_receive_bytes", c_uint64),
+        ("missing_part_bytes", c_uint64),
         ("sending_s", c_double),
         ("silent_s", c_double),
     )

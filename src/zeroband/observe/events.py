@@ -54,6 +54,13 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "waiting_for", "since_s", "at_byte", "of_bytes", "reason"),
         logging.WARNING,
     ),
+    "blamed": EventKind(
+        "What kept a round from its end, as its members testify: one member is at fault, or one of two. is_lie: bytes "
+        "or words contradict each other; else something did not come. consequence: `named`, nothing yet; `apart`, the "
+        "two do not take part in one round; `out`, the member is put out.",
+        ("round", "member_ids", "reason", "is_lie", "consequence"),
+        logging.ERROR,
+    ),
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),

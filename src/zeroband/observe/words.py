@@ -16,6 +16,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "round_retried": "{node} tries round {round} again: {reason}.",
     "peer_lost": "Round {round} goes on without {member_ids}.",
     "transfer_stalled": "{node} got no byte of round {round} from {waiting_for} for {since_s} s: {reason}.",
+    "blamed": "Round {round} failed because of {member_ids} ({consequence}): {reason}.",
     "update_refused": "The update of {node} was left out of round {round}: {reason}.",
     "payload_refused": "What {member_id} sent in round {round} was left out: {reason}.",
     "same_batches": "{node} and {member_id} learned from the same batches in round {round}.",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.exchange import RESULT
+from zeroband.elastic.rounds.exchange import RESULT, hash_of, parts_of
 from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
@@ -65,6 +65,8 @@ class PayloadExchange:
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._gathered: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+        """The payloads of the newest round, of all members, where they came directly from them."""
         self._decoded: tuple[Sequence[Payload], Counted] = (), ()
         """What the last result was decoded from."""
 
@@ -89,14 +91,18 @@ class PayloadExchange:
         return self._buffers[RESULT][slice(*self._bounds[turn])]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        self._turn, self._refused = turn, {}
+        self._turn, self._refused, self._parts = turn, {}, ()
         moved = self._run(opening)
         return replace(moved, refused=tuple(self._refused.items()))
 
     def _run(self, opening: Opening) -> Transfer:
         moved, gathered = self.gather(opening)
+        self._parts = parts_of(self.room_for(0 if not moved.borders else moved.borders[-1]), moved.borders)
         self.add_up(opening, self.checked(gathered), self._is_decoded)
         return moved
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        return tuple(map(hash_of, self._parts))
 
     def conclude(self, *, counts: bool) -> None:
         if counts:

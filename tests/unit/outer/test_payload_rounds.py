@@ -341,7 +341,7 @@ def test_round_moves_nothing_where_the_aggregator_sends_nonsense(
 
 def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a_dispute() -> None:
     opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=LinkTable(rates=(5, 20, 20)))
-    assert [aggregator_of(replace(opening, divergences=n)) for n in range(4)] == ["b", "c", "a", "b"]
+    assert [aggregator_of(replace(opening, retries=n)) for n in range(4)] == ["b", "c", "a", "b"]
     assert aggregator_of(replace(opening, network=LinkTable())) == "a"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -62,6 +62,35 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Blame:
+    """Who kept a round from its end, as follows from what its members testified."""
+
+    members: tuple[str, ...]
+    """One member that is at fault; or two, one of which is, and nothing shows the others which."""
+    reason: str
+    is_lie: bool
+    """Bytes or words contradict each other. False: something did not come, for which a bad network is enough."""
+    consequence: Literal["named", "apart", "out"]
+    """What follows: nothing yet; the two do not take part in one round; or the member is put out."""
+    round: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a member saw of an opening that failed. Written once for each opening, by each of its members."""
+
+    held: tuple[str, ...] = ()
+    """SHA-256 of the part of the result that came from each member, in the order of the members; empty where it did
+    not get all of it, or where parts come through others."""
+    lacks: tuple[str, ...] = ()
+    """Members whose own contribution stopped coming."""
+    lacks_mean: tuple[str, ...] = ()
+    """Members whose contribution came, and whose part of the mean stopped coming."""
+    refused: tuple[str, ...] = ()
+    """Members that sent something that cannot be taken: values that are not finite, or a part twice."""
+
+
+@dataclass(frozen=True)
 class Opening:
     """Round `round` is open to exactly these members, in the order of their node ranks."""
 
@@ -78,8 +107,13 @@ class Opening:
     late: tuple[str, ...] = ()
     """Members that this round goes without, since they or their links are slow: what they learned goes into a later
     one."""
-    divergences: int = 0
-    """How often this round ended in different results before."""
+    retries: int = 0
+    """How often this round was given up before, although no member was lost."""
+    is_flat: bool = False
+    """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
+    tells of that member alone."""
+    blames: tuple[Blame, ...] = ()
+    """What was found of earlier attempts and still counts, the newest last."""
     network: LinkTable = field(default_factory=LinkTable)
     """What the members plan the transfer with."""
     orders: int = 0

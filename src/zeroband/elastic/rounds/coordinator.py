@@ -32,7 +32,7 @@ from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
-from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed, RoundsMissed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
 from zeroband.observe.log import get_logger
@@ -43,6 +43,10 @@ _log = get_logger(__name__)
 _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.125, 4.0
+MOST_RETRIES = 24
+"""So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
+where transfers stand still."""
 _ALL_VERSIONS = 2**62
 
 
@@ -143,6 +147,8 @@ class RoundCoordinator(ABC):
         self._travel: Travel | None = None
         """Contributions that are on their way."""
         self._travelled_at_s = -math.inf
+        self._exchanged: Opening | None = None
+        """The opening whose contributions the exchange moved last."""
         self._loss_sum = 0.0
         self._is_left_out = False
 
@@ -363,13 +369,33 @@ class RoundCoordinator(ABC):
             opening = self._parts.mesh.await_turn(round, is_member=is_member)
             if isinstance(opening, Verdict):
                 return opening
+            self._pause_before(opening)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
                 return self._found_by(opening, costs) if founds else self._carry_out(opening, costs)
             except PeerLost as error:
                 costs.failures.append(str(error))
                 _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
+                self._parts.mesh.testify(opening, self._held_of(opening))
                 self.exchange.discard()
+
+    def _held_of(self, opening: Opening) -> Callable[[], tuple[str, ...]]:
+        """What this node got of an opening that failed; nothing where it went back or founded the run."""
+        exchanges = opening.rollback is None and self._exchanged == opening
+        return partial(self.exchange.held, opening) if exchanges else tuple
+
+    def _pause_before(self, opening: Opening) -> None:
+        """Wait a moment, longer each time, where a round was given up although no member was lost.
+
+        All members do. Raises RoundFailed where that happened too often: who trains on needs a person.
+        """
+        if opening.retries > MOST_RETRIES:
+            raise RoundFailed(
+                f"round {opening.round} was opened {opening.retries + 1} times to {len(opening.members)} members of "
+                f"which none was lost, and came to no result; the events `blamed` and `round_retried` say what was seen"
+            )
+        if opening.retries:
+            time.sleep(min(_FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
 
     def _carry_out(self, opening: Opening, costs: RoundCosts) -> Committed:
         """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
@@ -379,7 +405,7 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            self._travel = Travel(time.monotonic(), self._travelled_at_s)
+            self._travel, self._exchanged = Travel(time.monotonic(), self._travelled_at_s), opening
             try:
                 costs.add(self.exchange.run(opening, turn))
             finally:

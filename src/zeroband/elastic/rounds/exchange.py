@@ -6,7 +6,9 @@ decoded from such an encoding, which encoding it again finds.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -39,6 +41,13 @@ class Exchange(Protocol):
         """Move the contributions and write the result; what is contributed stays, so that it can be run again.
 
         Raises PeerLost.
+        """
+        ...
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        """SHA-256 of each member's part of the newest result; empty where `run` failed, or parts came through others.
+
+        On local rank 0, before the next `run`.
         """
         ...
 
@@ -95,16 +104,23 @@ class MeanExchange:
         self._codec = codec
         self._bounds = bounds_of(fragments)
         self._encoded = encoded
+        self._parts: Sequence[Tensor] = ()
+        """The newest result by the members that made it, where it came directly from them."""
 
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][self._bounds[turn]]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        part = self._bounds[turn]
+        part, self._parts = self._bounds[turn], ()
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
         residual = None if residual is None else residual[part]
         buffers = contribution, self.result_of(turn), residual, self._encoded
-        return self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers))
+        moved = self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers))
+        self._parts = parts_of(self.result_of(turn), moved.borders)
+        return moved
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        return tuple(map(hash_of, self._parts))
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
@@ -127,6 +143,16 @@ class MeanExchange:
         if update is not None and update.data_ptr() != result.data_ptr():
             unpack_mean(update, self._codec, result)
         barrier(self._mesh.local)
+
+
+def parts_of(result: Tensor, borders: Sequence[int]) -> Sequence[Tensor]:
+    """A result by the members that made its parts; none where there are no borders."""
+    return [result[start:stop] for start, stop in pairwise(borders)]
+
+
+def hash_of(part: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, (n,) on CPU, contiguous: who lies must not find other bytes with the same one."""
+    return hashlib.sha256(part.numpy()).hexdigest()
 
 
 _PIECE = 1 << 20

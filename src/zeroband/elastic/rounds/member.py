@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkReader
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
+from zeroband.elastic.membership.blame import bars
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Patience,
@@ -29,13 +30,13 @@ from zeroband.elastic.membership.epoch import (
     next_verdict,
 )
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
-from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
-from zeroband.errors import Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
+from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -171,6 +172,9 @@ class Member:
         self._round = 0
         """As of the last look."""
         self._told_links = LinkRates()
+        self._evidence: tuple[Opening | None, Evidence] = None, Evidence()
+        """What this member said last, and of which opening."""
+        self._told_blames: tuple[Blame, ...] = ()
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -249,6 +253,7 @@ class Member:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
         pause = _Pause(round, self._on_event)
+        hearing = _Hearing(self, self._clock, self._time_outs.detect_s)
 
         def patience_at(view: View) -> Patience:
             now_s = self._clock()
@@ -257,13 +262,16 @@ class Member:
 
         def decide(view: View) -> Opening | Verdict | Wait:
             pause.look(view.orders, self._clock())
+            self._require_not_barred(view)
+            if view.opening is not None and view.opening.round == round and view.failed is not None:
+                hearing.begin(view.opening)
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, patience_at(view))
+            return self._decide_opening(view, round, rules, patience_at(view), hearing)
 
         def is_due(view: View) -> bool:
             return may_open(view, round, rules, patience_at(view))
@@ -274,14 +282,25 @@ class Member:
 
         return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()))
 
-    def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
+    def _require_not_barred(self, view: View) -> None:
+        """Raise ConfigError where this node was put out for good."""
+        found = None if view.opening is None else bars(view.opening.blames, self.member_id)
+        if found is not None:
+            raise ConfigError(
+                f"{self.identity.node_id} was put out of the run in round {found.round}: {found.reason}; check its "
+                "memory, disks and installation, and let it in again with another node.id"
+            )
+
+    def _decide_opening(
+        self, view: View, round: int, rules: Rules, patience: Patience, hearing: _Hearing
+    ) -> Opening | Wait:
         current = view.opening
         if current is not None and current.round == round and view.can_finish(current):
             decision: Opening | Wait = current
         elif not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         else:
-            decision = next_opening(view, round, rules, patience, self.store.links)
+            decision = next_opening(view, round, rules, patience, self.store.links, hearing)
         if isinstance(decision, Wait):
             return decision
         generation = view.generation
@@ -300,6 +319,19 @@ class Member:
             generation = self._memory.voted(opening, digest, record)
             view = self.store.vote(opening, self.member_id, digest, generation=generation)
         self._first_look = opening.round, self._checked(view, opening.round, whole=False)
+
+    def testify(self, opening: Opening, evidence: Evidence) -> None:
+        """Say what this member saw of an opening that failed."""
+        self._evidence = opening, evidence
+        self.store.testify(opening, self.member_id, evidence)
+
+    def testify_again(self, opening: Opening) -> None:
+        """Testify where the store does not show it. A member that was not asked yet saw nothing.
+
+        An opening may fail before all of its members know of it, and a store may lose what it was told.
+        """
+        if self.member_id in opening.members:
+            self.testify(opening, self._evidence[1] if self._evidence[0] == opening else Evidence())
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record` is what this member would write into the verdict.
@@ -419,11 +451,26 @@ class Member:
         self._memory.learn(view)
         self._alive, self._round = view.alive, round
         self._enter_session(view)
+        self._tell_blames(view.opening)
         if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
             self._flags.set_listed_version(view.opening.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
+
+    def _tell_blames(self, opening: Opening | None) -> None:
+        """Say of each finding once who is at fault."""
+        blames = () if opening is None else opening.blames
+        new, self._told_blames = [b for b in blames if b not in self._told_blames], blames
+        for blame in new:
+            self._on_event(
+                "blamed",
+                round=blame.round,
+                member_ids=list(blame.members),
+                reason=blame.reason,
+                is_lie=blame.is_lie,
+                consequence=blame.consequence,
+            )
 
     def _enter_session(self, view: View) -> None:
         """From the first verdict on that lists this member, it belongs to the run's session; others are strangers."""
@@ -524,6 +571,32 @@ class Stragglers:
 
     def left_s(self, now_s: float) -> float:
         return math.inf if self._since_s is None else self._since_s + self._rules.patience_s(self.phase_s) - now_s
+
+
+class _Hearing:
+    """What members testify, and when those who have not are waited for no more: so long after the newest word."""
+
+    def __init__(self, member: Member, clock: Callable[[], float], limit_s: float) -> None:
+        self._member = member
+        self._clock = clock
+        self._limit_s = limit_s
+        self._heard: tuple[str, int] | None = None
+        self._since_s = 0.0
+        self._begun: str | None = None
+
+    def begin(self, opening: Opening) -> None:
+        """Have this member's own word be there."""
+        if self._begun != opening.id:
+            self._begun = opening.id
+            self._member.testify_again(opening)
+
+    def __call__(self, opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
+        said, now_s = self._member.store.evidence(opening), self._clock()
+        if self._member.member_id not in said:
+            self._member.testify_again(opening)
+        if self._heard != (opening.id, len(said)):
+            self._heard, self._since_s = (opening.id, len(said)), now_s
+        return said, now_s - self._since_s > self._limit_s
 
 
 class _Pause:

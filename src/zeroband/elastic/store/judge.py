@@ -12,6 +12,7 @@ from typing import TypeVar
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -198,6 +199,13 @@ class Judge:
             return {}
         records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m) for m, raw in said.items()}
         return {m: record.text for m, record in records.items() if record is not None}
+
+    def seal_evidence(self, member: str, opening: Opening, evidence: Evidence) -> str:
+        return self._seal(to_json(evidence), "evidence", opening.id, member)
+
+    def evidence(self, name: str, opening: Opening, said: Mapping[str, bytes]) -> dict[str, Evidence]:
+        """What members saw of an opening that failed."""
+        return self._all(Evidence, name, said, "evidence", opening.id)
 
     def seal_failure(self, opening: Opening, reason: str) -> str:
         return self._seal(reason, "failed", opening.id)

@@ -116,6 +116,10 @@ class Keys:
     def gradients(self, round: int, member_id: str) -> str:
         return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
 
+    def evidence(self, opening: Opening) -> str:
+        """Hash: member -> what it saw of an opening that failed."""
+        return f"{self.prefix}:evidence:{opening.id}"
+
     def saving(self, attempt: str) -> str:
         """Hash: node id -> what its writer last said of this save of a checkpoint."""
         return f"{self.prefix}:saving:{attempt}"

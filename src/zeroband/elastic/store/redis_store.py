@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 from zeroband.config.store_url import addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -188,6 +189,7 @@ class RedisStore(RedisRun, Store):
         self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
         self._read_history = self.script(scripts.READ_HISTORY, list)
         self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
+        self._testify = self.script(scripts.TESTIFY, _FLAG)
         self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
         self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
         self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
@@ -602,6 +604,15 @@ class RedisStore(RedisRun, Store):
         self._own = member_id
         said = _Said(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
+
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
+        key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
+        args = [member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} {member_id}")]
+        self.run_script(self._testify, [key], args)
+
+    def evidence(self, opening: Opening) -> dict[str, Evidence]:
+        key = self.keys.evidence(opening)
+        return self.judge.evidence(key, opening, pairs(self.run_script(self._read_said, [key], [])))
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id

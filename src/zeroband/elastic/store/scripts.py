@@ -659,6 +659,15 @@ return redis.call('EXPIRE', KEYS[1], ARGV[3])
 """,
 )
 
+TESTIFY = _script(
+    "hash",
+    """
+-- KEYS: evidence   ARGV: member word ttl junk   the first word counts
+if not judged(redis.call('HGET', KEYS[1], ARGV[1]), ARGV[4]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+""",
+)
+
 TELL_HOLDING = _script(
     "hash zset",
     """

@@ -25,6 +25,20 @@ class Transfer:
     """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
+    borders: tuple[int, ...] = ()
+    """As `Moved` has them."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What the newest operation lacked when it failed; empty where it did not, or where parts come through others."""
+
+    lacks: tuple[str, ...] = ()
+    """Members whose own contribution stopped coming."""
+    lacks_mean: tuple[str, ...] = ()
+    """Members whose contribution came, and whose part of the mean stopped coming."""
+    refused: tuple[str, ...] = ()
+    """Members that sent what cannot be taken."""
 
 
 class Moved(NamedTuple):
@@ -34,6 +48,8 @@ class Moved(NamedTuple):
     received_bytes: int
     wide_bytes: int | None = None
     """Part of those sent that went to other sites; None: there are no sites."""
+    borders: tuple[int, ...] = ()
+    """Borders of the parts of the result that each member made, where all come directly from there; else empty."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -120,6 +136,10 @@ class DataPlane(Protocol):
 
     def measured(self) -> Rates:
         """What the links were seen to carry; on local rank 0."""
+        ...
+
+    def gaps(self) -> Gaps:
+        """What the newest operation lacked, if it failed; on local rank 0."""
         ...
 
     def leave_behind(self) -> None:

@@ -31,6 +31,8 @@ class State(enum.IntEnum):
     """A member sent something twice; the detail is the member."""
     PEER_LOST = 5
     """The link to a member broke; the detail is the member."""
+    BAD_PART = 6
+    """A member sent values that are not finite; the detail is the member."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Traffic:
     to_send_bytes: int
     received_bytes: int
     to_receive_bytes: int
+    missing_part_bytes: int
+    """Part of what is still to be received that the member has had from the start: its own contribution or payload."""
     sending_s: float
     silent_s: float | None
     """Seconds since something came last; None where nothing has come."""
@@ -384,6 +388,7 @@ class Running:
             record.to_send_bytes,
             record.received_bytes,
             record.to_receive_bytes,
+            record.missing_part_bytes,
             record.sending_s,
             record.silent_s if record.silent_s >= 0 else None,
         )

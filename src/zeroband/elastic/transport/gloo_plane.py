@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.node.faults import FaultPoints, TransferPoints
@@ -251,6 +251,9 @@ class LaneGroups:
     def stall_limit_s(self) -> float:
         """For so long no piece of the next transfer may end before it is given up."""
         return self._moving.limit_s
+
+    def gaps(self) -> Gaps:
+        return Gaps()  # gloo tells neither bytes nor members
 
     def measured(self) -> Rates:
         return Rates()

@@ -58,7 +58,7 @@ struct zb_gather_spec {
 };
 
 struct zb_traffic {
-    uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes;
+    uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes, missing_part_bytes;
     double sending_s, silent_s;  // silent: since something arrived last; negative: nothing yet
 };
 
@@ -175,7 +175,7 @@ void zb_transfer_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) 
     const double sending_s = traffic.last_sent_s - traffic.first_sent_s;
     const double silent_s = traffic.last_received_s > 0 ? monotonic_s() - traffic.last_received_s : -1;
     *out = {traffic.sent_bytes, traffic.to_send_bytes, traffic.received_bytes, traffic.to_receive_bytes,
-            sending_s > 0 ? sending_s : 0, silent_s};
+            traffic.missing_part_bytes, sending_s > 0 ? sending_s : 0, silent_s};
 }
 
 // Stops it where it still runs. Afterwards its buffers are the caller's again; the handle stays until it is freed.

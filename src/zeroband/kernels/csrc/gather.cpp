@@ -35,7 +35,7 @@ Gather::Gather(GatherSpec spec, std::shared_ptr<PacketPool> pool)
         for (uint32_t chunk = 0; chunk < chunks_of(sender); ++chunk) {
             if (sender == spec_.self) count_sent(spec_.receivers, sender, chunk);
             if (sender == spec_.self || spec_.sources[sender] == NOBODY) continue;
-            count(spec_.sources[sender], chunk_size(sender, chunk), false);
+            count(spec_.sources[sender], chunk_size(sender, chunk), false, true);
             ++to_write;
             if (spec_.is_relayed(sender)) count_sent(spec_.near, sender, chunk);
         }

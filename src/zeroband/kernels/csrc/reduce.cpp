@@ -1,6 +1,7 @@
 #include "reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -115,14 +116,14 @@ uint32_t Reduce::ring_neighbour(uint32_t step) const {
 
 void Reduce::count_traffic() {
     const uint32_t world = spec_.world(), self = spec_.self;
-    const auto add = [&](uint32_t peer, uint32_t shard, bool sends) {
+    const auto add = [&](uint32_t peer, uint32_t shard, bool sends, FrameKind kind = FINAL) {
         for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
-            count(peer, frame_of(FINAL, shard, chunk).payload_bytes, sends);
+            count(peer, frame_of(kind, shard, chunk).payload_bytes, sends, kind == PARTIAL);
     };
     const auto add_chain = [&](uint32_t peer, bool sends) {
         for (uint32_t shard = 0; shard < world; ++shard)
             for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
-                count(peer, chain_frame(shard, chunk).payload_bytes, sends);
+                count(peer, chain_frame(shard, chunk).payload_bytes, sends, true);
     };
     if (behind_ < world) {
         if (share_behind_ > 0) add_chain(behind_, false);
@@ -139,7 +140,7 @@ void Reduce::count_traffic() {
         for (uint32_t shard = 0; shard < world; ++shard) {
             if (shard != self) add(after, shard, true);     // its partial sum
             if (shard != after) add(after, shard, true);    // its mean
-            if (shard != before) add(before, shard, false);
+            if (shard != before) add(before, shard, false, PARTIAL);
             if (shard != self) add(before, shard, false);
         }
         return;
@@ -147,7 +148,7 @@ void Reduce::count_traffic() {
     for (uint32_t peer = 0; peer < world; ++peer) {
         if (peer == self || spec_.next_of(peer) != peer) continue;
         if (site_share_ > 0) add(peer, peer, true);
-        if (site_shares_[peer] > 0) add(peer, self, false);
+        if (site_shares_[peer] > 0) add(peer, self, false, PARTIAL);
         add(peer, self, true);
         add(peer, peer, false);
     }
@@ -363,7 +364,19 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
         }
         codec_.add(part->payload(), n, site_shares_[member], sum);
     }
-    publish(chunk, sum, awakened);
+    if (!publish(chunk, sum, awakened)) blame(parts, n, static_cast<int64_t>(chunk_start(spec_.self, chunk)));
+}
+
+// A mean has no encoding: whose part is not finite, or which of its values where all are.
+void Reduce::blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t start) {
+    float* values = scratch<Room::DECODED>(n);
+    for (uint32_t member = 0; member < spec_.world(); ++member) {
+        if (parts[member] == nullptr) continue;
+        codec_.decode(parts[member]->payload(), n, values);
+        for (uint64_t i = 0; i < n; ++i)
+            if (!std::isfinite(values[i])) return fail(BAD_PART, member);
+    }
+    fail(NOT_FINITE, start);
 }
 
 // Into the buffers of the mean.
@@ -376,11 +389,11 @@ void Reduce::write(const PacketPtr& packet) {
         put_part(spec_.codec, packet->payload(), start, n, spec_.encoded_out, spec_.numel());
 }
 
-// The mean of an own chunk: encoded once, adopted as decoded, sent on.
-void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
+// The mean of an own chunk: encoded once, adopted as decoded, sent on. False: it has no encoding.
+bool Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
     const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
     PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
-    if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
+    if (codec_.encode(mean, n, packet->payload()) >= 0) return false;
     write(packet);
     const float share = spec_.shares[spec_.self];
     for (uint64_t i = 0; spec_.error != nullptr && i < n; ++i) {  // all-to-all: beside that of the own part
@@ -397,6 +410,7 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     }
     send_back(packet, awakened);
     settle(0, 1);
+    return true;
 }
 
 // Ring: a partial sum, to be added to and sent on; at its owner it becomes the mean.
@@ -414,7 +428,10 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     float* sum = scratch<Room::SUM>(n);
     codec_.decode(packet->payload(), n, sum);
     add_site(frame.shard, frame.chunk, sum);
-    if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
+    if (frame.shard == spec_.self) {
+        if (!publish(frame.chunk, sum, awakened)) fail(NOT_FINITE, static_cast<int64_t>(start));
+        return;
+    }
     if (site_share_ > 0) {
         if (!encode(sum, packet, n, static_cast<int64_t>(start))) return;
         note_error(sum, packet, n, start, spec_.shares[spec_.self]);

@@ -83,7 +83,8 @@ class Reduce : public Transfer {
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
     void write(const PacketPtr& packet);
-    void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
+    void blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t start);
+    bool publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);
     void note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share);
 

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -68,6 +69,8 @@ class MemoryRecord:
     ready: dict[int, dict[str, Said[Ready]]] = field(default_factory=lambda: defaultdict(dict))
     """By round and member."""
     votes: dict[Opening, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
+    """By opening and member."""
+    evidence: dict[Opening, dict[str, Evidence]] = field(default_factory=lambda: defaultdict(dict))
     """By opening and member."""
     failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
     generation: Generation | None = None
@@ -396,6 +399,15 @@ class MemoryStore(Store):
             record.openings.append(opening)
             record.changed.notify_all()
             return True
+
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
+        with self.record.changed:
+            self.record.evidence[opening].setdefault(member_id, evidence)
+            self.record.changed.notify_all()
+
+    def evidence(self, opening: Opening) -> Mapping[str, Evidence]:
+        with self.record.changed:
+            return dict(self.record.evidence[opening])
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         with self.record.changed:

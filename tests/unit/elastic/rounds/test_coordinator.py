@@ -103,10 +103,10 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
     run = start_run(algorithm, "a", "b")
     before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
     for name in ("a", "b"):
-        fail_transfers(run[name].lanes, until_version=founding.version + 5)
+        fail_transfers(run[name].lanes, until_version=founding.version + 3)
     reports = run.round(**updates)
     tried = [opening for opening in run.store.openings if opening.round == 1]
-    assert [opening in run.store.record.failed for opening in tried] == [True] * 5 + [False]
+    assert [opening in run.store.record.failed for opening in tried] == [True] * 3 + [False]
     assert [verdict.opening for verdict in run.store.verdicts if verdict.round == 1] == tried[-1:]
     contributions = {name: contribution_of(algorithm, before, updates[name]) for name in ("a", "b")}
     for name, report in reports.items():

@@ -184,7 +184,7 @@ def test_ring_takes_links_between_neighbours_alone(
     members = tuple(f"{name}#1" for name in "abcde")
     opening = replace(OPENING, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
     five = [*nodes, *(Node(member, tmp_path, bounds=BOUNDS) for member in members[3:])]
-    monkeypatch.setattr(native_module, "shape_of", lambda *given: replace(shape_of(*given), is_ring=True))
+    monkeypatch.setattr(native_module, "shape_of", lambda *given, **how: replace(shape_of(*given, **how), is_ring=True))
     try:
         for one, other in zip(five, [*five[1:], five[0]], strict=True):
             join(one, other)
@@ -242,7 +242,7 @@ def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> Non
 @pytest.mark.parametrize(
     ("more", "joined", "partners"),
     [
-        ({"divergences": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
+        ({"retries": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
         ({"network": LinkTable(behind=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
     ],
     ids=["another one where results differed", "who is dialled for those who cannot be"],
@@ -264,7 +264,7 @@ def test_one_receiver_gets_payloads_directly_at_sites_too(four: list[Node]) -> N
     gatherings = [node.gather(FOUR, Gathering((900,) * 4, receiver="c#1")) for node in four]
     gathered = [gathering.result(DEADLINE_S) for gathering in gatherings]
     assert torch.equal(gathered[2][0], torch.arange(4, dtype=torch.uint8).repeat_interleave(900))
-    assert [tuple(moved) for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
+    assert [tuple(moved)[:3] for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
     assert set(a.partners) == set(d.partners) == {"c#1"}
 
 

@@ -27,6 +27,13 @@ FIELDS: dict[str, dict[str, object]] = {
         "of_bytes": 9,
         "reason": "silence",
     },
+    "blamed": {
+        "round": 4,
+        "member_ids": ["node1#a"],
+        "reason": "other bytes",
+        "is_lie": True,
+        "consequence": "out",
+    },
     "update_refused": {"round": 4, "reason": "not finite"},
     "payload_refused": {"round": 4, "member_id": "node1#a", "reason": "no payload"},
     "paused": {"round": 4},
