@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -39,11 +40,14 @@ def blamed(node: NodeProcess, consequence: str) -> list[tuple[str, ...]]:
     return [tuple(sorted(map(node_id_of_member, event["member_ids"]))) for event in events]
 
 
-def lie(cluster: LocalCluster, how: str, to: Sequence[str]) -> tuple[list[NodeProcess], NodeProcess]:
+def lie(
+    cluster: LocalCluster, how: str, to: Sequence[str], sites: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[NodeProcess], NodeProcess]:
     """Start four nodes of which LIAR lies from round 3 on."""
     for node_id in ("node0", "node1", "node2", "node3"):
         env = {"LIES": how, "LIES_TO": " ".join(to)} if node_id == LIAR else {}
-        cluster.start(node_id, env=env)
+        more = ["--node.site", sites[node_id]] if node_id in sites else []
+        cluster.start(node_id, env=env, arguments=more)
     return [cluster.nodes[node_id] for node_id in HONEST], cluster.nodes[LIAR]
 
 
@@ -83,6 +87,30 @@ def test_who_lies_to_all_is_named_by_all_and_put_out(tmp_path: Path, how: str, t
         if not how.startswith("withhold"):  # a bad network does that, too: such a node may try once more
             cluster.wait_until(lambda _: not liar.is_running, timeout_s=DEADLINE_S)
             assert f"{LIAR} was put out of the run" in liar.console_tail()
+
+
+WAYS = {
+    "int4": ("--comm.codec", "int4"),
+    "beside training": ("--outer.overlap", "full"),
+    "fragments": ("--outer.fragments", "2"),
+    "payloads": ("--outer.type", "sparseloco"),
+    "sites": (),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_liar_is_found_however_rounds_travel(tmp_path: Path, way: str) -> None:
+    """At sites the first attempt tells nothing, since parts pass through others; the next one is flat."""
+    with a_cluster(tmp_path, WAYS[way]) as cluster:
+        sites = {"node0": "a", LIAR: "a", "node2": "b", "node3": "b"} if way == "sites" else {}
+        honest, _ = lie(cluster, "bytes", HONEST, sites)
+        cluster.wait_until(lambda _: all((LIAR,) in blamed(node, "out") for node in honest), timeout_s=DEADLINE_S)
+        before = newest(honest)
+        cluster.wait_until(lambda _: newest(honest) >= before + 3, timeout_s=DEADLINE_S)
+        assert all(set(blamed(node, "out")) == {(LIAR,)} for node in honest)
+        assert all(node.is_running and not node.events("fenced") for node in honest)
+        assert all(len({event["digest"] for event in events}) == 1 for events in rounds_of(honest).values())
 
 
 @pytest.mark.soak

@@ -17,8 +17,9 @@ PATIENT_RETRIES = 2
 """So often a round is opened again to the same members before something that did not come has consequences: new
 connections and longer waits help against a bad network."""
 
-_GAPS_COUNT_ROUNDS = 8
-"""Two members between which something got lost are kept apart for so many rounds; the network may have healed."""
+_APART_ROUNDS, _OUT_ROUNDS = 8, 64
+"""For so many rounds two members are kept apart between which something got lost, and it is remembered who was put out
+for that: the network may have healed."""
 
 _MOST_BLAMES = 64
 _TWICE = 2
@@ -32,13 +33,20 @@ def node_of(member: str) -> str:
 
 
 def judge(
-    opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence], silent: Collection[str] = ()
+    opening: Opening,
+    votes: Mapping[str, str],
+    said: Mapping[str, Evidence],
+    silent: Collection[str] = (),
+    failed: str = "",
 ) -> tuple[Blame, ...]:
-    """What follows from the evidence on a failed opening. `silent`: members that live and gave none in time."""
+    """What follows from the evidence on a failed opening.
+
+    `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so.
+    """
     lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
     wrong = _wrong_votes(opening, votes, said)
     found = _found(opening, {**lies, **wrong[1]}, is_lie=True, proven=wrong[0])
-    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent) | _unexplained(opening, votes, said)
+    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed) | _unexplained(opening, votes, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
     return (*found, *_found(opening, rest, is_lie=False, proven={}))
@@ -57,7 +65,8 @@ def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
 def kept(opening: Opening | None, round: int) -> tuple[Blame, ...]:
     """Earlier findings that still count for an opening of this round."""
     blames = () if opening is None else opening.blames
-    counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < _GAPS_COUNT_ROUNDS)]
+    lasts = {"named": 0, "apart": _APART_ROUNDS, "out": _OUT_ROUNDS}
+    counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < lasts[b.consequence])]
     return tuple(counts[-_MOST_BLAMES:])
 
 
@@ -188,7 +197,7 @@ def _unexplained(opening: Opening, votes: Mapping[str, str], said: Mapping[str, 
     return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
 
 
-def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str]) -> dict[Pair, str]:
+def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
     """Pairs of members of which one lacks something that the other one could have sent.
 
     Nobody has to wait for anybody to send a contribution. A mean is only owed by who lacks no contribution itself.
@@ -199,8 +208,8 @@ def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str
         owing = [m for m in evidence.lacks_mean if m in said and not (said[m].lacks or said[m].refused)]
         pairs |= {frozenset((member, m)): f"{m} sent {member} no contribution" for m in evidence.lacks}
         pairs |= {frozenset((member, m)): f"{m} sent {member} no mean, and lacks nothing for it" for m in owing}
-        has_no_reason = evidence == Evidence() and 2 * len(complete) > len(opening.members)
-        if has_no_reason:
+        ended_it = failed.startswith(f"{member}: ") and 2 * len(complete) > len(opening.members)
+        if ended_it and evidence == Evidence():
             pairs |= {frozenset((member, m)): f"{member} ended the round, and says no reason" for m in complete}
     for member in silent:
         pairs |= {frozenset((member, m)): f"{member} does not testify" for m in said if m != member}

@@ -169,7 +169,7 @@ def _findings(view: View, round: int, hearing: Hearing | None) -> tuple[Blame, .
     silent = tuple(m for m in current.members if m in view.alive and m not in said)
     if silent and not is_over:
         return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
-    return blame.added(known, blame.judge(current, view.votes, said, silent))
+    return blame.added(known, blame.judge(current, view.votes, said, silent, view.failed or ""))
 
 
 def _has_failed(view: View, round: int) -> bool:

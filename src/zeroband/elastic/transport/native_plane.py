@@ -256,6 +256,7 @@ class NativePlane:
         if away and self._is_aborted(opening):
             raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
+            self._gaps = Gaps(away)
             reason = f"round {opening.round}: no connection to {', '.join(away)} within {bound_s:g} s"
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
@@ -310,7 +311,10 @@ class NativePlane:
                     self._choose_senders(run.links, member, link)
         if state in _FAULTS:
             member, what = opening.members[running.detail], _FAULTS[state]
-            run.refused = () if state == State.PEER_LOST else (member,)
+            if state == State.PEER_LOST:
+                run.broken = (member,)
+            else:
+                run.refused = (member,)
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
@@ -370,6 +374,8 @@ class _Run:
     """The longest of each member's link."""
     refused: tuple[str, ...] = ()
     """Members that sent what cannot be taken."""
+    broken: tuple[str, ...] = ()
+    """Members to which the link broke."""
     began_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -483,7 +489,7 @@ class _Run:
         )
 
     def gaps(self) -> Gaps:
-        """Of whom something is missing that has not moved for half of what a standstill may last."""
+        """What is missing that has not moved for half of what a standstill may last, and what cannot come any more."""
         now_s, least_s = time.monotonic(), self.limits.bounds.stall_s / 2
 
         def stopped(traffic: Traffic) -> bool:
@@ -492,7 +498,7 @@ class _Run:
 
         missing = {member: t.missing_part_bytes > 0 for member, t in self.traffic().items() if stopped(t)}
         return Gaps(
-            tuple(member for member, lacks_part in missing.items() if lacks_part),
+            (*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
             tuple(member for member, lacks_part in missing.items() if not lacks_part),
             self.refused,
         )

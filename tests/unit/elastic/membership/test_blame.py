@@ -151,7 +151,9 @@ def test_owner_that_withholds_its_mean_is_at_fault() -> None:
 
 def test_who_ends_a_round_that_most_had_finished_without_a_reason_is_named() -> None:
     said = {**holding(FOUR), B: Evidence()}
-    assert found(judge(an_opening(*FOUR), {A: "d", C: "d", D: "d"}, said)) == {((B,), "named")}
+    votes = {A: "d", C: "d", D: "d"}
+    assert found(judge(an_opening(*FOUR), votes, said, failed=f"{B}: a link broke")) == {((B,), "named")}
+    assert judge(an_opening(*FOUR), votes, said, failed=f"{A}: a link broke") == ()
 
 
 def test_who_says_nothing_is_named() -> None:
@@ -172,6 +174,7 @@ def test_lies_are_remembered_and_gaps_forgotten_after_some_rounds() -> None:
     named = Blame((C,), "why", is_lie=False, consequence="named", round=3)
     opening = an_opening(*FOUR, blames=(LIE, GAP, named))
     assert kept(opening, 4) == (LIE, GAP)
+    assert kept(opening, 3 + 8) == (LIE,)
     assert kept(opening, 100) == (LIE,)
 
 
