@@ -15,6 +15,7 @@ import threading
 from typing import Any
 
 from zeroband.elastic.rounds.member import Member
+from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.links import Links
 from zeroband.train import main
 
@@ -45,13 +46,14 @@ def read(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def pump(source: socket.socket, sink: socket.socket, *, lies: bool) -> None:
+def pump(source: socket.socket, sink: socket.socket, link: int | None) -> None:
+    """Pass bytes on. `link`: whose frames these are, which are changed on their way; None: that come from elsewhere."""
     try:
-        while lies:
+        while link is not None:
             header = read(source, HEADER.size)
             _, kind, *_, round, _shard, _chunk, length = HEADER.unpack(header)
             payload = read(source, length)
-            said = changed(kind, round, payload)
+            said = changed(kind, round, payload) if node_of_link.get(link) in TO else payload
             if said is not None:
                 sink.sendall(header + said)
         while data := source.recv(1 << 16):
@@ -62,22 +64,25 @@ def pump(source: socket.socket, sink: socket.socket, *, lies: bool) -> None:
         end.close()
 
 
-def between(connection: socket.socket) -> socket.socket:
-    """The end for the engine of a connection whose frames are changed on their way."""
+add, number, vote = Engine.add_stream, Links.number, Member.vote
+node_of_link: dict[int, str] = {}
+
+
+def add_changed(self: Engine, link: int, connection: socket.socket, keys: Any) -> None:
+    """Put this process between the engine and another node."""
     connection.setblocking(True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         inner = socket.create_connection(listener.getsockname())
         outer, _ = listener.accept()
-    for source, sink, lies in ((outer, connection, True), (connection, outer, False)):
-        threading.Thread(target=pump, args=(source, sink), kwargs={"lies": lies}, daemon=True).start()
-    return inner
+    for source, sink, frames_of in ((outer, connection, link), (connection, outer, None)):
+        threading.Thread(target=pump, args=(source, sink, frames_of), daemon=True).start()
+    add(self, link, inner, keys)
 
 
-add, vote = Links._add, Member.vote
-
-
-def add_between(self: Links, member: str, session: str, connection: socket.socket, keys: Any) -> None:
-    add(self, member, session, between(connection) if member.partition("#")[0] in TO else connection, keys)
+def noted_number(self: Links, member: str) -> int:
+    found = number(self, member)
+    node_of_link[found] = member.partition("#")[0]
+    return found
 
 
 def vote_for_another(self: Member, opening: Any, digest: str, record: Any = None) -> None:
@@ -86,7 +91,7 @@ def vote_for_another(self: Member, opening: Any, digest: str, record: Any = None
 
 if __name__ == "__main__":
     if TO:
-        Links._add = add_between  # type: ignore[method-assign]
+        Engine.add_stream, Links.number = add_changed, noted_number  # type: ignore[method-assign]
     if HOW == "vote":
         Member.vote = vote_for_another  # type: ignore[method-assign]
     sys.exit(main())

@@ -43,7 +43,8 @@ _log = get_logger(__name__)
 _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.125, 4.0
+_FIRST_PAUSE_S = 0.125
+_MOST_PAUSE_S = 4.0
 MOST_RETRIES = 24
 """So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
 where transfers stand still."""

@@ -154,6 +154,11 @@ class Member:
     stays silent.
     """
 
+    _evidence: tuple[Opening | None, Evidence] = None, Evidence()
+    """What this member saw last of an opening that failed."""
+    _told_blames: tuple[Blame, ...] = ()
+    """Findings that were said as events."""
+
     def __init__(
         self, run: RunAccess, identity: NodeIdentity, flags: SharedFlags, time_outs: TimeOuts, departure: Departure
     ) -> None:
@@ -172,9 +177,6 @@ class Member:
         self._round = 0
         """As of the last look."""
         self._told_links = LinkRates()
-        self._evidence: tuple[Opening | None, Evidence] = None, Evidence()
-        """What this member said last, and of which opening."""
-        self._told_blames: tuple[Blame, ...] = ()
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
