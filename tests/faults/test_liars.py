@@ -92,7 +92,7 @@ def test_who_lies_to_all_is_named_by_all_and_put_out(tmp_path: Path, how: str, t
 WAYS = {
     "int4": ("--comm.codec", "int4"),
     "beside training": ("--outer.overlap", "full"),
-    "fragments": ("--outer.fragments", "2"),
+    "fragments": ("--outer.fragments", "2", "--model.n-layers", "2"),
     "payloads": ("--outer.type", "sparseloco"),
     "sites": (),
 }

@@ -152,7 +152,7 @@ def parts_of(result: Tensor, borders: Sequence[int]) -> Sequence[Tensor]:
 
 def hash_of(part: Tensor) -> str:
     """SHA-256 of a tensor's bytes, (n,) on CPU, contiguous: who lies must not find other bytes with the same one."""
-    return hashlib.sha256(part.numpy()).hexdigest()
+    return hashlib.sha256(part.numpy().data).hexdigest()
 
 
 _PIECE = 1 << 20

@@ -115,7 +115,7 @@ def test_voter_that_does_not_tell_what_it_holds_is_put_out() -> None:
 
 
 def test_sender_of_what_is_no_number_is_kept_from_who_noticed_it_at_once() -> None:
-    said = {A: Evidence(refused=(B,)), B: Evidence(), C: Evidence(), D: Evidence()}
+    said: dict[str, Evidence] = {A: Evidence(refused=(B,)), B: Evidence(), C: Evidence(), D: Evidence()}
     assert found(judge(an_opening(*FOUR), {}, said)) == {((A, B), "apart")}
     assert found(judge(an_opening(*FOUR), {}, {**said, D: Evidence(refused=(B,))})) == {((B,), "out")}
 
