@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
-_FIRST_PAUSE_S = 0.125
+FIRST_PAUSE_S = 0.125
 _MOST_PAUSE_S = 4.0
 MOST_RETRIES = 24
 """So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
@@ -396,7 +396,7 @@ class RoundCoordinator(ABC):
                 f"which none was lost, and came to no result; the events `blamed` and `round_retried` say what was seen"
             )
         if opening.retries:
-            time.sleep(min(_FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
 
     def _carry_out(self, opening: Opening, costs: RoundCosts) -> Committed:
         """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
