@@ -21,6 +21,9 @@ _APART_ROUNDS, _OUT_ROUNDS = 8, 64
 """For so many rounds two members are kept apart between which something got lost, and it is remembered who was put out
 for that: the network may have healed."""
 
+NO_VOTE = "members do not vote, although most have"
+"""What a failure says that is about votes which do not come."""
+
 _MOST_BLAMES = 64
 _TWICE = 2
 
@@ -46,7 +49,8 @@ def judge(
     lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
     wrong = _wrong_votes(opening, votes, said)
     found = _found(opening, {**lies, **wrong[1]}, is_lie=True, proven=wrong[0])
-    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed) | _unexplained(opening, votes, said)
+    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed)
+    gaps |= _withheld_votes(opening, votes, failed) | _unexplained(opening, votes, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
     return (*found, *_found(opening, rest, is_lie=False, proven={}))
@@ -195,6 +199,13 @@ def _unexplained(opening: Opening, votes: Mapping[str, str], said: Mapping[str, 
     largest = max(voted.values(), key=len)
     others = [m for group in voted.values() if group is not largest for m in group]
     return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
+
+
+def _withheld_votes(opening: Opening, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
+    if NO_VOTE not in failed:
+        return {}
+    missing = [member for member in opening.members if member not in votes]
+    return {frozenset((m, voter)): f"{m} does not vote" for m in missing for voter in votes if voter in opening.members}
 
 
 def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkReader
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership.blame import bars
+from zeroband.elastic.membership.blame import NO_VOTE, bars
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Patience,
@@ -346,6 +346,7 @@ class Member:
 
     def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
         """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
+        votes = _Votes(opening, self._clock, self._time_outs.hung_s / 2)
 
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= opening.round:
@@ -353,7 +354,7 @@ class Member:
                     self._settled_at_s = self._clock()
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
-            self._check_opening(view, opening)
+            self._check_opening(view, opening, votes)
             if view.unseen_votes:
                 return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
@@ -372,7 +373,7 @@ class Member:
 
         return Rule(decide, is_due, lambda view: [m for m in opening.members if m in view.alive])
 
-    def _check_opening(self, view: View, opening: Opening) -> None:
+    def _check_opening(self, view: View, opening: Opening, votes: _Votes) -> None:
         """Raise PeerLost where an opening is superseded or cannot be finished any more."""
         if view.opening != opening:
             raise PeerLost(f"round {opening.round} was opened again without some of its members")
@@ -383,6 +384,10 @@ class Member:
             reason = f"{', '.join(lost)} lost during round {opening.round}"
             if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
                 raise PeerLost(reason, lost)
+        if votes.stand_still(view):
+            reason = f"{len(opening.members) - view.voted} {NO_VOTE}"
+            if self.store.report_failure(opening, reason):
+                raise PeerLost(f"round {opening.round} cannot be finished: {reason}")
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
         pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
@@ -573,6 +578,22 @@ class Stragglers:
 
     def left_s(self, now_s: float) -> float:
         return math.inf if self._since_s is None else self._since_s + self._rules.patience_s(self.phase_s) - now_s
+
+
+class _Votes:
+    """Whether more than half of the members have voted, and none of the others for so long."""
+
+    def __init__(self, opening: Opening, clock: Callable[[], float], limit_s: float) -> None:
+        self._all = len(opening.members)
+        self._clock = clock
+        self._limit_s = limit_s
+        self._voted, self._since_s = 0, clock()
+
+    def stand_still(self, view: View) -> bool:
+        now_s = self._clock()
+        if view.voted != self._voted:
+            self._voted, self._since_s = view.voted, now_s
+        return self._all < 2 * view.voted < 2 * self._all and now_s - self._since_s > self._limit_s
 
 
 class _Hearing:

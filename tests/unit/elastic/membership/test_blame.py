@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import PATIENT_RETRIES, added, bars, judge, kept, sitting_out
+from zeroband.elastic.membership.blame import NO_VOTE, PATIENT_RETRIES, added, bars, judge, kept, sitting_out
 from zeroband.elastic.membership.records import Blame, Evidence, Opening
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
@@ -159,6 +159,14 @@ def test_who_ends_a_round_that_most_had_finished_without_a_reason_is_named() -> 
 def test_who_says_nothing_is_named() -> None:
     said = {m: Evidence() for m in (A, B, C)}
     assert found(judge(an_opening(*FOUR), {}, said, silent=[D])) == {((D,), "named")}
+
+
+@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (PATIENT_RETRIES, "out")])
+def test_who_does_not_vote_although_most_have_is_named(retries: int, consequence: str) -> None:
+    said, votes = holding(FOUR), dict.fromkeys((A, B, D), "d")
+    opening = an_opening(*FOUR, retries=retries)
+    assert found(judge(opening, votes, said, failed=f"1 {NO_VOTE}")) == {((C,), consequence)}
+    assert judge(opening, votes, said, failed="a link broke") == ()
 
 
 def test_failure_in_which_nothing_stood_still_is_no_ones_fault() -> None:

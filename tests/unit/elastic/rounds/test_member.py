@@ -284,6 +284,23 @@ def test_who_differs_time_and_again_is_left_out(make_member: MakeMember) -> None
     assert opening.members == (b.member_id, c.member_id)
 
 
+def test_vote_that_does_not_come_ends_the_round_for_those_who_voted(make_member: MakeMember) -> None:
+    now_s = [0.0]
+    a, b, c, d = (make_member(name, clock=lambda: now_s[0]) for name in "abcd")
+    opening = found(a, b, c, d)
+    decide = a.verdict_rule(opening, {}).decide
+    for member in (a, b):
+        member.vote(opening, "d")
+    for waited_s in (0.0, TIME_OUTS.hung_s):  # the others may have slower links
+        now_s[0] += waited_s
+        assert isinstance(decide(a.look(0)), Wait)
+    c.vote(opening, "d")
+    assert isinstance(decide(a.look(0)), Wait)
+    now_s[0] += TIME_OUTS.hung_s
+    with pytest.raises(PeerLost, match="1 members do not vote, although most have"):
+        decide(a.look(0))
+
+
 def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
