@@ -102,13 +102,14 @@ def _found(
     opening: Opening, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
 ) -> tuple[Blame, ...]:
     """Whom pairs of members that contradict each other put at fault; and the pairs of which nothing is known."""
-    most = (len(opening.members) - 1) // 2
+    everybody = (*opening.members, *opening.late)
+    most = (len(everybody) - 1) // 2
     against: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
         for member in pair:
             against[member].append(next(iter(pair - {member})))
     at_fault = {**proven}
-    for member in opening.members:
+    for member in everybody:
         if member not in at_fault and len(against[member]) > most:
             others = sorted(against[member])
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
@@ -123,8 +124,8 @@ def _found(
 
 
 def _earlier(opening: Opening, *, is_lie: bool) -> dict[Pair, str]:
-    """The pairs that are kept apart, as far as both are members."""
-    members = {node_of(member): member for member in opening.members}
+    """The pairs that are kept apart, as far as both are there: one of them sits out."""
+    members = {node_of(member): member for member in (*opening.members, *opening.late)}
     pairs = dict[Pair, str]()
     for blame in kept(opening, opening.round):
         if blame.consequence == "apart" and blame.is_lie == is_lie:

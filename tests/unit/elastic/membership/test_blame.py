@@ -55,8 +55,9 @@ def test_minority_that_holds_what_nobody_else_holds_is_not_put_out_for_it() -> N
 
 def test_owner_that_lies_to_one_after_the_other_is_found_by_what_is_remembered() -> None:
     before = judge(an_opening(*FOUR), {}, holding(FOUR, (A, B, "x")))
-    said = holding(FOUR, (D, B, "x"))
-    assert found(judge(an_opening(*FOUR, blames=before), votes_of(said), said)) == {((B,), "out")}
+    there = (B, C, D)  # A sits out, since B takes part
+    said = holding(there, (D, B, "x"))
+    assert found(judge(an_opening(*there, late=(A,), blames=before), votes_of(said), said)) == {((B,), "out")}
 
 
 def test_who_accuses_everybody_is_put_out_itself() -> None:
