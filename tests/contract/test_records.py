@@ -61,7 +61,7 @@ OPENING = Opening(
     network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500, (1,)),
     orders=2,
     rollback=20,
-    norms=(1.5, 0.1),
+    trust=(1.0, 0.25),
     skips_data=True,
     loss=3.25,
     sessions=("s2", "s1"),
@@ -83,7 +83,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff", 0, "lab-a")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a")
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -258,7 +258,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-e0eabcdf1dca"
+    assert OPENING.id == "41-a471f1aa38a8"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -14,7 +14,7 @@ from zeroband.config.data import DataConfig
 from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
-from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import NODES, address_of_nodes, addresses_in, are_of_nodes, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -542,6 +542,22 @@ class RunConfig(Section):
             )
         if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
             raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
+        return self
+
+    @model_validator(mode="after")
+    def _robust_sees_each_contribution(self) -> RunConfig:
+        if not isinstance(self.outer, DilocoConfig | CustomConfig) or self.outer.robust is None:
+            return self
+        if self.comm.backend == "gloo":
+            raise ValueError(
+                'outer.robust needs comm.backend = "native": gloo adds contributions up on their way, and each has to '
+                "be seen alone"
+            )
+        if self.comm.sites != "off":
+            raise ValueError(
+                f'outer.robust needs comm.sites = "off", not {self.comm.sites!r}: inside a site contributions are '
+                "added up, and each has to be seen alone"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 13
+ABI = 14
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -18,7 +18,7 @@ class ReduceSpec(ctypes.Structure):
     """One reduction, as `zb_reduce_start` takes it.
 
     The pointers are read during the call, but for `input`, `output` and what follows them, which are used until the
-    reduction ended. The last three may be null.
+    reduction ended, and so is `measured`. `errors`, both encodings, and `measured` with rule 0, may be null.
     """
 
     _fields_ = (
@@ -44,6 +44,10 @@ class ReduceSpec(ctypes.Structure):
         ("encoded", c_void_p),
         ("encoded_result", c_void_p),
         ("allowed", c_double),
+        ("rule", c_int32),
+        ("iterations", c_uint32),
+        ("trim", c_double),
+        ("measured", c_void_p),
     )
 
 
@@ -110,6 +114,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_encode": (c_int64, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
     "zb_decode": (None, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
     "zb_add": (None, (c_int, c_int, c_void_p, c_uint64, c_float, c_void_p)),
+    "zb_combine": (
+        c_int,
+        (c_int, c_int, c_int, c_double, c_uint32, c_uint32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p),
+    ),
     "zb_sealing_problem": (c_char_p, ()),
     "zb_engine_open": (c_void_p, (c_int, c_double)),
     "zb_engine_close": (None, (c_void_p,)),

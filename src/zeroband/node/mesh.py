@@ -236,6 +236,12 @@ def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
     return [bool(vote) for vote in votes.tolist()]
 
 
+def add_up(values: torch.Tensor, mesh: LocalMesh) -> None:
+    """Add a tensor of the host up over the ranks, in place."""
+    if mesh.world_size > 1:
+        dist.all_reduce(values, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+
+
 def barrier(mesh: LocalMesh) -> None:
     """Return once every local rank has called this."""
     dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]

@@ -136,7 +136,9 @@ METRICS: Mapping[str, Metric] = {
         "Weight of this node's update in the mean: the tokens that it contributed; with zeroband.DiLoCoOptimizer the "
         "samples.",
     ),
-    "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
+    "outer/trust": Metric(
+        "ratio", "What this node counts for how its updates agreed with the rounds before, in 0..1; with outer.robust."
+    ),
     "outer/sent_bytes": Metric(
         "bytes since the last line",
         "Payload that this node sent to other nodes.",

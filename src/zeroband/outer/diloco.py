@@ -16,6 +16,7 @@ from zeroband.node.mesh import barrier
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.outer_optimizer import OuterSGD, build_outer_optimizer
+from zeroband.outer.robust import rule_of
 from zeroband.state.flat import parameter_shards
 
 MOMENTUM = "momentum"
@@ -31,7 +32,9 @@ class DiLoCo(ManySteps):
         self._optimizer = build_outer_optimizer(config, parts.codec)
         self._device = self._open_device_state(parts) if config.state_device == "cuda" else None
         encoded = None if self._device is None else self._device.encoded
-        exchange = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, encoded)
+        exchange = MeanExchange(
+            parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, encoded, rule_of(config.robust)
+        )
         super().__init__(parts, config, exchange=exchange, inner_parameters=self._device)
 
     def _open_device_state(self, parts: OuterParts) -> DeviceState:

@@ -97,6 +97,7 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
         elastic.start_nodes,
         has_several_stores=config.store.are_several,
         counts_equally=weighs_equally,
+        is_robust=isinstance(outer, RoundsConfig | DemoConfig) and outer.robust is not None,
         sites=config.comm.sites if config.comm.backend == "native" else "off",
     )
     if not isinstance(outer, RoundsConfig):

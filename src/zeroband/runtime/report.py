@@ -162,7 +162,7 @@ class NodeReport:
             "outer/apply_s": sum(r.apply_s for r in rounds),
             "outer/retries": sum(r.retries for r in rounds),
             "outer/weight": round.weights[round.members.index(round.member_id)],
-            "outer/clip": round.clip,
+            "outer/trust": round.trust,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
             "outer/wide_bytes": sum_known(r.wide_bytes for r in rounds),

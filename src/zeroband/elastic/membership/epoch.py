@@ -21,6 +21,7 @@ from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import electors, may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
+from zeroband.elastic.membership.trust import trust_of
 
 LEAST_GRACE_S = 0.25
 """Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
@@ -66,6 +67,8 @@ class Rules:
     """A round takes at least half of the last one's electors: the others may have gone to another store."""
     counts_equally: bool = False
     """Nodes count the same in a round, however much each of them has learned."""
+    is_robust: bool = False
+    """Members may lie: what they say of their own weight is bounded, and they count by how they agreed so far."""
     sites: SitesRule = "off"
     """How members are grouped that have a network of their own between them."""
 
@@ -166,7 +169,7 @@ def _opening_to(
         weights=tuple(r.weight for r in ready),
         steps=tuple(r.steps for r in ready),
         steps_requested=tuple(r.steps_requested for r in ready),
-        norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
+        trust=trust_of(members, {} if view.committed is None else view.committed.record) if rules.is_robust else (),
         late=late,
         divergences=divergences(view, round),
         network=plan(
@@ -181,11 +184,16 @@ def _opening_to(
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
         loss=mean_loss(ready),
         sessions=() if view.committed is None else view.committed.sessions,
-        trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
+        trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
         sites=sites,
     )
+
+
+def _differ_in_training(ready: Sequence[Ready]) -> bool:
+    """Whether members say that not all of them have trained alike what they contribute."""
+    return len({r.trained for r in ready if r.weight}) > 1
 
 
 def mean_loss(ready: Sequence[Ready]) -> float | None:

@@ -18,8 +18,6 @@ from zeroband.elastic.membership.topology import LinkTable
 
 _R = TypeVar("_R")
 
-_TOO_FEW_FOR_A_MEDIAN = 2
-
 _MOST_SESSIONS = 16
 """Sessions that a run remembers; members of older ones count as strangers."""
 
@@ -46,8 +44,6 @@ class Ready:
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     took_ms: int = 0
     """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
-    norm: float = 0.0
-    """Norm of what it contributes; 0: the run does not ask for it."""
     loss: float | None = None
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
     trained: float = 1.0
@@ -86,8 +82,8 @@ class Opening:
     """Version of the operators' orders that it was proposed under."""
     rollback: int | None = None
     """Inner step of the checkpoint whose state the members take, instead of reducing anything."""
-    norms: tuple[float, ...] = ()
-    """Norm of what each member contributes; none: nothing is clipped."""
+    trust: tuple[float, ...] = ()
+    """What each member counts for how it agreed with the rounds before, in 0..1; none: the run does not ask for it."""
     skips_data: bool = False
     """With a rollback: what was learned from since that checkpoint is not learned from again."""
     loss: float | None = None
@@ -118,19 +114,8 @@ class Opening:
     def shares(self) -> tuple[float, ...]:
         """Each member's share in the mean of this round, in 0..1.
 
-        They add up to 1, with two exceptions. Where a member has trained less than the others what it contributes, they
-        add up to more (`_unclipped`). And a contribution that is longer than the median of the round counts as if it
-        were that long, if the run asks for it. Of two contributions nobody can say which is too long.
-        """
-        shares = self._unclipped()
-        counted = [norm for norm, share in zip(self.norms, shares, strict=False) if share > 0]
-        if len(counted) <= _TOO_FEW_FOR_A_MEDIAN:
-            return shares
-        most = median_low(counted)
-        return tuple(s * most / norm if norm > most else s for s, norm in zip(shares, self.norms, strict=True))
-
-    def _unclipped(self) -> tuple[float, ...]:
-        """Shares by weight; a member counts in the divisor by what it has trained, as a part of what is usual.
+        They add up to 1, or to more where a member has trained less than the others what it contributes: it counts in
+        the divisor by what it has trained, as a part of what is usual.
 
         A contribution grows with the phases behind it. So the mean is that of a phase's drift, times the phases of a
         usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
@@ -141,7 +126,7 @@ class Opening:
 
     @property
     def divisor_parts(self) -> tuple[float, ...]:
-        """What each member counts in the divisor of the mean, in 0..1: they add up to 1, whatever is clipped."""
+        """What each member counts in the divisor of the mean, in 0..1: they add up to 1."""
         total = sum(self._behind_divisor)
         return tuple(part / total if total else 0.0 for part in self._behind_divisor)
 
@@ -152,9 +137,16 @@ class Opening:
         return tuple(c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True))
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """What each member counts beside the others: its weight, or 1."""
-        return tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
+    def counts(self) -> tuple[float, ...]:
+        """What each member counts beside the others: its weight, or 1.
+
+        With `trust` it says so itself in vain: no weight counts more than the median one.
+        """
+        counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
+        if not self.trust:
+            return counts
+        most = median_low([count for count in counts if count > 0] or [0])
+        return tuple(min(count, most) * trust for count, trust in zip(counts, self.trust, strict=True))
 
     @property
     def longest(self) -> float:
@@ -183,13 +175,7 @@ class Opening:
         known = zip(self.weights, self.steps_requested, strict=True)
         weights = [(before or weight * steps // asked) if steps else 0 for before, steps in known]
         weights[own] = weight
-        expected = replace(self, weights=tuple(weights), norms=())
-        return expected.share(member_id) * (self.clip(member_id) or 1.0)
-
-    def clip(self, member_id: str) -> float | None:
-        """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
-        share = self._unclipped()[self.members.index(member_id)]
-        return self.share(member_id) / share if self.norms and share else None
+        return replace(self, weights=tuple(weights)).share(member_id)
 
     def is_near(self, one: str, other: str) -> bool:
         """Whether two members are of one site."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership import trust
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
@@ -44,6 +45,8 @@ _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
 _ALL_VERSIONS = 2**62
+_HALF = 0.5
+"""A member that counts less is named in the log."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,6 @@ class Offer:
     """Tokens; 0: it counts for nothing."""
     steps: int
     steps_requested: int
-    norm: float = 0.0
-    """Length of the contribution; 0: nobody asks."""
     loss: float | None = None
     """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
@@ -245,12 +246,11 @@ class RoundCoordinator(ABC):
         is_joining: bool = False,
         weighted: bool = True,
         weight: int | None = None,
-        norm: float = 0.0,
         trained: float = 1.0,
     ) -> Offer:
         """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
 
-        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then. `norm`,
+        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
         `trained`: as in `Ready`.
         """
         parts, is_leaving = self._parts, self._parts.departure.is_asked
@@ -267,7 +267,6 @@ class RoundCoordinator(ABC):
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
             steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
-            norm=norm if counts else 0.0,
             loss=nats / tokens if tokens and math.isfinite(nats) else None,
             trained=trained,
             is_joining=is_joining,
@@ -346,7 +345,7 @@ class RoundCoordinator(ABC):
         if passes:
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
-        ready = replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
         ready = replace(ready, missed=round - offer.round if passes else 0)
         self._parts.mesh.announce_ready(ready)
         if passes:
@@ -407,7 +406,9 @@ class RoundCoordinator(ABC):
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
 
         def describe() -> Mapping[str, Any]:
-            return self._describe_round(opening, result) if result is not None and self._local.rank == 0 else {}
+            if result is None or self._local.rank != 0:
+                return {}
+            return self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
 
         if record is None and mesh.has_several_stores:
             record = describe()
@@ -419,13 +420,15 @@ class RoundCoordinator(ABC):
         costs.wait_s += time.monotonic() - waited_from_s
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
-    def _describe_round(self, opening: Opening, result: Tensor) -> Mapping[str, Any]:
+    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
+        scores = {trust.RECORD: trust.scores_after(self.record, opening, agreement)} if opening.trust else {}
         return {
             "progress": self.progress.after(opening, self._parts.shape).to_record(),
             "weight": opening.total_weight,
             "state_before": self.state_digest,
             "session": self.record["session"],
             RECORD: LossRecord.of(self.record).after(opening, self.progress.inner_step).to_record(),
+            **scores,
             **self._describe(result),
         }
 
@@ -603,6 +606,22 @@ class RoundCoordinator(ABC):
             pack = partial(self.exchange.pack, committed.result)
             self._parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
 
+    def _trust_in(self, member_id: str, opening: Opening) -> float | None:
+        """What this node counts from here on for how it agreed; None where the run does not ask for it."""
+        if not opening.trust:
+            return None
+        before, now = opening.trust, trust.trust_of(opening.members, self.record)
+        for member, was, weight in zip(opening.members, before, now, strict=True):
+            if (was < _HALF) != (weight < _HALF) and self._local.rank == 0:
+                fields = {"round": opening.round, "member_id": member, "weight": round(weight, 2)}
+                _log.warning(
+                    "a member's contributions disagree with the others'"
+                    if weight < _HALF
+                    else "a member's contributions agree again",
+                    extra={"fields": fields},
+                )
+        return now[opening.members.index(member_id)]
+
     def _report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
         return RoundReport(
@@ -626,5 +645,5 @@ class RoundCoordinator(ABC):
             uncommitted_tokens=self._tokens,
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
-            clip=opening.clip(member_id),
+            trust=self._trust_in(member_id, opening),
         )

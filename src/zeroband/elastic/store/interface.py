@@ -15,7 +15,7 @@ from zeroband.elastic.membership.records import Generation, LinkRates, Opening, 
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.

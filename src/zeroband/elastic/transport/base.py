@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.engine import Encoded
+from zeroband.kernels.robust import Robustly
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Transfer:
     """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
+    agreement: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Cosine of members' contributions and the result, as far as it was measured; the same on all members."""
 
 
 class Moved(NamedTuple):
@@ -68,6 +71,8 @@ class RoundRequest:
     residual: Tensor | None = None
     """(n,) float32: gets what encoding took from this node's part in the mean, in units of `sent`, unless its share is
     0; after PeerLost it holds nothing of use."""
+    robust: Robustly | None = None
+    """How contributions are combined, where it is not their weighted mean; not at sites."""
     encoded: Encoded | None = None
     """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
 
@@ -82,6 +87,8 @@ class Gathering:
     """The one member that gets them. None: all do."""
     number: int = 0
     """Counts the gatherings of one opening, in their order."""
+    is_report: bool = False
+    """It is a few bytes about another transfer, by which no link is measured nor paced."""
 
     @property
     def total_bytes(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.kernels import native
 from zeroband.kernels.codec import Codec
+from zeroband.kernels.robust import Robustly
 
 
 class State(enum.IntEnum):
@@ -212,6 +213,7 @@ class Engine:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
+        robust: Robustly | None = None,
     ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
@@ -220,7 +222,9 @@ class Engine:
         node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
-        took. Its result is what `result` was decoded from.
+        took. Its result is what `result` was decoded from. `robust`: how this node combines what comes for its shard,
+        the same on all members; then `errors` leaves out what the encoding of the result took. All-to-all, without
+        sites.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         for tensor in buffers:
@@ -229,6 +233,8 @@ class Engine:
         if encoded is not None:
             _require_encodings(encoded, shape)
             buffers = (*buffers, encoded.contribution, encoded.result)
+        if robust is not None:
+            buffers = (*buffers, robust.measured.values)
         arrays = (
             np.array(shape.bounds, np.uint64),
             np.array(shape.shares, np.float32),
@@ -253,6 +259,10 @@ class Engine:
             None if encoded is None else encoded.contribution.data_ptr(),
             None if encoded is None else encoded.result.data_ptr(),
             allowed,
+            0 if robust is None else robust.rule.number,
+            0 if robust is None else robust.rule.iterations,
+            0.0 if robust is None else robust.rule.trim,
+            None if robust is None else robust.measured.values.data_ptr(),
         )
         handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:

@@ -102,12 +102,14 @@ class NativePlane:
         if len(opening.members) == 1:
             self._take_alone(request)
             return Moved(0, 0)
-        shape = shape_of(numel, self._codec, opening.shares, opening.network, opening.sites)
+        network, may_be_ring = opening.network, request.robust is None
+        shape = shape_of(numel, self._codec, opening.shares, network, opening.sites, may_be_ring=may_be_ring)
         partners = shape.partners(opening.members.index(request.member_id))
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             place, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
-            return engine.start(*place, *buffers, allowed=allowed, errors=request.residual, encoded=request.encoded)
+            errors, encoded, robust = request.residual, request.encoded, request.robust
+            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded, robust=robust)
 
         return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners)
 
@@ -140,7 +142,7 @@ class NativePlane:
                 allowed=allowed,
             )
 
-        kind = (gathering.total_bytes, gathering.number)
+        kind = None if gathering.is_report else (gathering.total_bytes, gathering.number)
         partners = route.partners(place, gathering.lengths)
         return self._operate(self._reach, start, request, kind, partners, lane=gathering.number)
 
@@ -149,12 +151,15 @@ class NativePlane:
         reach: Reach,
         start: Callable[[Engine, _Place, float], Running],
         request: RoundRequest,
-        kind: Kind,
+        kind: Kind | None,
         partners: Iterable[int],
         *,
         lane: int = 0,
     ) -> Moved:
-        """Start an operation with the opening's members and wait for its end; the bytes moved."""
+        """Start an operation with the opening's members and wait for its end; the bytes moved.
+
+        `kind`: of what rate control learns; None: it learns nothing.
+        """
         opening, member_id = request.opening, request.member_id
         others = {opening.members[place]: place for place in sorted(partners)}
         self._connect(reach, opening, member_id, tuple(others))
@@ -167,7 +172,12 @@ class NativePlane:
         try:
             wide = frozenset(member for member in others if not opening.is_near(member_id, member))
             run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
-            meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
+            meter, began_s = Meter(), time.monotonic()
+            if kind is None:
+                self._await(run, meter)
+                traffic = run.traffic().values()
+                return Moved(sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic))
+            self._took_ms = 0
             self._pace(run, kind)
             self._await(run, meter)
             run.learn_pauses()

@@ -2,6 +2,7 @@
 
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "codec.h"
 #include "engine.h"
@@ -16,6 +17,12 @@ bool is_codec(int codec) { return codec >= 0 && codec < CODEC_COUNT; }
 const Codec& variant_of(int codec, int variant) {
     const auto id = static_cast<CodecId>(codec);
     return variant < 0 ? codec_of(id) : codec_of(id, variant);
+}
+
+bool is_rule(int rule, double trim) { return rule >= PLAIN && rule < RULE_COUNT && trim >= 0 && trim < 0.5; }
+
+Robust robust_of(int rule, double trim, uint32_t iterations) {
+    return {static_cast<RobustRule>(rule), trim, iterations};
 }
 
 }  // namespace
@@ -40,6 +47,10 @@ struct zb_spec {
     const uint8_t* encoded;  // may be null: of all values, in place of `in`
     uint8_t* encoded_out;    // may be null
     double allowed;
+    int32_t rule;  // a RobustRule
+    uint32_t iterations;
+    double trim;
+    double* measured;  // 2 * world + 1 where the rule is not PLAIN: dots, squares, those of the result
 };
 
 struct zb_gather_spec {
@@ -75,7 +86,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 13; }
+int zb_abi() { return 14; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -93,6 +104,19 @@ void zb_decode(int codec, int variant, const uint8_t* in, uint64_t n, float* x) 
 }
 void zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight, float* sum) {
     variant_of(codec, variant).add(in, n, weight, sum);
+}
+
+// What an owner makes of `count` contributions of n values each. `measured`: 2 * count + 1 zeros, then as in zb_spec.
+// Gives 0; another number where it asks for what there is not.
+int zb_combine(int codec, int variant, int rule, double trim, uint32_t iterations, uint32_t count,
+               const uint8_t* const* parts, const float* shares, uint64_t n, float* out, double* measured) {
+    if (!is_codec(codec) || variant >= variant_count() || !is_rule(rule, trim)) return 1;
+    std::vector<Contribution> contributions;
+    for (uint32_t member = 0; member < count; ++member)
+        if (shares[member] > 0) contributions.push_back({member, shares[member], parts[member]});
+    combine(robust_of(rule, trim, iterations), static_cast<CodecId>(codec), variant, std::move(contributions), n, out,
+            {measured, measured + count, measured + 2 * count});
+    return 0;
 }
 
 const char* zb_sealing_problem() { return sealing_problem(); }
@@ -122,6 +146,7 @@ void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }
 RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     if (!is_codec(spec->codec) || spec->world < 2 || spec->self >= spec->world || spec->chunk_numel == 0) return nullptr;
     if (encoded_size(static_cast<CodecId>(spec->codec), spec->chunk_numel) > LARGEST_PAYLOAD) return nullptr;
+    if (!is_rule(spec->rule, spec->trim) || (spec->rule != PLAIN && (spec->is_ring || spec->measured == nullptr))) return nullptr;
     if ((spec->encoded != nullptr || spec->encoded_out != nullptr) && !is_aligned(*spec)) return nullptr;
     ReduceSpec made;
     made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
@@ -139,7 +164,11 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.encoded = spec->encoded;
     made.encoded_out = spec->encoded_out;
     made.allowed = spec->allowed;
+    made.robust = robust_of(spec->rule, spec->trim, spec->iterations);
+    if (spec->rule != PLAIN) made.measured = {spec->measured, spec->measured + spec->world, spec->measured + 2 * spec->world};
     if (!has_chains(made)) return nullptr;
+    for (uint32_t member = 0; spec->rule != PLAIN && member < spec->world; ++member)
+        if (made.next[member] != member) return nullptr;  // at sites contributions are sums
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
 

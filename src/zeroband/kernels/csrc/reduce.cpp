@@ -354,16 +354,31 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
     const uint64_t n = chunk_size(spec_.self, chunk);
     float* sum = scratch<Room::SUM>(n);
     std::memset(sum, 0, n * sizeof(float));
+    std::vector<PacketPtr> all = parts;
     for (uint32_t member = 0; member < spec_.world(); ++member) {
         if (site_shares_[member] == 0) continue;
-        PacketPtr part = parts[member];
-        if (member == spec_.self) {
-            part = own_part(spec_.self, chunk);
-            if (part == nullptr) return;
-        }
-        codec_.add(part->payload(), n, site_shares_[member], sum);
+        if (member == spec_.self && (all[member] = own_part(spec_.self, chunk)) == nullptr) return;
+        if (spec_.robust.rule == PLAIN) codec_.add(all[member]->payload(), n, site_shares_[member], sum);
     }
+    if (spec_.robust.rule != PLAIN) combine_robustly(all, n, sum);
     publish(chunk, sum, awakened);
+}
+
+// The parts of a chunk, by member; what was measured on them is added to what the caller gets.
+void Reduce::combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, float* result) {
+    const uint32_t world = spec_.world();
+    std::vector<Contribution> contributions;
+    for (uint32_t member = 0; member < world; ++member)
+        if (site_shares_[member] > 0) contributions.push_back({member, site_shares_[member], parts[member]->payload()});
+    std::vector<double> seen(2 * world + 1, 0.0);
+    combine(spec_.robust, spec_.codec, -1, std::move(contributions), n, result,
+            {seen.data(), seen.data() + world, seen.data() + 2 * world});
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (uint32_t member = 0; member < world; ++member) {
+        spec_.measured.dots[member] += seen[member];
+        spec_.measured.squares[member] += seen[world + member];
+    }
+    *spec_.measured.result += seen[2 * world];
 }
 
 // Into the buffers of the mean.
@@ -383,7 +398,9 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
     write(packet);
     const float share = spec_.shares[spec_.self];
-    for (uint64_t i = 0; spec_.error != nullptr && i < n; ++i) {  // all-to-all: beside that of the own part
+    // A robust combination would take what this adds to one member's contribution for a lie.
+    const bool notes_error = spec_.error != nullptr && spec_.robust.rule == PLAIN;
+    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: beside that of the own part
         const float taken = (mean[i] - spec_.out[start + i]) / share;
         spec_.error[start + i] = spec_.is_ring ? taken : spec_.error[start + i] + taken;
     }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "codec.h"
+#include "robust.h"
 #include "transfer.h"
 
 namespace zeroband {
@@ -30,6 +31,8 @@ struct ReduceSpec {
     const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
     uint8_t* encoded_out = nullptr;    // gets the mean as it travels
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
+    Robust robust;       // all-to-all without sites: how the owner of a shard combines what came
+    Measured measured{};  // where not PLAIN: on the values of the own shard, from zeros
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
     uint64_t numel() const { return bounds.back(); }
@@ -82,6 +85,7 @@ class Reduce : public Transfer {
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
+    void combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, float* result);
     void write(const PacketPtr& packet);
     void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);

@@ -744,11 +744,6 @@ def test_share_of_the_next_round_follows_from_what_is_known_of_this_one(
     assert opening.expected_share(A, 0) == 0.0
 
 
-def test_share_of_the_next_round_is_clipped_as_in_this_one() -> None:
-    opening = an_opening(A, B, C, weights=(1, 1, 1), norms=(4.0, 1.0, 1.0), steps_requested=(1, 1, 1))
-    assert [opening.expected_share(m, 1) for m in (A, B)] == pytest.approx([1 / 12, 1 / 3])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -784,9 +779,9 @@ def test_equal_records_have_equal_text() -> None:
     assert to_json(from_json(Opening, to_json(opening))) == to_json(opening)
 
 
-def opening_of(weights: Sequence[int], norms: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
+def opening_of(weights: Sequence[int], trust: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
     members = tuple(f"m{i}" for i in range(len(weights)))
-    return Opening(1, 1, 1, members, tuple(weights), norms=tuple(norms), trained=tuple(trained))
+    return Opening(1, 1, 1, members, tuple(weights), trust=tuple(trust), trained=tuple(trained))
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
@@ -816,17 +811,35 @@ def test_opening_names_the_documents_of_its_members_where_they_have_their_own() 
     assert opening.corpus_of() == {A: "", B: "b/7"}
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.01, 1e6)), min_size=3, max_size=9))
-def test_no_contribution_counts_for_more_than_the_median_one(contributions: list[tuple[int, float]]) -> None:
-    weights, norms = [w for w, _ in contributions], [n for _, n in contributions]
-    clipped, plain = opening_of(weights, norms).shares, opening_of(weights).shares
-    counted = sorted(norm for weight, norm in contributions if weight)
-    if len(counted) < 3:
-        assert clipped == plain
-        return
-    median = counted[(len(counted) - 1) // 2]
-    for share, whole, norm in zip(clipped, plain, norms, strict=True):
-        assert share * norm == pytest.approx(whole * min(norm, median))
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 1.0)), min_size=1, max_size=9))
+def test_no_member_says_for_itself_that_it_counts_more_than_the_median_one(members: list[tuple[int, float]]) -> None:
+    weights, trust = [weight for weight, _ in members], [part for _, part in members]
+    shares = opening_of(weights, trust).shares
+    counted = sorted(weight for weight in weights if weight)
+    most = counted[(len(counted) - 1) // 2] if counted else 0
+    expected = [min(weight, most) * part for weight, part in members]
+    assert list(shares) == pytest.approx([count / (sum(expected) or 1.0) for count in expected])
+    assert opening_of(weights, [1.0] * len(weights)).total_weight == sum(weights)
+
+
+def test_members_count_by_the_trust_that_the_last_verdict_recorded() -> None:
+    view = boundary(A, B)
+    assert view.committed is not None
+    record = {**view.committed.record, "agreement": {A: 0.5, B: -0.1, C: -1.0}}
+    told = replace(view, committed=replace(view.committed, record=record))
+    opening = next_opening(told, 3, Rules(is_robust=True))
+    assert isinstance(opening, Opening) and opening.trust == pytest.approx((1.0, 0.5))
+    plain = next_opening(told, 3, Rules())
+    assert isinstance(plain, Opening) and plain.trust == ()
+
+
+def test_nobody_is_believed_how_much_it_trained_where_members_may_lie() -> None:
+    """One that claims a thousand phases would take all others out of the mean."""
+    view = boundary(A, B)
+    claims = replace(view, ready=view.ready | {B: replace(view.ready[B], weight=5, trained=1000.0)})
+    honest, lying = next_opening(claims, 3, Rules()), next_opening(claims, 3, Rules(is_robust=True))
+    assert isinstance(honest, Opening) and honest.trained[1] == 1000.0
+    assert isinstance(lying, Opening) and lying.trained == ()
 
 
 @pytest.mark.parametrize(
@@ -853,20 +866,9 @@ def test_members_that_trained_alike_have_shares_that_add_up_to_one(trained: tupl
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_clipping_is_of_what_was_trained() -> None:
-    opening = opening_of((1, 1, 1), (1.0, 1.0, 4.0), (1.0, 1.0, 0.5))
-    assert opening.shares == pytest.approx((0.4, 0.4, 0.1))
-    assert [opening.clip(member) for member in opening.members] == pytest.approx([1.0, 1.0, 0.25])
-
-
 def test_opening_says_what_members_trained_only_where_it_differs() -> None:
     words = {A: Ready(3, 5, "s", trained=0.5), B: Ready(3, 5, "s", trained=0.5), C: Ready(3, 0, "s")}
     opening = next_opening(boundary(A, B, C, ready=words), 3, Rules())
     assert isinstance(opening, Opening) and opening.trained == ()
     opening = next_opening(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
     assert isinstance(opening, Opening) and opening.trained == (0.5, 1.0, 1.0)
-
-
-def test_members_say_norms_only_where_the_run_asks_for_them() -> None:
-    assert opening_of([1, 1, 1], [1.0, 1.0, 4.0]).shares == pytest.approx((1 / 3, 1 / 3, 1 / 12))
-    assert opening_of([1, 1], [1.0, 4.0]).shares == (0.5, 0.5)

@@ -184,7 +184,7 @@ def test_ring_takes_links_between_neighbours_alone(
     members = tuple(f"{name}#1" for name in "abcde")
     opening = replace(OPENING, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
     five = [*nodes, *(Node(member, tmp_path, bounds=BOUNDS) for member in members[3:])]
-    monkeypatch.setattr(native_module, "shape_of", lambda *given: replace(shape_of(*given), is_ring=True))
+    monkeypatch.setattr(native_module, "shape_of", lambda *given, **_: replace(shape_of(*given), is_ring=True))
     try:
         for one, other in zip(five, [*five[1:], five[0]], strict=True):
             join(one, other)
