@@ -3,10 +3,10 @@
 python bench/byzantine.py [--rules off clip trimmed] [--lies flip scale] [--liars 1 2 3] [--seeds 0 1]
 python bench/byzantine.py --nodes [--rules off clip] [--lies flip] [--liars 1]     # 8 real nodes for each figure
 
-Without --nodes all members are in this process: a small model of bytes learns the package's source, a member for each
-eighth of it; contributions are encoded, combined and decoded by the code that nodes use, and openings and verdicts are
-their records, so that weights and trust are those of a run. With --nodes, 8 nodes train as `zeroband simulate` has
-them, and liars lie by an outer algorithm in a file of its own (bench/liar.py).
+Without --nodes all members are in this process: a small model of bytes learns made-up text, of which a quarter is in a
+language of each member. Contributions are encoded, combined and decoded by the code that nodes use, and openings and
+verdicts are their records, so that weights and trust are those of a run. With --nodes, 8 nodes train as
+`zeroband simulate` has them, and liars lie by an outer algorithm in a file of its own (bench/liar.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ import torch
 from evidence import finite, require, require_known
 from torch import Tensor
 
+from zeroband.config.data import SyntheticSource
 from zeroband.config.outer import OuterSGDConfig
+from zeroband.data.sources import documents
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.trust import RECORD, scores_after, trust_of
 from zeroband.kernels.codec import CODECS
@@ -46,7 +50,7 @@ CODEC = CODECS["int8"]
 OUTER = OuterSGDConfig(lr=0.7, momentum=0.6)
 
 LIES = ("noise", "flip", "flip x100", "scale", "nan", "copy", "weight")
-CONTEXT, WIDTH, HIDDEN, BATCH, LR, BYTES = 8, 16, 96, 64, 3e-3, 128
+CONTEXT, WIDTH, HIDDEN, BATCH, LR, BYTES = 6, 8, 48, 32, 5e-3, 128
 
 
 def lie(kind: str, own: Tensor, another: Tensor, random: torch.Generator) -> Tensor:
@@ -101,12 +105,20 @@ class Learners:
             self.params.copy_(params.expand_as(self.params))
 
 
+@cache
 def corpus() -> tuple[list[Tensor], Tensor]:
-    """The text of each member, and what all are held to: every tenth file. Members' texts are of other folders."""
-    files = sorted((ROOT / "src" / "zeroband").rglob("*.py"))
-    text = [torch.tensor(list(file.read_bytes())).clamp_(max=BYTES - 1) for file in files]
-    learned = torch.cat([part for number, part in enumerate(text) if number % 10])
-    return list(learned.chunk(MEMBERS)), torch.cat(text[::10])
+    """The text of each member, and what all are held to.
+
+    Three quarters of a member's documents are in a made-up language that all share, the rest in one of its own.
+    """
+
+    def text(seed: int, first: int, count: int) -> Tensor:
+        source = SyntheticSource(type="synthetic", documents=first + count)
+        found = " ".join(document.text for document in islice(documents(source, seed), first, None))
+        return torch.tensor(list(found.encode()))
+
+    own = [torch.cat([text(0, 300 * place, 300), text(1 + place, 0, 100)]) for place in range(MEMBERS)]
+    return own, text(0, 300 * MEMBERS, 100)
 
 
 def windows_of(text: Tensor, count: int, random: torch.Generator) -> Tensor:

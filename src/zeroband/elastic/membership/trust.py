@@ -9,7 +9,6 @@ bounds them (`outer.robust`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +21,12 @@ _NEW = 0.1
 """Part of a score that the newest round makes: contributions as opposite as -0.5 count nothing after 4 rounds."""
 
 _KEPT = 0.99
-"""What is left of a score in a round in which nothing of the member was measured, as of one that counts nothing: it is
-tried again after about 20 rounds, with little weight."""
+"""What is left of a score in a round in which nothing of the member was measured, as of one that counts nothing: after
+50 rounds or more it is tried again."""
 
-_FULL, _NONE = -0.05, -0.15
-"""Scores above and below which a member counts fully, and nothing."""
+_FULL, _HALF = -0.05, -0.1
+"""Scores down to which a member counts fully, and half; below it counts nothing: combinations that compare members
+value by value have no small votes."""
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -36,8 +36,10 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def weight_of(score: float) -> float:
-    """What a member of this score counts, in 0..1. One whose score is no number counts nothing."""
-    return max(0.0, min(1.0, (score - _NONE) / (_FULL - _NONE))) if math.isfinite(score) else 0.0
+    """What a member of this score counts: 0, or 0.5..1. One whose score is no number counts nothing."""
+    if not score >= _HALF:  # also where it is no number
+        return 0.0
+    return min(1.0, 0.5 + 0.5 * (score - _HALF) / (_FULL - _HALF))
 
 
 def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, ...]:

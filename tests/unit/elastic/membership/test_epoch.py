@@ -825,10 +825,10 @@ def test_no_member_says_for_itself_that_it_counts_more_than_the_median_one(membe
 def test_members_count_by_the_trust_that_the_last_verdict_recorded() -> None:
     view = boundary(A, B)
     assert view.committed is not None
-    record = {**view.committed.record, "agreement": {A: 0.5, B: -0.1, C: -1.0}}
+    record = {**view.committed.record, "agreement": {A: 0.5, B: -0.08, C: -1.0}}
     told = replace(view, committed=replace(view.committed, record=record))
     opening = next_opening(told, 3, Rules(is_robust=True))
-    assert isinstance(opening, Opening) and opening.trust == pytest.approx((1.0, 0.5))
+    assert isinstance(opening, Opening) and opening.trust == pytest.approx((1.0, 0.7))
     plain = next_opening(told, 3, Rules())
     assert isinstance(plain, Opening) and plain.trust == ()
 

@@ -27,24 +27,25 @@ def rounds(count: int, cosine: float, score: float = 0.0) -> float:
 
 
 @pytest.mark.parametrize(
-    ("score", "weight"), [(1.0, 1.0), (0.0, 1.0), (-0.05, 1.0), (-0.1, 0.5), (-0.15, 0.0), (-1.0, 0.0), (math.nan, 0.0)]
+    ("score", "weight"),
+    [(1.0, 1.0), (0.0, 1.0), (-0.05, 1.0), (-0.08, 0.7), (-0.101, 0.0), (-1.0, 0.0), (math.nan, 0.0)],
 )
 def test_weight_falls_with_the_score(score: float, weight: float) -> None:
     assert weight_of(score) == pytest.approx(weight)
 
 
 def test_one_that_pulls_against_the_others_counts_nothing_after_a_few_rounds() -> None:
-    assert [weight_of(rounds(count, -0.5)) for count in (1, 2, 3, 4)] == pytest.approx([1.0, 0.55, 0.15, 0.0], abs=0.01)
+    assert [weight_of(rounds(count, -0.5)) for count in (1, 2, 3, 4)] == pytest.approx([1.0, 0.55, 0.0, 0.0], abs=0.01)
     assert weight_of(rounds(10, -0.5, score=1.0)) == 1.0, "it may have been honest for long"
     assert weight_of(rounds(14, -0.5, score=1.0)) == 0.0
 
 
 def test_one_that_counts_nothing_is_tried_again() -> None:
     record, weights = {"agreement": {A: -0.17}}, list[float]()
-    for _ in range(20):
+    for _ in range(60):
         record = {"agreement": scores_after(record, opening(A, B), {B: 0.5})}
         weights.append(trust_of((A,), record)[0])
-    assert weights[0] == 0.0 and 0.0 < weights[-1] < 0.2
+    assert weights[20] == 0.0 and 0.5 <= weights[-1] < 0.7
 
 
 def test_members_that_left_are_forgotten_and_late_ones_are_not() -> None:
