@@ -3,7 +3,7 @@
 codecs      encode and decode-and-add of each codec on one core, beside memcpy of the same float32 values
 loopback    256 MB of float32 over loopback, 2 and 4 processes: where the processor is the limit
 links       namespaces with links of a rate and a round trip (root): where the link is the limit, beside iperf3 too
-robust      combinations that bear liars beside the mean, in turns: what outer.robust costs the processor
+robust      combinations that bear liars, in turns with the mean: what outer.robust costs the processor
 messages    reductions of next to nothing over loopback: what a message costs the processor
 accuracy    relative error of the mean against float64, for 2 to 16 nodes, beside the schemes of earlier systems
 

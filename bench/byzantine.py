@@ -6,7 +6,7 @@ python bench/byzantine.py --nodes [--rules off clip] [--lies flip] [--liars 1]  
 Without --nodes all members are in this process: a small model of bytes learns made-up text, of which a quarter is in a
 language of each member. Contributions are encoded, combined and decoded by the code that nodes use, and openings and
 verdicts are their records, so that weights and trust are those of a run. With --nodes, 8 nodes train as
-`zeroband simulate` has them, and liars lie by an outer algorithm in a file of its own (bench/liar.py).
+`zeroband simulate` has them, and liars lie by a custom outer algorithm (bench/liar.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Learners:
 def corpus() -> tuple[list[Tensor], Tensor]:
     """The text of each member, and what all are held to.
 
-    Three quarters of a member's documents are in a made-up language that all share, the rest in one of its own.
+    Three quarters of a member's documents are in a made-up language that all share, the rest in another for each.
     """
 
     def text(seed: int, first: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""DiLoCo of whose nodes the last ones lie, for bench/byzantine.py: an outer algorithm in a file of its own.
+"""DiLoCo of whose nodes the last ones lie, for bench/byzantine.py: a custom outer algorithm.
 
 All nodes load the same file and settings; which of them lie follows from their ids, node0, node1, and so on.
 """

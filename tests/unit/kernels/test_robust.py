@@ -1,4 +1,4 @@
-"""Combinations that bear liars, beside the plain one of tests/oracles/robust.py."""
+"""Combinations that bear liars, compared with the plain ones of tests/oracles/robust.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 namespace zeroband {
 namespace {
 
-constexpr size_t TOO_FEW = 2;  // of two contributions nobody can say which one is too long
+constexpr size_t TOO_FEW = 2;  // of two contributions either may be the one that is too long
 constexpr size_t WIDTH = 64;   // of `RobustKernels::middle`
 
 struct Row {

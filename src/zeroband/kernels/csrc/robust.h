@@ -1,7 +1,7 @@
 // One result of several members' contributions that a minority of liars moves only so far.
 //
 // Nothing that a member says of itself is believed: norms are measured on the values that came. They are measured over
-// pieces of PIECE values, so that nothing waits for a whole shard, and nobody hides a large change of few values behind
+// pieces of PIECE values, so that nothing waits for a whole shard, and no member hides a large change of few values behind
 // many small ones. What the order of the members is does not show in the bits: contributions are added in the order of
 // their bytes.
 #pragma once

@@ -1,7 +1,7 @@
 // The inner loops of combinations that bear liars, in portable C++, included by codec.cpp once for each instruction set,
 // behind blocks.inl. Every variant does the same IEEE operations in the same order. Must not include a header.
 
-// Sums over a row are kept in so many lanes, value i in lane i % LANES, and the lanes added from the first to the last.
+// Sums over a row are kept in lanes, value i in lane i % LANES, and the lanes added from the first to the last.
 constexpr size_t LANES = 16;
 
 template <typename Term>

@@ -378,7 +378,7 @@ def _norms_by_chunk(values: Tensor) -> Tensor:
 
 
 def _measure(payloads: Sequence[Chosen], result: Tensor, measured: Measured) -> None:
-    """Add what is seen of payloads' values, beside what they became together: (chunks, numel)."""
+    """Add what is seen of payloads' values and of their result, (chunks, numel)."""
     count, exact = len(payloads), result.double()
     seen = torch.zeros(2 * count + 1, dtype=torch.float64)
     for number, chosen in enumerate(payloads):
