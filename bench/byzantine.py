@@ -114,7 +114,7 @@ def corpus() -> tuple[list[Tensor], Tensor]:
 
     def text(seed: int, first: int, count: int) -> Tensor:
         source = SyntheticSource(type="synthetic", documents=first + count)
-        found = " ".join(document.text for document in islice(documents(source, seed), first, None))
+        found = " ".join(str(document.text) for document in islice(documents(source, seed), first, None))
         return torch.tensor(list(found.encode()))
 
     own = [torch.cat([text(0, 300 * place, 300), text(1 + place, 0, 100)]) for place in range(MEMBERS)]

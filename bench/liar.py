@@ -23,13 +23,14 @@ from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.robust import rule_of
 
 MOMENTUM = "momentum"
+OUTER = OuterSGDConfig(lr=0.7, momentum=0.6)
 
 
 class Liar(ManySteps):
     """Outer state: parameters and momentum, as DiLoCo's."""
 
     sections = (PARAMS, MOMENTUM)
-    outer_sgd = OuterSGDConfig(lr=0.7, momentum=0.6)
+    outer_sgd = OUTER
 
     class Settings(Section):
         """Who lies, and how."""
@@ -41,7 +42,7 @@ class Liar(ManySteps):
     def __init__(self, parts: OuterParts, config: CustomConfig, settings: Settings) -> None:
         place = int(node_id_of_member(parts.mesh.member_id).removeprefix("node"))
         self._lie = settings.lie if place >= settings.honest else "none"
-        self._optimizer = OuterSGD(self.outer_sgd)
+        self._optimizer = OuterSGD(OUTER)
         encoded = None
         if self._lie == "nan":  # what is encoded here is refused, so the bytes are written by hand
             size = parts.codec.encoded_size(parts.buffers.numel)
