@@ -50,7 +50,7 @@ class Measured:
 
     @staticmethod
     def of(members: int) -> Measured:
-        """Nothing seen yet."""
+        """Return zeros, with which measuring begins."""
         return Measured(torch.zeros(2 * members + 1, dtype=torch.float64))
 
     def cosines(self) -> list[float | None]:
