@@ -92,6 +92,10 @@ class Robustly:
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", Measured.of(self.members))
 
+    def as_fields(self) -> tuple[int, int, float, int]:
+        """The last fields of `native.ReduceSpec`."""
+        return self.rule.number, self.rule.iterations, self.rule.trim, self.measured.values.data_ptr()
+
 
 def combine(
     rule: RobustRule, codec: Codec, parts: Sequence[Tensor], shares: Sequence[float], n: int, *, variant: int = -1

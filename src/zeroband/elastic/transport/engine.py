@@ -227,14 +227,11 @@ class Engine:
         sites.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
-        for tensor in buffers:
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
-                raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
+        _require_values(buffers, shape.bounds[-1])
         if encoded is not None:
             _require_encodings(encoded, shape)
             buffers = (*buffers, encoded.contribution, encoded.result)
-        if robust is not None:
-            buffers = (*buffers, robust.measured.values)
+        buffers = buffers if robust is None else (*buffers, robust.measured.values)
         arrays = (
             np.array(shape.bounds, np.uint64),
             np.array(shape.shares, np.float32),
@@ -259,10 +256,7 @@ class Engine:
             None if encoded is None else encoded.contribution.data_ptr(),
             None if encoded is None else encoded.result.data_ptr(),
             allowed,
-            0 if robust is None else robust.rule.number,
-            0 if robust is None else robust.rule.iterations,
-            0.0 if robust is None else robust.rule.trim,
-            None if robust is None else robust.measured.values.data_ptr(),
+            *((0, 0, 0.0, None) if robust is None else robust.as_fields()),
         )
         handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:
@@ -347,6 +341,12 @@ def _marks(places: Iterable[int], world: int) -> np.ndarray[Any, np.dtype[np.uin
     marks = np.zeros(world, np.uint8)
     marks[list(places)] = 1
     return marks
+
+
+def _require_values(buffers: Iterable[Tensor], numel: int) -> None:
+    for tensor in buffers:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != numel:
+            raise ValueError(f"a reduction needs {numel} contiguous float32 values, not {tensor.shape}")
 
 
 def _require_encodings(encoded: Encoded, shape: Shape) -> None:
