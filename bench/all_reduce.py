@@ -3,10 +3,11 @@
 codecs      encode and decode-and-add of each codec on one core, beside memcpy of the same float32 values
 loopback    256 MB of float32 over loopback, 2 and 4 processes: where the processor is the limit
 links       namespaces with links of a rate and a round trip (root): where the link is the limit, beside iperf3 too
+robust      combinations that bear liars, in turns with the mean: what outer.robust costs the processor
 messages    reductions of next to nothing over loopback: what a message costs the processor
 accuracy    relative error of the mean against float64, for 2 to 16 nodes, beside the schemes of earlier systems
 
-  python bench/all_reduce.py [codecs] [loopback] [links] [messages] [accuracy]
+  python bench/all_reduce.py [codecs] [loopback] [robust] [links] [messages] [accuracy]
 """
 
 from __future__ import annotations
@@ -41,15 +42,26 @@ from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS
+from zeroband.kernels.robust import Robustly, RobustRule
 
 DEADLINE_S = 300.0
 LEAST_S = 6
 """Of a transfer with int8 over links that are used in full; iperf3 takes as long, from its first byte."""
 
 
+ROBUST = {
+    "clip": RobustRule("clip"),
+    "trimmed": RobustRule("trimmed", trim=0.25),
+    "centered_clip": RobustRule("centered_clip", iterations=1),
+}
+
+
 @dataclass(frozen=True)
 class Way:
-    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring/CONGESTION` or `gloo/LANES`."""
+    """One way to average: `native/CODEC/STREAMS/sealed|open/FORM/CONGESTION` or `gloo/LANES`.
+
+    FORM is all, ring, or one of ROBUST.
+    """
 
     name: str
 
@@ -142,11 +154,14 @@ class Worker:
         for peer in range(job.world):
             engine.set_congestion(peer, congestion)
         shape = replace(shape_of(job.numel, CODECS[codec], [1 / job.world] * job.world), is_ring=form == "ring")
-        numbers = itertools.count(1)
+        numbers, rule = itertools.count(1), ROBUST.get(form)
 
         def run() -> None:
             operation = Operation(1, next(numbers) << 16, 1, 1)
-            reduction = engine.start(operation, shape, job.rank, range(job.world), self.values, self.result)
+            robust = None if rule is None else Robustly(rule, job.world)
+            reduction = engine.start(
+                operation, shape, job.rank, range(job.world), self.values, self.result, robust=robust
+            )
             state = reduction.wait(DEADLINE_S)
             reduction.close()
             assert state == State.DONE, state
@@ -300,6 +315,18 @@ def loopback() -> None:
             seconds = f"{one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f}"
             staging = "" if one.staging_bytes is None else f"{one.staging_bytes / numel:.2f}"
             print(f"| {world} | {way} | {seconds} | {ratio:.2f} | {best:.2f} | {staging} |", flush=True)
+
+
+def robust_forms() -> None:
+    numel, world = 16 << 20, 4
+    print("\n64 MB of float32 over loopback, 4 nodes, one thread for each process, int8, sealed\n")
+    heads = ("form", "median s", "best s", "processor s, all nodes", "ns of processor more for each value of a node")
+    print(heading(*heads))
+    ways = [f"native/int8/1/sealed/{form}/cubic" for form in ("all", *ROBUST)]
+    taken = measure(world, numel, ways, repeats=15)
+    for way, one in taken.items():
+        more_ns = (one.cpu_s - taken[ways[0]].cpu_s) / world / numel * 1e9
+        print(f"| {way} | {one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f} | {more_ns:.2f} |", flush=True)
 
 
 def messages() -> None:
@@ -480,7 +507,7 @@ def accuracy() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["codecs", "loopback", "links", "messages", "accuracy"])
+    parser.add_argument("what", nargs="*", default=["codecs", "loopback", "robust", "links", "messages", "accuracy"])
     parser.add_argument("--job", type=job_of, help=argparse.SUPPRESS)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], help="Mbit/s of the links")
     parser.add_argument("--rtts", type=float, nargs="+", default=[1, 80], help="ms")
@@ -489,7 +516,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.job:
         return work(Worker(arguments.job))
-    require_known(parser, arguments.what, ("codecs", "loopback", "links", "messages", "accuracy"))
+    require_known(parser, arguments.what, ("codecs", "loopback", "robust", "links", "messages", "accuracy"))
     for what in arguments.what:
         match what:
             case "codecs":
@@ -498,6 +525,8 @@ def main() -> None:
                 loopback()
             case "links":
                 links(arguments.rates, arguments.rtts, arguments.worlds, arguments.loss)
+            case "robust":
+                robust_forms()
             case "messages":
                 messages()
             case _:

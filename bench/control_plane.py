@@ -38,6 +38,7 @@ from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.neighbours import neighbours, suspects
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
@@ -49,7 +50,7 @@ from zeroband.errors import PeerLost
 from zeroband.node.shared_flags import SharedFlags
 
 RUN_ID = "scale"
-KEY, HOST = RunKey(b"k" * 32), "127.0.0.1"
+SECRET, HOST = b"k" * 32, "127.0.0.1"
 SHAPE = RunShape(total_steps=10**9, batch_size=32)
 STEPS = 50
 START_S = 600.0
@@ -82,9 +83,9 @@ class Lease:
 
     pid = 0
 
-    def __init__(self, store: RedisStore, order: GuardianOrder, *, probes: bool) -> None:
+    def __init__(self, store: RedisStore, order: GuardianOrder, key: RunKey, *, probes: bool) -> None:
         self._store, self._order = store, order
-        identity, lease_s = Identity(order.member_id, KEY), order.lease_s
+        identity, lease_s = Identity(order.member_id, key), order.lease_s
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._links = LinkMonitor(HOST, identity=identity, detect_s=lease_s, on_gone=self._gone.put) if probes else None
         self._stop = threading.Event()
@@ -136,13 +137,20 @@ class Node:
     def __init__(self, url: str, number: int, folder: Path, *, probes: bool, detect_s: float) -> None:
         self._probes = probes
         time_outs = TimeOuts.following(detect_s, dict.fromkeys(TIME_OUT_NAMES))
-        self._open_store = partial(RedisStore, url, RUN_ID, lease_s=time_outs.lease_s, patience_s=60.0)
+        own = NodeKey.new()
+        self._key = RunKey(SECRET, own)
+        self._open_store = partial(RedisStore, url, RUN_ID, key=self._key, lease_s=time_outs.lease_s, patience_s=60.0)
         self._store = self._open_store()
         self.number = number
         self._flags = SharedFlags(folder / f"flags-{number}", create=True)
         self.lease: Lease | None = None
         access = RunAccess(
-            self._store, url, RUN_ID, self._store.found_or_match(SHARED), start_guardian=lambda o, _: self._guard(o)
+            self._store,
+            url,
+            RUN_ID,
+            self._store.found_or_match(SHARED),
+            start_guardian=lambda order, _: self._guard(order),
+            name_member=own.new_member_id,
         )
         identity = NodeIdentity(
             f"node-{number:04d}", ListenAddress(f"10.0.{number // 250}.{number % 250}"), (), 0, folder
@@ -151,7 +159,7 @@ class Node:
         self.verdict: Verdict | None = None
 
     def _guard(self, order: GuardianOrder) -> Lease:
-        self.lease = Lease(self._open_store(), order, probes=self._probes)
+        self.lease = Lease(self._open_store(), order, self._key, probes=self._probes)
         return self.lease
 
     def join(self, last: int) -> None:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +33,14 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.records import Opening, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     DATA_CALL,
     HELLO_BYTES,
+    MAC_BYTES,
     PROOF_BYTES,
     Caller,
     Introduction,
@@ -47,6 +49,7 @@ from zeroband.elastic.transport.handshake import (
     StreamKeys,
     new_session,
 )
+from zeroband.elastic.transport.store_call import STORE
 from zeroband.errors import HandshakeFailed
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
@@ -120,9 +123,12 @@ class Call:
         with suppress(OSError):
             self.socket.sendall(data)
 
-    def hello(self, purpose: Purpose = Purpose.STATE, *, caller: str = "stranger#0", **changes: str | bool) -> Caller:
-        """An honest call."""
-        names = {"caller": caller, "callee": self.target.member, "session": new_session(), "is_sealed": True, **changes}
+    def hello(self, purpose: Purpose = Purpose.STATE, *, caller: str | None = None, **changes: str | bool) -> Caller:
+        """An honest call, if `caller` is None; else one in the name of that member."""
+        own = self.target.key.node
+        caller = caller or ("stranger#0" if own is None else own.name("stranger"))
+        callee = STORE if purpose == Purpose.STORE else self.target.member
+        names = {"caller": caller, "callee": callee, "session": new_session(), "is_sealed": True, **changes}
         key = names.pop("key", self.target.key)
         return Caller(key, Introduction(**names, purpose=purpose))  # type: ignore[arg-type]
 
@@ -147,7 +153,7 @@ class Call:
     def forged(self, introduction: bytes, public: bytes | None = None) -> bytes:
         """A call with this introduction, whatever it is, by somebody who knows the token."""
         body = DATA_CALL + (public or self.chance.randbytes(32)) + (len(introduction) & 0xFFFF).to_bytes(2, "big")
-        body = (body + introduction)[: HELLO_BYTES - PROOF_BYTES].ljust(HELLO_BYTES - PROOF_BYTES, b"\0")
+        body = (body + introduction)[: HELLO_BYTES - MAC_BYTES].ljust(HELLO_BYTES - MAC_BYTES, b"\0")
         return body + hmac.digest(self.target.key.secret, body, "sha256")
 
     def record(self, keys: StreamKeys, data: bytes) -> bytes:
@@ -335,6 +341,14 @@ def frame_words(target: Target, chance: random.Random) -> tuple[bytes, bytes]:
     return FRAME.pack(*fields), payload
 
 
+def command_words(chance: random.Random) -> bytes:
+    """A command for a store, of those that members may give and of others, whole or not."""
+    words = (b"GET", b"SET", b"EVALSHA", b"XREAD", b"CONFIG", b"SHUTDOWN", b"MODULE", chance.randbytes(3))
+    said = [chance.choice(words), *(chance.randbytes(chance.randrange(100)) for _ in range(chance.randrange(4)))]
+    command = b"*%d\r\n" % len(said) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in said)
+    return command if chance.random() < 0.7 else command[: chance.randrange(1, len(command))]
+
+
 def words_of(call: Call, purpose: Purpose, keys: StreamKeys) -> bytes:
     """Some of what is said on a connection for this purpose, right or nearly right, as it travels."""
     chance = call.chance
@@ -342,6 +356,8 @@ def words_of(call: Call, purpose: Purpose, keys: StreamKeys) -> bytes:
         return b"".join(call.frame(keys, *frame_words(call.target, chance)) for _ in range(chance.randrange(1, 6)))
     if purpose == Purpose.STATE:
         return b"".join(call.record(keys, request_words(chance)) for _ in range(chance.randrange(1, 4)))
+    if purpose == Purpose.STORE:
+        return b"".join(call.record(keys, command_words(chance)) for _ in range(chance.randrange(1, 6)))
     size = chance.choice((1, 7, 8, 16, 64, 1000, 1 << 16, 1 << 20))  # bursts and probes are bytes without a meaning
     return chance.randbytes(size) if chance.random() < 0.7 else call.record(keys, chance.randbytes(min(size, 1 << 16)))
 
@@ -388,8 +404,12 @@ def leave_at_once(call: Call, *, purpose: Purpose) -> None:
 Kind = Callable[[Call], object]
 
 
-def kinds() -> dict[str, Kind]:
-    """All that is said at ports, by name; behind a handshake for each purpose that nodes know."""
+GUARDED = tuple(purpose for purpose in Purpose if purpose != Purpose.STORE)
+"""What the port of a node that holds no store is called for."""
+
+
+def kinds(purposes: Sequence[Purpose] = GUARDED) -> dict[str, Kind]:
+    """All that is said at ports, by name; behind a handshake for each of these purposes."""
     recorded: deque[tuple[Target, bytes, bytes]] = deque(maxlen=50)
     plain = (
         *(say_noise, say_known_word, say_half_a_call, say_changed_call, call_with_another_token, say_nothing, dribble),
@@ -400,7 +420,7 @@ def kinds() -> dict[str, Kind]:
     found["record_a_call"] = partial(record_a_call, recorded=recorded)
     found["repeat_a_call"] = partial(repeat_a_call, recorded=recorded, with_proof=False)
     found["repeat_a_call_and_its_proof"] = partial(repeat_a_call, recorded=recorded, with_proof=True)
-    for purpose in Purpose:
+    for purpose in purposes:
         for kind in (speak, speak_as_a_member, speak_damaged, speak_noise, stay_silent, leave_at_once):
             found[f"{purpose.value}: {kind.__name__}"] = partial(kind, purpose=purpose)
     return found
@@ -571,7 +591,7 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
             cluster.start()
         cluster.wait_until(lambda run: (run.round or 0) >= 5, timeout_s=DEADLINE_S)
         assert cluster.store_url is not None
-        key = RunKey.of(TOKEN, cluster.run_id)
+        key = RunKey.of(TOKEN, cluster.run_id, node=NodeKey.new())
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
         guardians = frozenset(filter(is_guardian, before))
         with closing(

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from evidence import count, require
 
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry, Refusal
@@ -61,7 +62,8 @@ class Joiner:
 
     def __init__(self, store: RedisStore, run_id: str) -> None:
         self._store = store
-        self._dialler = Dialler(RunKey.of(None, run_id), "joiner", is_sealed=True)
+        own = NodeKey.new()
+        self._dialler = Dialler(RunKey.of(None, run_id, node=own), own.name("joiner"), is_sealed=True)
         self._is_on = threading.Event()
         self.fetched_bytes = 0
 

@@ -163,6 +163,7 @@ class ScriptedRun:
             "digest": digest(rounds - 1) if rounds else None,
             "sent_bytes": sent_bytes(t) // 4,
             "received_bytes": sent_bytes(t) // 4 + (STATE_BYTES if name == VICTIM and t > FETCHED_S else 0),
+            "key": "0a1b2c3d",
             "memory_bytes": 9_300_000_000 if state != "lost" else None,
             "last_at_s": BEGAN_AT_S + (KILLED_S if name == VICTIM and KILLED_S < t < STARTED_AGAIN_S else t),
             "starts": 2 if name == VICTIM and t >= STARTED_AGAIN_S else 1,

@@ -51,7 +51,9 @@ _COMMANDS = {
     "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
     "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table, a page, figures"),
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
-    "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
+    "ctl": _Command(
+        "tools.ctl", "pause | resume | drain, ban NODE | rollback --step N | status: orders to a whole run"
+    ),
     "status": _Command("tools.status", "RUN_DIR | --store URL --run-id ID: how a run goes, from files or its store"),
     "top": _Command("tools.top.command", "[RUN_DIR | --store URL --run-id ID]: the same, redrawn until q"),
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),

@@ -2,10 +2,12 @@
 
 ZerobandError
 ├── ConfigError        the user's input is wrong: names the value and the way out
+│   ├── LineEnds       this node's line of the run met another one, which goes on in its place
 │   ├── JoinRefused    this node's run differs from the running one: names the differing key
 │   └── MachineUnfit   this machine lacks what the configuration needs: a line for each thing that is missing
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
 │   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
+├── RoundFailed        a round came to no result time and again, although no member was lost: the node ends
 ├── StoreLost          Redis did not answer within its deadline
 ├── StorageLost        text or token ids cannot be had: their storage is silent or refuses, or a file is gone or damaged
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
@@ -13,6 +15,7 @@ ZerobandError
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
 ├── HandshakeFailed    the other end of a connection is no node of this run
+│   └── PosesAsAnother   it is one, and not the member that it says it is
 ├── LearnsNothing      the gradients of this node are not finite, step after step: it ends, and exports nothing
 ├── RunOver            the run that this node wanted to join is complete
 ├── RecoveryFailed     no member could give this node a state that verifies
@@ -44,6 +47,10 @@ class JoinRefused(ConfigError):
         self.ours = ours
 
 
+class LineEnds(ConfigError):
+    """The run was founded twice, and this node is of the line that does not go on; its checkpoints stay."""
+
+
 class MachineUnfit(ConfigError):
     """This machine cannot do what the configuration asks for; another machine could."""
 
@@ -64,6 +71,10 @@ class TransferStalled(PeerLost):
         self.since_s = since_s
         self.at_byte = at_byte
         self.of_bytes = of_bytes
+
+
+class RoundFailed(ZerobandError):
+    """A round was opened again and again to members that are all there; the message says how often."""
 
 
 class StoreLost(ZerobandError):
@@ -104,6 +115,14 @@ class MalformedPayload(ZerobandError):
 
 class HandshakeFailed(ZerobandError):
     """The other end of a connection could not prove that it is a node of this run."""
+
+
+class PosesAsAnother(HandshakeFailed):
+    """The other end of a connection knows the token, and lacks the key of `member_id`, as which it speaks."""
+
+    def __init__(self, member_id: str) -> None:
+        super().__init__(f"it says that it is {member_id}, and does not have that member's key")
+        self.member_id = member_id
 
 
 class RunOver(ZerobandError):

@@ -20,15 +20,26 @@ from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.loss_record import LossRecord
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
+from zeroband.elastic.membership.records import (
+    Blame,
+    Evidence,
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+)
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.membership.succession import Account, Line, Meeting, Whereabouts
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
-from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.seals import Seals
 from zeroband.state.crash_memory import NodeMemory
@@ -36,6 +47,9 @@ from zeroband.state.crash_memory import NodeMemory
 SAMPLES: dict[str, str] = json.loads(Path(__file__).with_name("records.json").read_text(encoding="utf-8"))
 SEALS = Seals(RunKey(bytes(32)), "run", "zeroband:{run}")
 A, B = "a#1", "b#2"
+NODE = NodeKey(bytes(32))
+NODES_SEALS = Seals(RunKey(bytes(32), NODE), "run", "zeroband:{run}")
+MEMBER = f"a#00c0ffee.{NODE.public}"
 
 PROGRESS = Progress(
     inner_step=30,
@@ -57,11 +71,11 @@ OPENING = Opening(
     steps=(10, 4),
     steps_requested=(10, 0),
     late=("c#3",),
-    divergences=1,
-    network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500, (1,)),
+    retries=1,
+    network=LinkTable((120, 30), (0,), 25, 25, 80, 1500, (1,)),
     orders=2,
     rollback=20,
-    norms=(1.5, 0.1),
+    trust=(1.0, 0.25),
     skips_data=True,
     loss=3.25,
     sessions=("s2", "s1"),
@@ -69,7 +83,12 @@ OPENING = Opening(
     corpora=("", "b/00ff"),
     is_equal=True,
     sites=(0, 0),
+    largest=(0.5, 0.0),
+    is_flat=True,
+    blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
+    proposer=A,
 )
+EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",))
 VERDICT = Verdict(
     OPENING,
     "d1",
@@ -83,7 +102,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff", 0, "lab-a")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5)
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -109,13 +128,15 @@ STATE = StateManifest(
 )
 PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"), 6379)
 LINKS = LinkRates({B: 30}, 80)
-ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
+ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1, ("c#3",))
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
 GENERATION = Generation(3, "store3")
 ACCOUNT = Account(
     GENERATION, Generation(2, "store2"), VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"}
 )
-WHEREABOUTS = Whereabouts(GENERATION, "redis://10.0.0.2:6379")
+LINE = Line("first", 7, 4096, ("a#1", "b#1"))
+MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
+WHEREABOUTS = Whereabouts(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,12 @@ STORE = {
         ("ready", "4", A),
         lambda judge: judge.seal_ready(A, READY),
         lambda judge, raw: judge.ready("k", 4, {A: raw}).get(A),
+    ),
+    "evidence": StoreRecord(
+        EVIDENCE,
+        ("evidence", OPENING.id, A),
+        lambda judge: judge.seal_evidence(A, OPENING, EVIDENCE),
+        lambda judge, raw: judge.evidence("k", OPENING, {A: raw}).get(A),
     ),
     "peer": StoreRecord(
         PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
@@ -175,6 +202,18 @@ STORE = {
         lambda judge: judge.seal_account(A, ACCOUNT),
         lambda judge, raw: judge.accounts("k", {A: raw}).get(A),
     ),
+    "whereabouts": StoreRecord(
+        WHEREABOUTS,
+        ("whereabouts",),
+        lambda judge: judge.seal_whereabouts(WHEREABOUTS),
+        lambda judge, raw: judge.whereabouts("k", raw),
+    ),
+    "meeting": StoreRecord(
+        MEETING,
+        ("meeting",),
+        lambda judge: judge.seal_meeting(MEETING),
+        lambda judge, raw: judge.meeting("k", raw),
+    ),
 }
 LABELS = {
     "generation": StoreRecord(
@@ -182,12 +221,6 @@ LABELS = {
         ("generation",),
         lambda judge: judge.seal_generation(GENERATION),
         lambda judge, raw: judge.generation("k", raw),
-    ),
-    "whereabouts": StoreRecord(
-        WHEREABOUTS,
-        ("whereabouts",),
-        lambda judge: judge.seal_whereabouts(WHEREABOUTS),
-        lambda judge, raw: judge.whereabouts("k", raw),
     ),
 }
 """Records of the store that say all in their label, or in plain text."""
@@ -227,6 +260,16 @@ def test_record_is_written_as_it_always_was(name: str, tmp_path: Path) -> None:
     assert written(name, tmp_path) == SAMPLES[name]
 
 
+def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> None:
+    """What its text says is that of the unsigned one."""
+    judge, raw = Judge(NODES_SEALS), SAMPLES["signed_ready"].encode()
+    assert judge.seal_ready(MEMBER, READY).encode() == raw
+    assert judge.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
+    assert SAMPLES["signed_opening"] == judge.seal_opening(judge.signed(OPENING, MEMBER))
+    opening = judge.opening("k", SAMPLES["signed_opening"].encode(), None)
+    assert opening is not None and (opening.proposer, opening.members) == (MEMBER, OPENING.members)
+
+
 @pytest.mark.parametrize("name", STORE | LABELS)
 def test_record_of_the_store_is_read_as_it_was_written(name: str) -> None:
     record = (STORE | LABELS)[name]
@@ -258,7 +301,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-e0eabcdf1dca"
+    assert OPENING.id == "41-7b196e8abd6c"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.arena import DEADLINE_S, TINY
+from tests.stores import free_port
 
 from zeroband.tools.cluster import LocalCluster, Network, RedisServer
 
@@ -52,6 +54,17 @@ def _listening(table: str) -> dict[str, Listener]:
     """By the number of their inodes."""
     rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
     return {row[9]: _listener(row[1]) for row in rows if row[3] == _LISTENING}
+
+
+def datagram_sockets_of(pids: Iterable[int]) -> list[int]:
+    """Processes that have a socket of UDP to which anybody may send."""
+    found = list[int]()
+    for pid in pids:
+        tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("udp", "udp6")]
+        inodes = {line.split()[9] for table in tables for line in table if line.split()[2].endswith(":0000")}
+        links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+        found += [pid for link in links if link.removeprefix("socket:[").rstrip("]") in inodes]
+    return found
 
 
 def _listener(local: str) -> Listener:
@@ -149,3 +162,38 @@ def test_no_command_line_shows_a_secret(seen: Seen, secret: str) -> None:
 def test_no_file_of_the_run_directory_holds_a_secret(seen: Seen, secret: str) -> None:
     assert sum(name.endswith("config.toml") for name in seen.written) == 2
     assert [name for name, text in seen.written.items() if secret in text] == []
+
+
+def with_children(pids: Iterable[int]) -> list[int]:
+    """These processes and those that they started, such as a store, whose environment is its own."""
+    found = list(pids)
+    for pid in found:
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(child) for child in listed.read_text().split() if int(child) not in found]
+    return found
+
+
+KEYS = ("node.port", "observe.board_port", "observe.prometheus.port")
+
+
+@pytest.mark.soak
+def test_a_node_with_all_that_listens_listens_where_the_table_says(tmp_path: Path) -> None:
+    """A store, the page and the figures beside the node's port; each of their keys has a row."""
+    ports = {key: free_port() for key in KEYS}
+    own = [f"--{key}={port}" for key, port in ports.items()]
+    arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--observe.board", *own)
+    env = {"ZERO_BAND_STORE__PEERS": f'["127.0.0.1:{ports["node.port"]}"]'}
+    with LocalCluster(tmp_path / "runs", arguments, nodes=1, store_url="nodes") as cluster:
+        node = cluster.start(env=env)
+        cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=DEADLINE_S)
+        pids = with_children(node.pids)
+        listeners = {listener for sockets in listeners_of(pids).values() for listener in sockets}
+        assert datagram_sockets_of(pids) == []
+    assert {listener.port for listener in listeners} >= set(ports.values())
+    others = [listener for listener in listeners if listener.port not in ports.values()]
+    assert len(others) == LOOPBACK_LISTENERS_OF_A_RANK, "those of gloo"
+    assert all(listener.is_loopback for listener in listeners), "its address is loopback"
+    table = Path(__file__).parents[2].joinpath("SECURITY.md").read_text().partition("## What listens")[2]
+    rows = [line for line in table.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    for key in KEYS:
+        assert sum(bool(re.search(rf"`{re.escape(key)}`", row.split("|")[2])) for row in rows) >= 1, key

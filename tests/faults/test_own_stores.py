@@ -40,7 +40,7 @@ def arguments(tmp_path: Path) -> tuple[str, ...]:
 
 def holder(cluster: LocalCluster, node: str) -> str:
     """The node that holds the store which a node uses."""
-    place = told(cluster.run_dir / node, "store_in_use")[-1]["store"].removeprefix("redis://")
+    place = told(cluster.run_dir / node, "store_in_use")[-1]["store"].removeprefix("node://")
     return next(other for other in cluster.nodes if cluster.store_place(other) == place)
 
 
@@ -201,7 +201,7 @@ def test_loops_of_their_own_go_on_when_the_peer_is_killed_whose_store_they_use(t
             settings = {
                 "ZERO_BAND_ELASTIC__START_NODES": "3",
                 "ZERO_BAND_STORE__PEERS": json.dumps([f"127.0.0.1:{ports[known]}" for known in "ab"]),
-                "ZERO_BAND_STORE__PORT": str(ports[name]),
+                "ZERO_BAND_NODE__PORT": str(ports[name]),
             }
             peers.start(name, "--data", str(number), settings=settings)
         peers.until(lambda: all(len(peers.rounds(name)) > 4 for name in ports), "some rounds")

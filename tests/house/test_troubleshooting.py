@@ -12,7 +12,7 @@ import pytest
 
 ENDING = {
     *("ConfigError", "AnotherArithmetic", "StoreLost", "StorageLost", "RunOver", "Leaving", "CheckpointFailed"),
-    *("RecoveryFailed", "LearnsNothing", "BadRow"),
+    *("RecoveryFailed", "LearnsNothing", "BadRow", "LineEnds"),
 }
 """Raised with messages of their own, which a user reads."""
 

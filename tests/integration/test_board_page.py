@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect
-from tests.board_run import NODES, VICTIM, NoRun, ScriptedRun
+from tests.board_run import END_S, NODES, VICTIM, NoRun, ScriptedRun
 from tests.board_server import STATIC, TOKEN, BoardServer, asset
 from tests.browsers import open_browser
 from tests.made_runs import event, member, run_of
@@ -105,6 +105,11 @@ def themes() -> dict[str, dict[str, str]]:
     }
     assert found["light"].keys() == found["dark"].keys()
     return found
+
+
+def rgb(colour: str) -> str:
+    """A colour as browsers compute it."""
+    return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
 def luminance(colour: str) -> float:
@@ -322,6 +327,24 @@ def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: Boar
     page.locator("#live").click()
     shows(page, {VICTIM: "Training"})
     expect(page.locator("#notice")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_run_that_has_ended_is_not_called_live_and_keeps_its_mean_rate(open_page: Open, board: BoardServer) -> None:
+    page = open_page()
+    live, colours = page.locator("#live"), themes()["light"]
+    expect(live).to_have_text("Live")
+    expect(live).to_have_css("color", rgb(colours["good"]))
+    expect(page.locator("#link-state")).to_have_attribute("data-level", "good")
+    board.tell(END_S + 20)
+    expect(live).to_have_text("End")
+    expect(live).to_have_css("color", rgb(colours["muted"]))
+    expect(page.locator("#link-state")).to_have_attribute("data-level", "unknown")
+    expect(page.locator("#link-words")).to_contain_text("ended")
+    expect(page.locator("#fig-tokens_per_s")).to_contain_text("tokens/s, mean")
+    expect(page.locator("#fig-tokens_per_s")).to_have_text(re.compile(r"^\s*\d"))
+    page.locator("#at").press("ArrowLeft")
+    expect(page.locator("#notice")).to_contain_text("“End” goes to the newest")
 
 
 @pytest.mark.slow

@@ -165,8 +165,8 @@ def test_node_that_is_to_hold_a_store_is_told_whether_it_can_and_which_others_an
 ) -> None:
     port = free_port()
     asked = ("--store.url=nodes", f'--store.peers=["127.0.0.1:{port}", "127.0.0.1:{free_port()}"]')
-    assert doctor(*asked, f"--store.port={port}") == 0
+    assert doctor(*asked, f"--node.port={port}") == 0
     assert "1 of 2 answer; no run is there yet" in capsys.readouterr().out
     with RedisServer(host="127.0.0.1", port=port):
-        assert doctor(*asked, f"--store.port={port}") == 3
-    assert f"store.port={port}: this node cannot hold a store there" in capsys.readouterr().out
+        assert doctor(*asked, f"--node.port={port}") == 3
+    assert f"node.port={port} is taken" in capsys.readouterr().out

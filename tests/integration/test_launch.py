@@ -395,7 +395,7 @@ def test_signal_ends_the_run_through_its_clean_up(
     monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", together_s)
     given_back: list[str] = []
 
-    def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack) -> None:
+    def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack, _port: object) -> None:
         stack.callback(given_back.append, "all")
         departure.holds_work = holds_work
         for number in numbers:
@@ -417,7 +417,7 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
     monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", 3600.0)
     asked: list[bool] = []
 
-    def asked_to_leave(_config: object, _local: object, departure: Departure, _stack: ExitStack) -> None:
+    def asked_to_leave(_config: object, _local: object, departure: Departure, *_rest: object) -> None:
         departure.holds_work = True
         for number in numbers:
             signal.raise_signal(number)

@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
-from zeroband.elastic.rounds.loss_record import LossRecord
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
 

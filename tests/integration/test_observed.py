@@ -55,7 +55,8 @@ SETTINGS = {
     "train.activation_checkpointing": "full",
     "train.profile.steps": [2, 4],  # in both rounds
     "outer.inner_steps": STEPS // ROUNDS,
-    "outer.clip_to_median": True,
+    "outer.robust.type": "clip",
+    "comm.sites": "off",
     "comm.lanes": 3,
     "eval.every_steps": STEPS // ROUNDS,
     "eval.sources": f"schema={ROOT / 'src' / 'zeroband' / 'config' / 'schema.py'}",

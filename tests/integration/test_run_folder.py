@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -88,6 +90,35 @@ def test_run_that_is_resumed_goes_on_in_its_files(tmp_path: Path, caplog: pytest
     assert "nothing to resume" not in caplog.text
     both = written(place(tmp_path))
     assert all(both[name].startswith(first[name]) for name in FILES) and steps_in(both) == [1, 2, 3, 4]
+
+
+def test_run_whose_folders_are_removed_makes_them_anew_and_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Removal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("step 2/"):
+                for folder in ("runs", "saved"):
+                    shutil.rmtree(tmp_path / folder)
+
+    log, removal = logging.getLogger("zeroband"), Removal()
+    saves = [f"--ckpt.path={tmp_path / 'saved'}", "--ckpt.every-rounds", "3", "--observe.log-every-steps", "1"]
+    caplog.set_level(logging.INFO)
+    log.addHandler(removal)
+    try:
+        start(tmp_path, *saves, steps=6)
+    finally:
+        log.removeHandler(removal)
+    warnings = [record.message for record in caplog.records if record.name == "zeroband.runtime.report"]
+    assert warnings.count("the run's folder was removed; it is made anew, without what it held") == 1
+    assert "a file was removed" not in caplog.text
+    session = json.loads((place(tmp_path) / "run.json").read_text())["session"]
+    assert json.loads((tmp_path / "saved/again/owner.json").read_text())["session"] == session
+    assert load_config([f"@{place(tmp_path) / 'config.toml'}"], {}).train.total_steps == 6
+    caplog.clear()
+    start(tmp_path, *saves, "--resume", steps=8)
+    assert "nothing to resume" not in caplog.text
+    assert steps_in(written(place(tmp_path))) == [3, 4, 5, 6, 7, 8]
 
 
 def test_run_that_finds_nothing_to_resume_says_so_and_moves_the_files_aside(

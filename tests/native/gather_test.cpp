@@ -110,22 +110,22 @@ void lost_relay_ends_the_gathering_of_those_near_it() {
 void routes_that_are_none_are_refused() {
     Gathering gathering({4, 30011, FP32, false, false, 2, 2, 2});
     const GatherSpec good = gathering.spec(1, 1);
-    REQUIRE(has_routes(good));
+    REQUIRE(problem_of(good) == nullptr);
     GatherSpec spec = good;
     spec.sources[2] = 4;
-    REQUIRE(!has_routes(spec));
+    REQUIRE(problem_of(spec) != nullptr);
     spec = good;
     spec.sources[2] = 1;
-    REQUIRE(!has_routes(spec));
+    REQUIRE(problem_of(spec) != nullptr);
     spec = good;
     spec.sources[1] = 0;
-    REQUIRE(!has_routes(spec));
+    REQUIRE(problem_of(spec) != nullptr);
     spec = good;
     spec.near[1] = true;
-    REQUIRE(!has_routes(spec));
+    REQUIRE(problem_of(spec) != nullptr);
     spec = good;
     spec.receivers[1] = true;
-    REQUIRE(!has_routes(spec));
+    REQUIRE(problem_of(spec) != nullptr);
 }
 
 // Of a member's payload: from its sender or the relay at the own site, whoever knows the key.

@@ -91,6 +91,28 @@ void encoded_contribution_is_sent_as_it_is() {
         }
 }
 
+// Owners combine in several threads, and measure what they combine.
+void combinations_agree() {
+    for (const Robust robust : {Robust{CLIP, 0, 0}, Robust{TRIMMED, 0.25, 0}, Robust{CENTERED, 0, 2}}) {
+        Members members({5, 30011, INT8, false, true});
+        std::vector<std::vector<double>> measured(5, std::vector<double>(11));
+        std::vector<RunningPtr> running;
+        for (uint32_t member = 0; member < 5; ++member) {
+            ReduceSpec spec = members.spec(member, 1);
+            double* seen = measured[member].data();
+            spec.robust = robust;
+            spec.measured = {seen, seen + 5, seen + 10};
+            running.push_back(members.engines[member]->start(std::move(spec), members.links));
+        }
+        for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
+        members.finish_all(running);
+        for (const auto& out : members.out)
+            REQUIRE(std::memcmp(out.data(), members.out[0].data(), out.size() * sizeof(float)) == 0);
+        for (const auto& seen : measured)
+            for (const double value : seen) REQUIRE(value > 0);
+    }
+}
+
 // Whoever is late finds the others' frames waiting.
 void late_member_is_waited_for() {
     Members members({3, 100003, INT8, false, true});
@@ -171,6 +193,7 @@ int main(int argc, char**) {
     reductions_agree(is_long ? std::vector<uint32_t>{2, 3, 5} : std::vector<uint32_t>{3});
     sites_agree();
     encoded_contribution_is_sent_as_it_is();
+    combinations_agree();
     late_member_is_waited_for();
     aborted_reduction_leaves_the_links_as_they_were(is_long ? 20 : 6);
     lost_link_ends_the_reduction_of_both(is_long ? 10 : 3);

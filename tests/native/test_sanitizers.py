@@ -53,12 +53,12 @@ def succeeds(*command: str | Path, limit_s: float = 240) -> None:
 @pytest.mark.parametrize(
     ("program", "sanitizer"),
     [
-        ("reduce_test", "address,undefined"),
+        pytest.param("reduce_test", "address,undefined", marks=pytest.mark.soak),
         pytest.param("reduce_test", "thread", marks=pytest.mark.soak),
-        ("gather_test", "address,undefined"),
+        pytest.param("gather_test", "address,undefined", marks=pytest.mark.soak),
         pytest.param("gather_test", "thread", marks=pytest.mark.soak),
-        ("loss_test", "address,undefined"),
-        ("loss_test", "thread"),
+        pytest.param("loss_test", "address,undefined", marks=pytest.mark.soak),
+        pytest.param("loss_test", "thread", marks=pytest.mark.soak),
     ],
 )
 def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sanitizer: str) -> None:
@@ -71,6 +71,10 @@ def test_codecs_write_where_they_should(build: Build) -> None:
 
 def test_frames_of_a_stranger_do_no_harm(build: Build) -> None:
     succeeds(build("fuzz_frames", "address,undefined"), "50000")
+
+
+def test_hostile_numbers_and_values_do_no_harm(build: Build) -> None:
+    succeeds(build("hostile_numbers", "address,undefined"), "20000")
 
 
 @pytest.mark.soak

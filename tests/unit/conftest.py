@@ -38,10 +38,11 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
+from zeroband.kernels.robust import Robustly, combine
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
@@ -149,6 +150,9 @@ class MemoryLanes:
         share = opening.share(member_id)
         if encoded is not None:
             contribution = self.codec.decode(encoded.contribution, result.numel())
+        if request.robust is not None:
+            self._combine(contribution, result, opening, request.robust)
+            return Moved(0, 0)
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, opening, errors if share > 0 else None)
             return Moved(0, 0)
@@ -161,12 +165,31 @@ class MemoryLanes:
         moved = ring_bytes(result.numel(), len(opening.members))
         return Moved(moved, moved)
 
+    def _combine(self, contribution: Tensor, result: Tensor, opening: Opening, robust: Robustly) -> None:
+        """As the native path, where every member owns everything: all come to the same."""
+        sources = self._all_sent(contribution, opening)
+        shares, numel = [opening.share(member) for member in opening.members], result.numel()
+        counted = zip(sources, shares, strict=True)
+        parts = [self.codec.encode(source if share > 0 else torch.zeros(numel)) for source, share in counted]
+        combined, measured = combine(robust.rule, self.codec, parts, shares, numel)
+        robust.measured.values.copy_(measured.values)
+        result.copy_(self.codec.decode(self.codec.encode(combined), numel))
+
     def _average_encoded(self, contribution: Tensor, result: Tensor, opening: Opening, errors: Tensor | None) -> None:
         """As the native path: all-to-all, the first member owns everything."""
-        sent, shares = self._store.sent, [opening.share(member) for member in opening.members]
-        self._store.change(lambda: sent.setdefault((opening.id, 0), {}).update({self.member_id: contribution.clone()}))
+        shares = [opening.share(member) for member in opening.members]
         if errors is not None:
             errors.fill_(float("nan"))
+        sources = self._all_sent(contribution, opening)
+        mean, taken = averaged(self.codec, sources, shares, (0, *[result.numel()] * len(sources)))
+        result.copy_(mean)
+        if errors is not None:
+            errors.copy_(taken[opening.members.index(self.member_id)])
+
+    def _all_sent(self, contribution: Tensor, opening: Opening) -> list[Tensor]:
+        """What all members contribute, in their order."""
+        sent = self._store.sent
+        self._store.change(lambda: sent.setdefault((opening.id, 0), {}).update({self.member_id: contribution.clone()}))
 
         def arrived() -> bool | Wait:
             if len(sent[opening.id, 0]) == len(opening.members):
@@ -175,11 +198,7 @@ class MemoryLanes:
             return Wait("parts of others")
 
         self._store.wait_for(arrived)
-        sources = [sent[opening.id, 0][member] for member in opening.members]
-        mean, taken = averaged(self.codec, sources, shares, (0, *[result.numel()] * len(sources)))
-        result.copy_(mean)
-        if errors is not None:
-            errors.copy_(taken[opening.members.index(self.member_id)])
+        return [sent[opening.id, 0][member] for member in opening.members]
 
     def all_reduce(self, parts: Sequence[tuple[int, Tensor]], opening: Opening) -> None:
         if len(opening.members) == 1:
@@ -207,6 +226,9 @@ class MemoryLanes:
         if damage is not None:
             damage(parts[0][1])
         points.reach(1.0)
+
+    def gaps(self) -> Gaps:
+        return Gaps()
 
     def gather(
         self,
@@ -460,7 +482,9 @@ class FakeRun:
         departure = Departure(DEADLINE_S)
         member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
+        is_robust = not isinstance(self.algorithm, DdpConfig) and self.algorithm.robust is not None
         rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
+        rules = replace(rules, is_robust=is_robust)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)

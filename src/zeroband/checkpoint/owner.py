@@ -72,16 +72,23 @@ def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = F
         raise ConfigError(f"ckpt.path: cannot write to {storage.url}: {reason_of(error)}") from error
 
 
-def require(storage: Storage, session: str) -> None:
-    """Raise CheckpointFailed unless the folder is still this session's; storage errors pass."""
+def reclaim(storage: Storage, owner: Owner) -> bool:
+    """Make sure that the folder is still this session's, and claim it again where somebody removed it.
+
+    Returns whether it did that. Raises CheckpointFailed where the folder is another run's, or its mount is gone: what
+    is written to the empty place of a mount fills another disk. Storage errors pass.
+    """
     try:
         found = read_owner(storage)
     except ConfigError as error:
         raise CheckpointFailed(str(error)) from error
     if found is None:
-        raise CheckpointFailed(f"{storage.url}/{OWNER} is gone: its mount has vanished, or somebody removed it")
-    if found.session != session:
+        if not storage.is_in_place():
+            raise CheckpointFailed(f"{storage.url} is gone, and with it its mount; mount it again")
+        return storage.create(OWNER, _to_json(owner))
+    if found.session != owner.session:
         raise CheckpointFailed(f"{storage.url} was taken over by another run with run.id={found.run_id!r}")
+    return False
 
 
 def _to_json(owner: Owner) -> bytes:

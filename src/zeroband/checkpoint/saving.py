@@ -24,6 +24,7 @@ from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, T
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
+    OWNER,
     PARTS,
     TEMPORARY,
     OuterFile,
@@ -34,7 +35,7 @@ from zeroband.checkpoint.layout import (
 )
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
-from zeroband.checkpoint.owner import require
+from zeroband.checkpoint.owner import Owner, reclaim
 from zeroband.checkpoint.retention import clean_up, remove_checkpoint
 from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
@@ -208,7 +209,7 @@ class Save:
     def _run(self) -> None:
         from_s = self._around.now_s()
         self._around.at("staged")
-        self._retry("owner.json", partial(require, self._storage, self._stamp.session))
+        self._keep_folder()
         if self._is_done():
             return
         self._write_share(self._staged.plan.share(self._members)[self._node_id], with_indices=not self._ahead)
@@ -226,6 +227,12 @@ class Save:
         total = sum(file.size for file in self._files.values())
         self._around.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
         self._tidy()
+
+    def _keep_folder(self) -> None:
+        """Go on only in a folder that is this run's; in a new one where somebody removed it."""
+        owner = Owner(self._stamp.run_id, self._stamp.session, self._stamp.layout)
+        if self._retry(OWNER, partial(reclaim, self._storage, owner)):
+            self._around.tell("checkpoints_lost", folder=self._storage.url)
 
     def _place(self) -> dict[str, Any]:
         return {"round": self._stamp.round, "step": self._stamp.inner_step}
@@ -437,7 +444,7 @@ class Save:
 
     def _commit(self, missing: Mapping[str, str]) -> None:
         self._require_stored(self._folder)
-        self._retry("owner.json", partial(require, self._storage, self._stamp.session))
+        self._keep_folder()
         self._around.at("before_manifest")
         manifest = Manifest(self._stamp, self._files, missing)
         data = (manifest if self._key is None else self._key.sign(manifest)).to_json()

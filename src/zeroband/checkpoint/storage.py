@@ -77,6 +77,10 @@ class Storage(ABC):
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """The bytes start..stop-1 of a file; fewer where it ends before. Raises FileNotFoundError."""
 
+    def is_in_place(self) -> bool:
+        """Whether what is written now lies where it did when this object was made: no mount went since."""
+        return True
+
     @abstractmethod
     def names(self) -> list[str]:
         """The folder's own entries, sorted; none where there is no folder."""
@@ -112,6 +116,11 @@ class LocalStorage(Storage):
         super().__init__(str(root))
         self._root = root
         self._node_id = node_id
+        with contextlib.suppress(OSError):  # which whatever is asked of the folder raises as well
+            self._device = _device_of(root)
+
+    def is_in_place(self) -> bool:
+        return self._device == _device_of(self._root)
 
     def write(self, path: str, pieces: Iterable[Data]) -> None:
         place = self._root / path
@@ -170,6 +179,11 @@ class LocalStorage(Storage):
     def rename(self, old: str, new: str) -> None:
         (self._root / old).rename(self._root / new)
         _sync_folder(self._root)
+
+
+def _device_of(folder: Path) -> int:
+    """The device that a folder lies on, or is made on where it is not there."""
+    return next(place.stat().st_dev for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def _put_unless_there(beside: Path, place: Path, data: bytes) -> None:

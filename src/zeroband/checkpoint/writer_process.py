@@ -54,15 +54,15 @@ class NoFellows:
 
 
 class StoreFellows:
-    """The way through the run's store."""
+    """The way through the run's store. `node`: its name with its key."""
 
-    def __init__(self, store: RedisStore, node_id: str) -> None:
+    def __init__(self, store: RedisStore, node: str) -> None:
         self._store = store
-        self._node_id = node_id
+        self._node = node
 
     def say(self, attempt: str, word: str) -> None:
         try:
-            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
+            self._store.say_saving(attempt, self._node, word, patience_s=_STORE_PATIENCE_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
             _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
 
@@ -147,11 +147,18 @@ class WriterProcess:
         return self._written_bytes
 
     def give(self, order: SaveOrder) -> None:
-        """Have a checkpoint written; the writer must be free, unless the node is left out of it."""
+        """Have a checkpoint written; the writer must be free, unless the node is left out of it.
+
+        Where no writer can be started in the place of one that died, that checkpoint fails.
+        """
         if self._process.poll() is not None:
+            try:
+                started = self._start()
+            except OSError as error:
+                return self._fail(order, f"no writer can be started: {error}")
             with self._changed:
-                self._process = self._start()
-            self._listen_to(self._process)
+                self._process = started
+            self._listen_to(started)
         if not order.is_left_out:
             with self._changed:
                 assert self._order is None, "one checkpoint at a time"
@@ -240,10 +247,13 @@ class WriterProcess:
         """Say what became of the save that a writer had in hand; the first call counts."""
         order = self._free(process)
         if order is not None:
-            place = {"round": order.stamp.round, "step": order.stamp.inner_step}
-            reason = f"its writer ended ({process.returncode}); see {self._log_path}"
-            self._fellows.say(order.stamp.attempt, Word(out="its writer ended").to_json())
-            self._on_event("checkpoint_failed", {**place, "reason": reason})
+            self._fail(order, f"its writer ended ({process.returncode}); see {self._log_path}")
+
+    def _fail(self, order: SaveOrder, reason: str) -> None:
+        """Say that a save came to nothing, to the other members' writers too."""
+        place = {"round": order.stamp.round, "step": order.stamp.inner_step}
+        self._fellows.say(order.stamp.attempt, Word(out="its writer ended").to_json())
+        self._on_event("checkpoint_failed", {**place, "reason": reason})
 
     def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:
         """The save that this writer had in hand, which it has no longer."""

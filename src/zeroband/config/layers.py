@@ -267,8 +267,14 @@ def _none_where_allowed(path: Path, value: Any, schema: SchemaKeys) -> Any:
     return None if is_none else value
 
 
+_RENAMED = {"outer.clip_to_median": 'outer.robust.type = "clip"'}
+"""What stands for keys that are no more."""
+
+
 def _unknown(path: Path, origin: str, schema: SchemaKeys) -> str:
     name = dotted(path)
+    if name in _RENAMED:
+        return f"unknown key {name} (from {origin}): it is {_RENAMED[name]} now"
     nearest = schema.nearest(name)
     siblings = dict.fromkeys(key[-1] for key in (*schema.keys, *schema.sections) if key[:-1] == path[:-1])
     if nearest:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from zeroband.config.keys import Path as KeyPath
 from zeroband.config.keys import SchemaKeys, schema_keys
 from zeroband.config.layers import (
+    CommandLine,
     Setting,
     layer_of_environment,
     layer_of_file,
@@ -54,16 +56,25 @@ def load_config(
     line = parse_command_line(argv, schema)
     if line.wants_help:
         _print_and_exit(help_text(schema), environ)
-    layers = [
-        layer_of_flags(parse_command_line(defaults, schema).flags, schema),
-        *(layer_of_file(file, schema) for file in line.files),
-        layer_of_environment(environ, schema),
-        layer_of_flags(line.flags, schema),
-    ]
+    layers = [layer_of_flags(parse_command_line(defaults, schema).flags, schema), *_layers(line, environ, schema)]
     config = _with_models_tokenizer(_with_token(_validated(layers, schema)))
     if line.is_dry_run:
         _print_and_exit(render_toml(config), environ)
     return config
+
+
+def _layers(line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys) -> list[list[Setting]]:
+    return [
+        *(layer_of_file(file, schema) for file in line.files),
+        layer_of_environment(environ, schema),
+        layer_of_flags(line.flags, schema),
+    ]
+
+
+def given_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Mapping[KeyPath, Setting]:
+    """What the arguments, and the environment below them, set, by key; not validated yet. Raises ConfigError."""
+    schema = schema_keys()
+    return merge(_layers(parse_command_line(argv, schema), environ, schema), schema)
 
 
 def _with_token(config: RunConfig) -> RunConfig:

@@ -69,6 +69,23 @@ class LoraConfig(Section):
     head."""
 
 
+_LOADING = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
+    *("_experts_implementation", "allow_all_kernels", "use_kernels", "kernel_config", "trust_remote_code"),
+    *("code_revision", "custom_pipelines", "cache_dir", "proxies", "token", "use_auth_token", "local_files_only"),
+    *("force_download", "resume_download", "subfolder", "revision", "gguf_file", "user_agent", "return_unused_kwargs"),
+    *("_configuration_file", "_from_auto", "_from_pipeline", "_commit_hash"),
+}
+"""Keys of transformers that choose code, or how it is fetched. They describe no model."""
+
+
+def _loading_keys(value: JsonValue) -> set[str]:
+    """Those that a table holds, or one in it."""
+    if isinstance(value, list):
+        return set[str]().union(*map(_loading_keys, value))
+    return set(value) & _LOADING | _loading_keys([*value.values()]) if isinstance(value, dict) else set()
+
+
 class TransformersConfig(Section):
     """A causal language model of transformers (extra `hf`), trained as it is there.
 
@@ -88,6 +105,16 @@ class TransformersConfig(Section):
     """transformers' attn_implementation: sdpa, eager, flex_attention, flash_attention_2. None: transformers' choice."""
     lora: LoraConfig | None = None
     """Train adapters only. None: every parameter."""
+
+    @field_validator("config")
+    @classmethod
+    def _is_about_the_model(cls, config: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        if keys := sorted(_loading_keys(config)):
+            raise ValueError(
+                f"model.config.{keys[0]} says which code to run, or how to fetch it, which each node decides for "
+                "itself: drop it; model.attention chooses the attention"
+            )
+        return config
 
     @model_validator(mode="after")
     def _describes_a_model(self) -> TransformersConfig:

@@ -29,6 +29,32 @@ class OuterSGDConfig(Section):
     """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
 
 
+class ClipConfig(Section):
+    """The mean of contributions that are at most as long as the median one, piece by piece of 4096 values."""
+
+    type: Literal["clip"]
+
+
+class TrimmedConfig(Section):
+    """Value by value, the mean of those in the middle. All members count the same; not for payloads."""
+
+    type: Literal["trimmed"]
+    trim: float = Field(default=0.25, ge=0, lt=0.5)
+    """Part of the members whose values are left out at each end; at least one from three members on. It must be the
+    part that may lie: 0.25 bears 2 of 8, 0.4 bears 3."""
+
+
+class CenteredClipConfig(Section):
+    """CenteredClip: from the median, contributions pull at most as far as the median distance; not for payloads."""
+
+    type: Literal["centered_clip"]
+    iterations: PositiveInt = 1
+    """Steps from the median; more of them come closer to the mean of those that agree, and take as long each."""
+
+
+Robust = Annotated[ClipConfig | TrimmedConfig | CenteredClipConfig, Field(discriminator="type")]
+
+
 class WeighedConfig(Section):
     """What algorithms have in common that take a mean over the nodes."""
 
@@ -65,9 +91,9 @@ class RoundsConfig(WeighedConfig):
     decides."""
     quorum: float = Field(default=0.5, gt=0, le=1)
     """Part of the weight of the last round, of members that live, that must be there before anybody counts as late."""
-    clip_to_median: bool = False
-    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
-    broken. From 3 nodes on."""
+    robust: Robust | None = None
+    """How contributions are combined where members may be broken or lie; what each counts is measured by those who
+    receive it. None: the weighted mean, which a single member can move anywhere."""
     fragments: PositiveInt = 1
     """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
     same bytes, a lower peak. Divides inner_steps."""
@@ -107,6 +133,11 @@ class RoundsConfig(WeighedConfig):
         )
         if problem is not None:
             raise ValueError(problem)
+        if self.robust is not None and self.merge == "eager":
+            raise ValueError(
+                'outer.merge = "eager" counts a node\'s own share at once, which with outer.robust is known after the '
+                'round; set outer.merge = "mix"'
+            )
         return self
 
 
@@ -147,6 +178,17 @@ class DemoConfig(Section):
     aggregator: bool = False
     """Every node uploads once, to the member with the fastest link, which combines the payloads and sends them back:
     for home uplinks and many nodes; needs comm.backend = "native"."""
+    robust: Robust | None = None
+    """clip: how payloads are combined where members may be broken or lie. None: their mean over the senders."""
+
+    @model_validator(mode="after")
+    def _combines_payloads(self) -> DemoConfig:
+        if self.robust is not None and self.aggregator:
+            raise ValueError(
+                "outer.aggregator has one member combine all payloads, whom outer.robust does not trust; drop one"
+            )
+        require_for_payloads(self.robust)
+        return self
 
 
 class SparseLocoConfig(RoundsConfig):
@@ -172,6 +214,7 @@ class SparseLocoConfig(RoundsConfig):
 
     @model_validator(mode="after")
     def _has_a_share_of_its_own(self) -> SparseLocoConfig:
+        require_for_payloads(self.robust)
         if self.merge == "eager" and self.divisor == "senders":
             raise ValueError(
                 'outer.merge = "eager" counts a node\'s own share at once, and with outer.divisor = "senders" that '
@@ -192,6 +235,15 @@ class CustomConfig(RoundsConfig):
 
 
 Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig | CustomConfig, Field(discriminator="type")]
+
+
+def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None) -> None:
+    """Raise ValueError for a combination that needs a value of every member, where each sends a few of them."""
+    if robust is not None and not isinstance(robust, ClipConfig):
+        raise ValueError(
+            f"outer.robust.type={robust.type!r} compares all members' values, and of a payload's most are sent by one; "
+            'set outer.robust.type = "clip"'
+        )
 
 
 def overlap_problem(

@@ -1,18 +1,27 @@
-"""The configuration that a run's record in the store holds: its shared keys, as text, read back."""
+"""The configuration that a run's record in the store holds: its shared keys, as text, read back.
+
+Whoever can write to the store of a run without a token may write such a record. So it sets only keys that the schema
+declares to be shared, which `shared_items` writes; it names no file of this machine, and no code.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, cast, get_origin
 
-from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, schema_keys
+from zeroband.config.data import HuggingFaceSource
+from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, member_types, schema_keys, tables_of, variants_of
 from zeroband.config.layers import NONE
-from zeroband.config.load import load_config
-from zeroband.config.schema import RunConfig
+from zeroband.config.load import given_settings, load_config
+from zeroband.config.schema import RunConfig, Section
 from zeroband.config.shared import shared_items
 from zeroband.errors import ConfigError
+
+MOST_BYTES = 1 << 20
+"""Largest record, keys and values together; one of a large transformers configuration has some 20 kB."""
 
 
 def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
@@ -22,14 +31,16 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
     key is the record's whatever they say. Raises ConfigError, also where the record cannot be read back to the letter,
     or names a key that each node sets for itself: what others wrote sets nothing of this machine.
     """
-    schema = schema_keys()
-    own_keys = sorted(key for key, text in record.items() if not _may_be_told(tuple(key.split(".")), text, schema))
-    if own_keys:
+    size = sum(len(key) + len(text) for key, text in record.items())
+    if size > MOST_BYTES:
+        raise ConfigError(f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a one")
+    if foreign := foreign_keys(record):
         raise ConfigError(
-            f"the run's record names what each node sets for itself: {', '.join(own_keys[:5])}; no node of this "
+            f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
             "version writes that, so somebody else did: start the run anew, with a run.token or another one"
         )
-    config = load_config([*own, *shared_flags(record)], environ)
+    given = {dotted(path): setting.value for path, setting in given_settings(own, environ).items()}
+    config = load_config([*own, *shared_flags(record, given)], environ)
     ours = {key: str(value) for key, value in shared_items(config).items()}
     wrong = sorted(key for key, value in ours.items() if record.get(key) != value)
     if wrong:
@@ -37,11 +48,39 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
             f"the run's record cannot be turned into a configuration here: {', '.join(wrong[:5])}; start this node "
             "with the configuration of the others, by zeroband launch"
         )
+    _require_own_folders(config, given)
     return config
 
 
-def shared_flags(record: Mapping[str, str]) -> list[str]:
-    """The record's keys that the schema knows as flags of a command line; a list of tables is one flag."""
+def foreign_keys(record: Mapping[str, str]) -> list[str]:
+    """The keys of a record that no node writes, since each sets them for itself."""
+    schema = schema_keys()
+    return sorted(key for key, text in record.items() if not _may_be_told(key, text, record, schema))
+
+
+def shown(text: str, most: int = 200) -> str:
+    """What somebody wrote into the store, for a terminal: one line, without control characters, not longer than so."""
+    line = "".join(character if character.isprintable() else "?" for character in text)
+    return line if len(line) <= most else f"{line[:most]}... ({len(line)} characters)"
+
+
+def _require_own_folders(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Refuse a folder of this machine as the run's data, unless this node's user names it, too."""
+    rows = [row for row in _rows(given.get("data.sources")) if isinstance(row.get("source"), dict)]
+    named = {given.get("data.source.name"), *(row["source"].get("name") for row in rows)}
+    for source in (part.source for part in config.data.parts.values()):
+        if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
+            raise ConfigError(
+                f"the run's data is {shown(source.name)!r}, which is a path on this machine; if it is to be trained "
+                "on, name it here, too: --data.source.name, or [[data.sources]] in a file"
+            )
+
+
+def shared_flags(record: Mapping[str, str], given: Mapping[str, Any] | None = None) -> list[str]:
+    """The record's keys that the schema knows as flags of a command line; a list of tables is one flag.
+
+    `given`: this node's settings by dotted key; tables of the same name keep from it what each node sets for itself.
+    """
     schema = schema_keys()
     flags: list[str] = []
     tables: dict[Path, dict[str, dict[str, Any]]] = {}
@@ -50,20 +89,68 @@ def shared_flags(record: Mapping[str, str]) -> list[str]:
             flags.append(f"--{key}={_text(text)}")
         elif found := _place(key, record, schema):
             place, row, inner = found
-            _put(tables.setdefault(place, {}).setdefault(row, {}), inner, _value(text))
+            if row not in tables.setdefault(place, {}):
+                ours = [one for one in _rows((given or {}).get(dotted(place))) if one.get("name") == row]
+                tables[place][row] = _own_part(ours[-1], _tables_at(place, schema)) if ours else {}
+            _put(tables[place][row], inner, _value(text))
     return [*flags, *(f"--{dotted(path)}={json.dumps(list(rows.values()))}" for path, rows in tables.items())]
 
 
-def _may_be_told(path: Path, text: str, schema: SchemaKeys) -> bool:
-    """Whether all nodes share this key, as far as the schema knows it; of a whole section only that it is off."""
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list of them."""
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Any]", row) for row in listed if isinstance(row, dict)]
+
+
+def _own_part(row: Mapping[str, Any], sections: Sequence[type[Section]]) -> dict[str, Any]:
+    """What a table has that each node sets for itself."""
+    own: dict[str, Any] = {}
+    for name, value in row.items():
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        inner = [variant for field in fields for variant in variants_of(field).values()]
+        if inner and isinstance(value, dict):
+            own[name] = _own_part(cast("dict[str, Any]", value), inner)
+        elif fields and not any(map(is_shared, fields)):
+            own[name] = value
+    return own
+
+
+def _tables_at(place: Path, schema: SchemaKeys) -> list[type[Section]]:
+    """What the list of tables at a key is made of; of another key nothing."""
+    return [section for known in schema.keys.get(place, ()) for section in tables_of(known.field.annotation)]
+
+
+def _may_be_told(key: str, text: str, record: Mapping[str, str], schema: SchemaKeys) -> bool:
+    """Whether all nodes share this key, as far as the schema knows it.
+
+    Of a section only that it is off may be told, and of a list of tables that it is empty: else their keys are.
+    """
+    path = tuple(key.split("."))
     if path in schema.sections and text.lower() != NONE:
+        return False
+    if _tables_at(path, schema) and text != "[]":
         return False
     for at in (path[:length] for length in range(1, len(path) + 1)):
         if at in schema.sections and not is_shared(schema.sections[at].field):
             return False
-        if at in schema.keys and not any(known.is_shared for known in schema.keys[at]):
+        if at in schema.keys and not all(known.is_shared for known in schema.keys[at]):
             return False
+        if at != path and (sections := _tables_at(at, schema)):
+            found = _place(key, record, schema)
+            return found is not None and _is_shared_in(sections, found[2])
     return True
+
+
+def _is_shared_in(sections: Iterable[type[Section]], path: Path) -> bool:
+    """Whether these sections have this key, and all nodes share it."""
+    fields = [section.model_fields[path[0]] for section in sections if path[0] in section.model_fields]
+    if not fields or not all(map(is_shared, fields)):
+        return False
+    inner = [variant for field in fields for variant in variants_of(field).values()]
+    if not inner:
+        is_table = any(get_origin(member) is dict for field in fields for member in member_types(field.annotation))
+        return len(path) == 1 or is_table
+    return len(path) > 1 and _is_shared_in(inner, path[1:])
 
 
 def other_items(record: Mapping[str, str]) -> dict[str, str]:
@@ -82,11 +169,9 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
     for length in range(2, len(path) - 1):
         place = path[:length]
         if any(known.is_list for known in schema.keys.get(place, ())):
-            below = key.removeprefix(f"{dotted(place)}.")
-            names = [name for name in record.values() if record.get(f"{dotted(place)}.{name}.name") == name]
-            names = [name for name in names if below.startswith(f"{name}.")]  # a name may have dots
-            row = max(names, key=len, default=path[length])
-            return place, row, tuple(below.removeprefix(f"{row}.").split("."))
+            rows = (".".join(path[length:end]) for end in range(len(path) - 1, length, -1))  # a name may have dots
+            row = next((row for row in rows if record.get(f"{dotted(place)}.{row}.name") == row), path[length])
+            return place, row, path[length + row.count(".") + 1 :]
     return None
 
 

@@ -14,7 +14,7 @@ from zeroband.config.data import DataConfig
 from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
-from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import NODES, address_of_nodes, addresses_in, are_of_nodes, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -64,7 +64,8 @@ class NodeSection(Section):
     they learned there, and one of them speaks for all to the other sites; a sparse payload goes once to each of those.
     None: as comm.sites says."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
-    """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
+    """The one port that this node listens on. 0: any that is free, and 29600 where the node holds a store (store.url =
+    "nodes"); set it where a firewall has to let it through."""
     dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
     """Open that port. False: open none, and take part through connections that this node dials alone. A node that
     others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
@@ -117,10 +118,8 @@ class StoreConfig(Section):
     them: when the one in use dies, the members go on with another. nodes: each node holds one, and store.peers says
     where some are. None: this node trains alone, without [outer]."""
     peers: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT. Those who found it name the same ones, of
-    their own, and wait for all of them; who comes later needs one that is up."""
-    port: PositiveInt = Field(default=6379, le=65535, json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": where this node's own store listens, beside node.port."""
+    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT, where PORT is their node.port. Those who
+    found it name the same ones, of their own, and wait for all of them; who comes later needs one that is up."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -141,7 +140,7 @@ class StoreConfig(Section):
         asks_for_peers = self.url is not None and self.url.get_secret_value() == NODES
         if asks_for_peers and not self.peers:
             raise ValueError(
-                'store.url="nodes" needs store.peers: some nodes of the run, such as ["host-a", "host-b:6380"]; the '
+                'store.url="nodes" needs store.peers: some nodes of the run, such as ["host-a", "host-b:29601"]; the '
                 "first node of all names itself"
             )
         if self.peers and not asks_for_peers:
@@ -450,8 +449,16 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""
+    found: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """With store.url = "nodes": begin the run though this node sees no other machine of it. Only where no node of the
+    run lives: one that is cut off from the others would begin a second run of the same id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
+
+    @property
+    def least_stores(self) -> int:
+        """Different stores that must be there for this node to begin the run: its own one alone is not enough."""
+        return 2 if self.store.are_of_nodes and self.node.dialable and not self.found else 1
 
     @property
     def codec_name(self) -> str:
@@ -542,6 +549,22 @@ class RunConfig(Section):
             )
         if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
             raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
+        return self
+
+    @model_validator(mode="after")
+    def _robust_sees_each_contribution(self) -> RunConfig:
+        if not isinstance(self.outer, DilocoConfig | CustomConfig) or self.outer.robust is None:
+            return self
+        if self.comm.backend == "gloo":
+            raise ValueError(
+                'outer.robust needs comm.backend = "native": gloo adds contributions up on their way, and each has to '
+                "be seen alone"
+            )
+        if self.comm.sites != "off":
+            raise ValueError(
+                f'outer.robust needs comm.sites = "off", not {self.comm.sites!r}: inside a site contributions are '
+                "added up, and each has to be seen alone"
+            )
         return self
 
     @model_validator(mode="after")

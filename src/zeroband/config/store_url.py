@@ -21,6 +21,12 @@ EXAMPLES = {
 NODES = "nodes"
 """What stands in the place of an address where the members of the run hold its stores themselves."""
 
+NODE = "node"
+"""Scheme of the address of one such store, by the sealed port of the node that holds it."""
+
+NODE_PORT = 29600
+"""Port of a node that holds a store, where node.port does not say another one."""
+
 _OF_NODES = f"{NODES}://"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 SOCKET_PATH_BYTES = 107
@@ -77,15 +83,16 @@ class StoreUrl:
         return f"{self.scheme}://{place}{f'/{self.service}' if self.service else ''}"
 
 
-def addresses_in(text: str, *, password: str = "") -> tuple[str, ...]:
-    """The addresses of a run's stores, which have blanks between them; none in an empty text.
-
-    `password`: of the stores that members hold.
-    """
+def addresses_in(text: str) -> tuple[str, ...]:
+    """The addresses of a run's stores, which have blanks between them; none in an empty text."""
     if not are_of_nodes(text):
         return tuple(text.split())
-    login = f":{password}@" if password else ""
-    return tuple(f"redis://{login}{place}" for place in text.removeprefix(_OF_NODES).split(","))
+    return tuple(address_of_node(place) for place in text.removeprefix(_OF_NODES).split(","))
+
+
+def address_of_node(place: str) -> str:
+    """The address of the store that one member holds. `place`: `HOST` or `HOST:PORT`."""
+    return f"{NODE}://{place}"
 
 
 def are_of_nodes(text: str) -> bool:
@@ -111,8 +118,6 @@ def parse_store_urls(text: str) -> tuple[StoreUrl, ...]:
     found = tuple(parse_store_url(address) for address in addresses_in(text) or ("",))
     if len({*addresses_in(text)}) < len(found):
         raise ValueError("store.url names a store twice; each of several is another one")
-    if are_of_nodes(text) and any(store.username or store.password or store.database for store in found):
-        raise ValueError(f"{_OF_NODES}HOST,HOST2:PORT takes no login and no database: run.token is what lets nodes in")
     return found
 
 
@@ -138,6 +143,8 @@ def parse_store_url(text: str) -> StoreUrl:
     Raises: ValueError that says what is wrong and shows an example; it shows nothing that may be part of a password.
     """
     scheme, separator, rest = text.partition("://")
+    if separator and scheme == NODE:
+        return _node_at(rest)
     if not separator or scheme not in EXAMPLES:
         raise _wrong("redis", f"it begins with none of {', '.join(f'{known}://' for known in EXAMPLES)}")
     if " " in text or not text.isprintable():
@@ -164,6 +171,16 @@ def parse_store_url(text: str) -> StoreUrl:
         sentinel_password=options.get("sentinel_password"),
         tls=_tls(scheme, options) if scheme.startswith("rediss") else None,
     )
+
+
+def _node_at(place: str) -> StoreUrl:
+    """The store that a member holds. Raises ValueError."""
+    if not place.isprintable() or any(letter in place for letter in " @/?#"):
+        raise ValueError(f"{_OF_NODES}HOST,HOST2:PORT takes no login and no database: run.token is what lets nodes in")
+    try:
+        return StoreUrl(NODE, (_host("redis", place, NODE_PORT),))
+    except ValueError:
+        raise ValueError(f"{_OF_NODES}{place}: each is HOST or HOST:PORT") from None
 
 
 def _wrong(scheme: str, why: str) -> ValueError:

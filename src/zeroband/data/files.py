@@ -17,7 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from zeroband.data.listing import Listing, files_below, files_matching, has_magic, require_readable
+from zeroband.data.hub import require_hub
+from zeroband.data.listing import (
+    LOCAL,
+    Listing,
+    RemoteTree,
+    Tree,
+    files_below,
+    files_matching,
+    has_magic,
+    require_readable,
+)
 from zeroband.data.retries import Damaged, Retries, failure_of
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
@@ -41,8 +51,7 @@ class FileSystem(Protocol):
 
     protocol: str | tuple[str, ...]
 
-    def glob(self, path: str) -> list[str]: ...
-    def find(self, path: str) -> list[str]: ...
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
     def info(self, path: str) -> dict[str, Any]: ...
     def open(self, path: str, mode: str) -> BinaryIO: ...
     def unstrip_protocol(self, name: str) -> str: ...
@@ -151,15 +160,19 @@ class Files:
         system, path = _resolve(pattern)
         client = self._clients.setdefault(system, _Client(pattern, system, self._retry_s))
         kind = client.run(lambda system: _kind(system, path), pattern)
+        endings = in_folders if kind == "directory" else None
         if kind == "file":
             if is_local(system):
-                require_readable(Path(path))
+                require_readable(path)
             listing = Listing([path])
         elif kind == "directory" and not in_folders:
             raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
+        elif is_local(system):
+            listing = client.run(lambda _: _list(LOCAL, path, endings), pattern)
+        elif kind == "directory" or has_magic(path):
+            listing = _list(remote_tree(client.run, system), path, endings)
         else:
-            list_all = _list_folder if kind == "directory" else _list_glob
-            listing = client.run(lambda system: list_all(system, path, in_folders), pattern)
+            listing = Listing()
         if says:
             tell_left_out(pattern, listing)
         if not listing.files:
@@ -181,31 +194,21 @@ def tell_left_out(pattern: str, listing: Listing) -> None:
             _log.warning(f"left out of the data: {reason}", extra={"fields": fields})
 
 
-def _list_folder(system: FileSystem, folder: str, endings: tuple[str, ...]) -> Listing:
-    if is_local(system):
-        return files_below(folder, endings)
-    listing = Listing()
-    for path in system.find(folder):
-        if "/." in path.removeprefix(folder):
-            listing.left_out["hidden names"].append(path)
-        elif path.casefold().endswith(endings):
-            listing.files.append(path)
-        else:
-            listing.left_out["files of other endings"].append(path)
-    return listing
+def _list(tree: Tree, path: str, endings: tuple[str, ...] | None) -> Listing:
+    """The files below a folder that have one of the endings; None: those that a glob names."""
+    return files_matching(path, tree) if endings is None else files_below(path, endings, tree)
 
 
-def _list_glob(system: FileSystem, pattern: str, _: tuple[str, ...]) -> Listing:
-    if is_local(system):
-        return files_matching(pattern)
-    listing = Listing()
-    for path in system.glob(pattern) if has_magic(pattern) else []:
-        kind = _kind(system, path)
-        if kind == "file":
-            listing.files.append(path)
-        elif kind == "directory" and "**" not in pattern.split("/"):
-            listing.left_out["folders, whose files a pattern names as FOLDER/*"].append(path)
-    return listing
+def remote_tree(run: Callable[[Callable[[FileSystem], Any], str], Any], system: FileSystem) -> RemoteTree:
+    """What a storage lists; `run`: makes a call of its client, waits out failures, and names the path in errors."""
+
+    def ls(folder: str) -> list[dict[str, Any]]:
+        return run(lambda system: system.ls(folder, detail=True), _name(system, folder))
+
+    def info(path: str) -> dict[str, Any]:
+        return run(lambda system: system.info(path), _name(system, path))
+
+    return RemoteTree(ls, info)
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -376,6 +379,7 @@ def _kind(system: FileSystem, path: str) -> str | None:
 
 
 def _resolve(pattern: str, **options: bool) -> tuple[FileSystem, str]:
+    require_hub(pattern, "data.source.paths")
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         url = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern

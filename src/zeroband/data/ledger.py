@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Range = tuple[int, int]
+from zeroband.config.ranges import Count, Id
+
+Range = tuple[Count, Count]
 """Sample indices of a corpus (start, stop), half open."""
 
 SHARED = ""
@@ -24,17 +26,22 @@ class Ledger:
     Every index below `next` was contributed exactly once, or is in `assigned`, or in `returned`.
     """
 
-    next: int = 0
+    next: Count = 0
     """The first sample index that was never handed out."""
     returned: tuple[Range, ...] = ()
     """Handed out to members that did not contribute; sorted, disjoint and not touching."""
-    assigned: Mapping[str, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
+    assigned: Mapping[Id, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
     """What each member reads in the next round, or still does from an earlier."""
 
     def __post_init__(self) -> None:
         bounds = [bound for span in self.returned for bound in span]
         if any(a >= b for a, b in zip([-1, *bounds], [*bounds, self.next + 1], strict=True)):
-            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self}")
+            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self!s:.500}")
+        reached = 0
+        for start, stop in sorted(self.owed):
+            if not reached <= start < stop <= self.next:
+                raise ValueError(f"samples {start}..{stop} are not within 0..next, or in two ranges: {self!s:.500}")
+            reached = stop
 
     @property
     def owed(self) -> tuple[Range, ...]:

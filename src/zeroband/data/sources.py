@@ -26,6 +26,7 @@ from zeroband.config.data import (
     TextSource,
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
+from zeroband.data.hub import hub_problem, is_hub_name
 from zeroband.data.retries import Retries
 from zeroband.errors import ConfigError, StorageLost, ZerobandError, way_to_extra
 
@@ -357,12 +358,15 @@ def _is_saved(source: HuggingFaceSource) -> bool:
 
 
 def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_s: float) -> Any:
-    """What a call of the library gives, asked again while the hub fails."""
+    """What a call of the library gives, asked again while the hub fails; from its cache where it is away at first."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as e:
         raise ConfigError(f"data.source.type='huggingface' needs datasets: {way_to_extra('hf')}") from e
     what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
+    problem = hub_problem() if is_hub_name(source.name) else ""
+    if problem:
+        datasets.config.HF_HUB_OFFLINE = True  # else it tries for a minute before it looks into its cache
 
     def call() -> Any:
         try:
@@ -373,8 +377,13 @@ def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_
             raise ConfigError(f"data.source: cannot load the data set {what}: {e}{_first_cause(e)}") from e
 
     try:
-        return Retries(retry_s, renew=lambda: None, pause=pause).run(call, source.name)
+        return Retries(0.0 if problem else retry_s, renew=lambda: None, pause=pause).run(call, source.name)
     except StorageLost as lost:
+        if problem:
+            raise ConfigError(
+                f"data.source: this machine has no copy of the data set {what}, and {problem}; connect this machine to "
+                "the Hugging Face Hub, or name a folder of the files in data.source.name"
+            ) from lost
         if lost.can_pass:
             raise
         raise ConfigError(f"data.source: cannot load the data set {what}: {lost}") from lost

@@ -17,7 +17,8 @@ from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
-from zeroband.data.files import tell_left_out
+from zeroband.data.files import remote_tree, tell_left_out
+from zeroband.data.hub import require_hub
 from zeroband.data.listing import files_matching, has_magic
 from zeroband.data.retries import Damaged, Retries
 from zeroband.errors import ConfigError
@@ -94,6 +95,7 @@ def open_storage(url: str, retry_s: float) -> TokenStorage:
 
 
 def _opened(url: str) -> tuple[Any, str]:
+    require_hub(url, "data.source.path")
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         system, root = core.url_to_fs(
@@ -240,7 +242,10 @@ class _RemoteFiles(TokenStorage):
     def matches(self, pattern: str) -> list[str]:
         if not has_magic(pattern) or self._run(lambda: self._system.exists(pattern), pattern):
             return [pattern]
-        return self._run(lambda: sorted(self._system.glob(pattern)), pattern)
+        tree = remote_tree(lambda call, name: self._retries.run(lambda: call(self._system), name), self._system)
+        listing = files_matching(pattern, tree)
+        tell_left_out(pattern, listing)
+        return listing.files
 
     def size(self, path: str) -> int:
         def call() -> int:

@@ -131,7 +131,7 @@ class Session:
         if config.ckpt.path is not None:
             self._own.pack()  # what a checkpoint cannot hold is said before the first step
         node_id, departure = broadcast_json(node_id_of(config), local), Departure(config.fault.grace_s)
-        config = open_own_store(config, local, departure, stack)
+        config, port = open_own_store(config, local, departure, stack)
         return NodeParts(
             config=config,
             node_id=node_id,
@@ -145,6 +145,7 @@ class Session:
             parameters=parameters,
             inner=self._own,
             departure=departure,
+            port=port,
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
             build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
         )

@@ -5,6 +5,7 @@ A codec is one frozen record; `CODECS` has them all. The C++ kernels serve; wher
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from zeroband.kernels import native, reference
 from zeroband.kernels.formats import FORMATS, Format
-from zeroband.kernels.scan import all_finite
+from zeroband.kernels.scan import all_finite, largest
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +54,19 @@ class Codec(Format):
         if not is_native():
             return self.decode_reference(data, n)
         out = torch.empty(n, dtype=torch.float32)
-        native.load().zb_decode(self.number, variant, data.data_ptr(), n, out.data_ptr())
+        native.require_done(native.load().zb_decode(self.number, variant, data.data_ptr(), n, out.data_ptr()))
         return out
+
+    def largest(self, data: Tensor, n: int, *, variant: int = -1) -> float:
+        """The largest size of the n values that `data` decodes to, without decoding them; 0 where n is 0.
+
+        Infinite or not a number where a value is. Raises: ValueError as `decode`.
+        """
+        if not is_native() or data.numel() != self.encoded_size(n):
+            return largest(self.decode(data, n))
+        found = ctypes.c_float()
+        native.require_done(native.load().zb_largest(self.number, variant, data.data_ptr(), n, ctypes.byref(found)))
+        return found.value
 
     def error_bound(self, x: Tensor) -> Tensor:
         """How far the decoded value may be from each value, (n,) float64."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 13
+ABI = 14
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -18,7 +18,7 @@ class ReduceSpec(ctypes.Structure):
     """One reduction, as `zb_reduce_start` takes it.
 
     The pointers are read during the call, but for `input`, `output` and what follows them, which are used until the
-    reduction ended. The last three may be null.
+    reduction ended, and so is `measured`. `errors`, both encodings, `largest`, and `measured` with rule 0, may be null.
     """
 
     _fields_ = (
@@ -44,6 +44,11 @@ class ReduceSpec(ctypes.Structure):
         ("encoded", c_void_p),
         ("encoded_result", c_void_p),
         ("allowed", c_double),
+        ("largest", c_void_p),
+        ("rule", c_int32),
+        ("iterations", c_uint32),
+        ("trim", c_double),
+        ("measured", c_void_p),
     )
 
 
@@ -81,6 +86,7 @@ class TrafficRecord(ctypes.Structure):
         ("to_send_bytes", c_uint64),
         ("received_bytes", c_uint64),
         ("to_receive_bytes", c_uint64),
+        ("missing_part_bytes", c_uint64),
         ("sending_s", c_double),
         ("silent_s", c_double),
     )
@@ -104,12 +110,18 @@ class LinkRecord(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "zb_problem": (c_char_p, ()),
     "zb_variants": (c_int, ()),
     "zb_variant_name": (c_char_p, (c_int,)),
     "zb_encoded_size": (c_int64, (c_int, c_uint64)),
     "zb_encode": (c_int64, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
-    "zb_decode": (None, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
-    "zb_add": (None, (c_int, c_int, c_void_p, c_uint64, c_float, c_void_p)),
+    "zb_decode": (c_int, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
+    "zb_add": (c_int, (c_int, c_int, c_void_p, c_uint64, c_float, c_void_p)),
+    "zb_largest": (c_int, (c_int, c_int, c_void_p, c_uint64, POINTER(c_float))),
+    "zb_combine": (
+        c_int,
+        (c_int, c_int, c_int, c_double, c_uint32, c_uint32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p),
+    ),
     "zb_sealing_problem": (c_char_p, ()),
     "zb_engine_open": (c_void_p, (c_int, c_double)),
     "zb_engine_close": (None, (c_void_p,)),
@@ -128,10 +140,21 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_transfer_allow": (None, (c_void_p, c_void_p, c_double)),
     "zb_transfer_is_held": (c_int, (c_void_p,)),
     "zb_transfer_detail": (c_int64, (c_void_p,)),
-    "zb_transfer_traffic": (None, (c_void_p, c_uint32, POINTER(TrafficRecord))),
+    "zb_transfer_traffic": (c_int, (c_void_p, c_uint32, POINTER(TrafficRecord))),
     "zb_transfer_end": (None, (c_void_p, c_void_p)),
     "zb_transfer_free": (None, (c_void_p,)),
 }
+
+
+def require_done(code: int) -> None:
+    """Raise ValueError where a function of the library said by its code that an argument is none."""
+    if code != 0:
+        raise ValueError(last_problem())
+
+
+def last_problem() -> str:
+    """What was wrong with the last call of this thread that failed."""
+    return load().zb_problem().decode(errors="replace")
 
 
 def library_path() -> Path:

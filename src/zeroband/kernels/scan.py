@@ -11,15 +11,20 @@ _CHUNK = 1 << 16
 """Values widened at a time, so that the copy stays in the cache."""
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or not a number. Any shape, dtype and device.
+def largest(values: Tensor) -> float:
+    """Largest absolute value, 0 where there are none; infinite or NaN where a value is. Any shape, dtype and device.
 
     The extremes carry NaN and infinity through, and cost a twentieth of `isfinite().all()` on a CPU.
     """
     if not values.numel():
-        return True
-    least, most = torch.aminmax(values.detach())
-    return math.isfinite(least) and math.isfinite(most)
+        return 0.0
+    least, most = map(float, torch.aminmax(values.detach()))
+    return math.nan if math.isnan(least) or math.isnan(most) else max(-least, most)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or not a number. Any shape, dtype and device."""
+    return math.isfinite(largest(values))
 
 
 def norm(values: Tensor) -> float:

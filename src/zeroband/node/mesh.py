@@ -236,6 +236,21 @@ def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
     return [bool(vote) for vote in votes.tolist()]
 
 
+def max_over_ranks(value: float, mesh: LocalMesh) -> float:
+    """The largest of the ranks' numbers, on every rank."""
+    if mesh.world_size == 1:
+        return value
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+    return float(most.item())
+
+
+def add_up(values: torch.Tensor, mesh: LocalMesh) -> None:
+    """Add a tensor of the host up over the ranks, in place."""
+    if mesh.world_size > 1:
+        dist.all_reduce(values, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+
+
 def barrier(mesh: LocalMesh) -> None:
     """Return once every local rank has called this."""
     dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]

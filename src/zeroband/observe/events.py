@@ -54,6 +54,13 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "waiting_for", "since_s", "at_byte", "of_bytes", "reason"),
         logging.WARNING,
     ),
+    "blamed": EventKind(
+        "What kept a round from its end, as its members testify: one member is at fault, or one of two. is_lie: bytes "
+        "or words contradict each other; else something did not come. consequence: `named`, nothing yet; `apart`, the "
+        "two do not take part in one round; `out`, the member is put out.",
+        ("round", "member_ids", "reason", "is_lie", "consequence"),
+        logging.ERROR,
+    ),
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),
@@ -61,6 +68,23 @@ EVENTS: Mapping[str, EventKind] = {
         "What a member sent is no payload, or cannot be added up; all leave it out.",
         ("round", "member_id", "reason"),
         logging.ERROR,
+    ),
+    "record_refused": EventKind(
+        "What a member announced for this round is out of range, or more than the run dealt to it: the round goes on "
+        "without it.",
+        ("round", "member_id", "reason"),
+        logging.ERROR,
+    ),
+    "opening_refused": EventKind(
+        "The opening of this round says other numbers than its members announced; the round is opened again.",
+        ("round", "reason"),
+        logging.ERROR,
+    ),
+    "impostor": EventKind(
+        "Another node with the run's token wrote a record of the store, or called, in the name of this member without "
+        "its key: that had no effect. where: the record's place, or the address of the caller.",
+        ("member_id", "where"),
+        logging.WARNING,
     ),
     "same_batches": EventKind(
         "The gradients of another member's first inner step of this round are equal to this node's bit for bit: both "
@@ -117,6 +141,12 @@ EVENTS: Mapping[str, EventKind] = {
         "was lost.",
         ("store", "generation"),
     ),
+    "lines_met": EventKind(
+        "The run was founded twice, by machines that were cut off from one another, and both lines have met; each with "
+        "session, round, tokens and members. One goes on, the other ends with exit code 2.",
+        ("goes_on", "ends"),
+        logging.ERROR,
+    ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),
@@ -171,6 +201,11 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "step", "reason"),
         logging.ERROR,
     ),
+    "checkpoints_lost": EventKind(
+        "Somebody removed the run's folder of checkpoints; it is made anew, and the next checkpoint goes into it.",
+        ("folder",),
+        logging.WARNING,
+    ),
     "checkpoints_removed": EventKind("Older checkpoints were removed, as ckpt.keep_last says.", ("steps",)),
     "evaluated": EventKind(
         "The outer parameters after this inner step of the run were evaluated: mean cross entropy in nats per token, "
@@ -187,7 +222,7 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),
 }
-"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation`."""
+"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation.public key`."""
 
 
 class Events(Protocol):

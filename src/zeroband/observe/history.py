@@ -101,7 +101,9 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "rolled_back": ("round", "step", "digest"),
     "rollback_ordered": ("round", "step"),
     "rollback_given_up": ("round", "step"),
+    "blamed": ("round", "member_ids", "consequence"),
     "payload_refused": ("round", "member_id"),
+    "impostor": ("member_id", "where"),
 }
 """Events that every member records, and what makes two of them the same one."""
 _OF_CHECKPOINTS = (

@@ -24,7 +24,8 @@ class JsonlWriter:
 
     A half line from a crash of the machine, or from a full disk, is ended first, so that the next record is readable.
     A disk that refuses a line is reported when that begins and when it ends; the run goes on. A file that somebody
-    removed is reported and made anew: lines behind no name would be lost without a word.
+    removed is reported and made anew: lines behind no name would be lost without a word. Where its folder went too,
+    the owner of the folder reports that.
     Any thread may append. Raises ConfigError where the file cannot be opened.
     """
 
@@ -42,18 +43,21 @@ class JsonlWriter:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._folder_inode = self._path.parent.stat().st_ino
         return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _reopen_if_removed(self) -> None:
         if os.fstat(self._fd).st_nlink:
             return
+        folder_inode = self._folder_inode
         new = self._open()
         os.dup2(new, self._fd, inheritable=False)  # the number stays, which other threads may be writing to
         os.close(new)
         self._is_torn = False
-        _log.warning(
-            "a file was removed; what comes from now on is in a new one", extra={"fields": {"path": self._path}}
-        )
+        if self._folder_inode == folder_inode:
+            _log.warning(
+                "a file was removed; what comes from now on is in a new one", extra={"fields": {"path": self._path}}
+            )
 
     def append(self, record: Mapping[str, object]) -> None:
         """Add a line. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""

@@ -49,7 +49,7 @@ next one is under way, with an outer step at once.
 
 - `at_s`: wall clock of the node in seconds since 1970, for people. No two nodes' clocks are ever compared.
 - Numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`.
-- A member id is `<node id>#<incarnation>`: a node that comes back is another member.
+- A member id is `<node id>#<incarnation>.<public key>`: a node that comes back is another member, with the same key.
 """
 
 
@@ -136,7 +136,9 @@ METRICS: Mapping[str, Metric] = {
         "Weight of this node's update in the mean: the tokens that it contributed; with zeroband.DiLoCoOptimizer the "
         "samples.",
     ),
-    "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
+    "outer/trust": Metric(
+        "ratio", "What this node counts for how its updates agreed with the rounds before, in 0..1; with outer.robust."
+    ),
     "outer/sent_bytes": Metric(
         "bytes since the last line",
         "Payload that this node sent to other nodes.",

@@ -85,7 +85,7 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
 
     `now`: wall clock in seconds, for people.
     """
-    columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP")
+    columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP", "key")
     now_s = now()
     rows = [columns, *(_row(node, now_s) for node in view.nodes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
@@ -147,6 +147,7 @@ def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
         node.digest[:12] if node.digest else "-",
         human_bytes(node.sent_bytes),
         human_bytes(node.ddp_bytes),
+        shown(node.key),
     )
 
 

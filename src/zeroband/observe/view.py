@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -13,6 +14,9 @@ from typing import Any, Literal
 from zeroband.observe.events import EVENTS
 
 NodeState = Literal["starting", "training", "recovering", "fenced", "lost", "left", "finished", "failed"]
+
+_KEY_BYTES, _KEY_DIGITS = 32, 43
+"""Length of a public key, and in base64url without the `=` at its end."""
 
 KEPT_EVENTS = 50
 """Newest events of a node that its view shows."""
@@ -137,6 +141,11 @@ class NodeView:
     """Seconds since a line of it came, as the reader counts them; what was there before it, as its place tells."""
     skipped_lines: int = 0
     """Lines of its files that could not be read."""
+
+    @property
+    def key(self) -> str | None:
+        """The short name of its own key."""
+        return None if self.member_id is None else short_key(self.member_id)
 
 
 @dataclass(frozen=True)
@@ -271,6 +280,27 @@ def _of_all_nodes(views: Sequence[SourceView]) -> SourceView:
 def node_id_of_member(member_id: str) -> str:
     """The node behind a membership."""
     return member_id.rpartition("#")[0] or member_id
+
+
+def public_key_in(name: str) -> bytes | None:
+    """The 32 bytes of the public key at the end of a member's or a node's name; None where it carries none.
+
+    A key has one form only: two names that differ carry two keys.
+    """
+    _, _, digits = name.rpartition("#")[2].rpartition(".")
+    if len(digits) != _KEY_DIGITS:
+        return None
+    try:
+        key = base64.b64decode(f"{digits}=", altchars=b"-_", validate=True)
+    except ValueError:
+        return None
+    return key if len(key) == _KEY_BYTES and base64.urlsafe_b64encode(key).decode() == f"{digits}=" else None
+
+
+def short_key(name: str) -> str | None:
+    """The short name of the key that a name carries: its first 8 hexadecimal digits."""
+    key = public_key_in(name)
+    return None if key is None else key[:4].hex()
 
 
 class NodeHistory:

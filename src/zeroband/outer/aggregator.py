@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.exchange import hash_of
 from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
 from zeroband.errors import MalformedPayload
@@ -30,10 +31,10 @@ _log = get_logger(__name__)
 
 
 def aggregator_of(opening: Opening) -> str:
-    """The member with the fastest access link, as far as known; the next one where a round ended in a dispute."""
+    """The member with the fastest access link, as far as known; the next one where a round was given up."""
     rates = opening.network.rates or (0,) * len(opening.members)
     order = sorted(range(len(opening.members)), key=lambda member: (-rates[member], member))
-    return opening.members[order[opening.divergences % len(order)]]
+    return opening.members[order[opening.retries % len(order)]]
 
 
 class AggregatedExchange(PayloadExchange):
@@ -41,13 +42,23 @@ class AggregatedExchange(PayloadExchange):
 
     _told: Tensor
     """What the last result was decoded from; empty: nothing moved."""
+    _is_complete = False
+    """Whether the newest round has a result."""
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        """Only the aggregator makes a part of the result: all of it."""
+        if not self._is_complete or opening.sites:
+            return ()
+        aggregator, told = aggregator_of(opening), hash_of(self._told)
+        return tuple(told if member == aggregator else "" for member in opening.members)
 
     def _run(self, opening: Opening) -> Transfer:
-        aggregator = aggregator_of(opening)
+        aggregator, self._is_complete = aggregator_of(opening), False
         moved, gathered = self.gather(opening, aggregator)
         self._told = torch.empty(0, dtype=torch.uint8)
         if not any(opening.weights):
             self.zero_result()
+            self._is_complete = True
             return moved
         combined = torch.empty(0, dtype=torch.uint8)
         if self._mesh.member_id == aggregator:
@@ -60,7 +71,8 @@ class AggregatedExchange(PayloadExchange):
         else:
             sent, data = self._send(opening, aggregator, combined, 2, length)
             parts.append(sent)
-            self._take(aggregator, data)
+            self._take(opening, aggregator, data)
+        self._is_complete = True
         return replace(
             moved,
             took_s=sum(part.took_s for part in parts),
@@ -94,12 +106,12 @@ class AggregatedExchange(PayloadExchange):
         self.add_up(opening, self.checked(gathered), is_combined)
         return found[0]
 
-    def _take(self, aggregator: str, data: Tensor) -> None:
+    def _take(self, opening: Opening, aggregator: str, data: Tensor) -> None:
         """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
         problem = "" if len(data) else "no payload was any good"
         if len(data):
             try:
-                self._write_combined(data)
+                self._write_combined(data, most_sources=len(opening.contributors()))
             except MalformedPayload as error:
                 problem = str(error)
         if all_ok(not problem, self._mesh.local):
@@ -107,8 +119,8 @@ class AggregatedExchange(PayloadExchange):
         else:
             self._give_up(aggregator, problem)
 
-    def _write_combined(self, data: Tensor) -> None:
-        local, combined = self._mesh.local, check_combined(self._codec, data)
+    def _write_combined(self, data: Tensor, *, most_sources: int = MOST_SOURCES) -> None:
+        local, combined = self._mesh.local, check_combined(self._codec, data, most_sources=most_sources)
         decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
     def pack(self, result: Tensor, room: Room) -> Tensor:

@@ -79,6 +79,17 @@ def _require_single_steps(config: CustomConfig) -> None:
             "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, "
             "outer.straggler_grace, outer.fragments nor outer.overlap"
         )
+    if config.robust is not None:
+        raise ConfigError(f"outer.algorithm={config.algorithm!r} is an EveryStep; outer.robust is for many inner steps")
+
+
+def require_robust(config: CustomConfig, algorithm: OuterAlgorithm) -> None:
+    """Raise ConfigError where contributions are to be combined robustly, and the algorithm has its own way."""
+    if config.robust is not None and not getattr(getattr(algorithm, "exchange", None), "is_robust", False):
+        raise ConfigError(
+            f"outer.algorithm={config.algorithm!r} has its own exchange, which outer.robust does not change; drop "
+            "outer.robust"
+        )
 
 
 def _settings(config: CustomConfig, kind: type[Section]) -> Section:

@@ -55,8 +55,8 @@ class Demo(EveryStep):
         self._overlaps = config.overlap > 0
         self._is_finite = True
         self._memory = LocalMemory(parts, MOMENTUM, [rule])
-        kind = AggregatedExchange if config.aggregator else PayloadExchange
-        self._payloads = kind(parts.mesh, parts.buffers, self._memory, [rule.codec], divisor="senders")
+        kind, clips = AggregatedExchange if config.aggregator else PayloadExchange, config.robust is not None
+        self._payloads = kind(parts.mesh, parts.buffers, self._memory, [rule.codec], divisor="senders", clips=clips)
         super().__init__(parts, self._payloads)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:

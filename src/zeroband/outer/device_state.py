@@ -54,10 +54,10 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
             f"outer.state_device = 'cuda' encodes as int8 and the nodes of this run exchange {codec.name}; set "
             f"comm.backend = 'native' and comm.codec = 'int8' on all nodes, {way_out}"
         )
-    if (config.fragments, config.overlap, config.merge, config.clip_to_median) != (1, 0, "overwrite", False):
+    if (config.fragments, config.overlap, config.merge) != (1, 0, "overwrite"):
         raise ConfigError(
             "outer.state_device = 'cuda' goes with rounds of the whole model that training waits for; leave "
-            f"outer.fragments, overlap, merge and clip_to_median as they are, {way_out}"
+            f"outer.fragments, overlap and merge as they are, {way_out}"
         )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.rounds.exchange import MeanExchange
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, MeanExchange
 from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
 from zeroband.node.mesh import barrier
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.outer_optimizer import OuterSGD, build_outer_optimizer
+from zeroband.outer.robust import rule_of
 from zeroband.state.flat import parameter_shards
 
 MOMENTUM = "momentum"
@@ -31,7 +32,9 @@ class DiLoCo(ManySteps):
         self._optimizer = build_outer_optimizer(config, parts.codec)
         self._device = self._open_device_state(parts) if config.state_device == "cuda" else None
         encoded = None if self._device is None else self._device.encoded
-        exchange = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, encoded)
+        exchange = MeanExchange(
+            parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, encoded, rule_of(config.robust)
+        )
         super().__init__(parts, config, exchange=exchange, inner_parameters=self._device)
 
     def _open_device_state(self, parts: OuterParts) -> DeviceState:
@@ -71,4 +74,6 @@ class DiLoCo(ManySteps):
         is_finite = self._is_finite_everywhere(self._device.contribute())
         if is_finite and self._local.rank == 0:
             self._device.encode_borders()
+            encoded = self._device.encoded.contribution
+            self._largest = self._parts.codec.largest(encoded, self._buffers[CONTRIBUTION].numel())
         return is_finite

@@ -28,9 +28,9 @@ from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange, MeanExchang
 from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
-from zeroband.kernels.scan import norm
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.outer.inner_parameters import InnerParameters, build_inner_parameters
+from zeroband.outer.robust import rule_of
 from zeroband.outer.turns import Turns
 from zeroband.state.flat import parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of
@@ -66,9 +66,10 @@ class ManySteps(RoundCoordinator):
         inner_parameters: InnerParameters | None = None,
     ) -> None:
         self.settings = settings
-        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments)
+        mean = MeanExchange(
+            parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, rule=rule_of(config.robust)
+        )
         super().__init__(parts, exchange or mean)
-        self._clips = config.clip_to_median
         self._overlap = config.overlap_steps
         self._phase_steps = config.phase_steps
         self._bounds = bounds_of(parts.fragments)
@@ -103,10 +104,6 @@ class ManySteps(RoundCoordinator):
     def _measure(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
         """Write what is sent of a shard: the pseudo-gradient. `anchor`: the outer parameters, as this node has them."""
         torch.sub(anchor, inner, out=out)
-
-    def length(self, turn: int) -> float:
-        """Norm of the contribution of all local ranks; local rank 0."""
-        return norm(self._buffers[CONTRIBUTION][self._bounds[turn]])
 
     def _take_step(self, outer: Mapping[str, Tensor], result: Tensor, contribution: Tensor, outer_step: int) -> None:
         """Take the outer step. What this node contributed and nobody has got yet stays relative to the parameters."""
@@ -166,7 +163,7 @@ class ManySteps(RoundCoordinator):
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
         barrier(self._local)
-        offer = self._offer(weighted=is_finite, norm=self._norm(turn), trained=self._turns.contribute(turn))
+        offer = self._offer(weighted=is_finite, trained=self._turns.contribute(turn))
         if waits:
             committed = self._commit(offer)
             is_restart = self._overlap != 0 or closes
@@ -223,7 +220,7 @@ class ManySteps(RoundCoordinator):
             if made_steps:
                 self._turns.end_phase()
             own, trained = None if made_steps else weight, self._turns.contribute(turn)
-            offer = self._offer(weighted=is_finite, weight=own, norm=self._norm(turn), trained=trained)
+            offer = self._offer(weighted=is_finite, weight=own, trained=trained)
             reports.append(self._restart_on(self._commit(offer)))
         return reports
 
@@ -243,10 +240,6 @@ class ManySteps(RoundCoordinator):
         for name, out in written.items():
             self._measure(anchor[name], self._parts.shards.own(name, shards[name]).to("cpu"), out)
         return written
-
-    def _norm(self, turn: int) -> float:
-        """Length of the contribution, on local rank 0, where the run asks for it."""
-        return self.length(turn) if self._clips and self._local.rank == 0 else 0.0
 
     # -- the outer state ----------------------------------------------------------------------------------------
 
@@ -360,7 +353,8 @@ class ManySteps(RoundCoordinator):
         is_finite = self.contribute(turn)
         barrier(self._local)
         weight = offer.weight if is_finite else 0
-        return replace(offer, weight=weight, norm=self._norm(turn), trained=self._turns.contribute(turn))
+        largest = self._largest if weight and self.exchange.is_mean else None
+        return replace(offer, weight=weight, trained=self._turns.contribute(turn), largest=largest)
 
 
 def without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:

@@ -99,10 +99,10 @@ class PlainAverage:
 def build_outer_optimizer(config: DilocoConfig, codec: Codec) -> OuterOptimizer:
     """The outer optimizer that a configuration asks for. `codec`: of contributions.
 
-    One that rounds would round away what is small beside the parameters themselves, so it gets differences; and so do
-    shares that need not add up to 1: those of clipped contributions, and those of fragments where a node joins.
+    One that rounds would round away what is small beside the parameters themselves, so it gets differences; so do
+    combinations that measure contributions, and shares that need not add up to 1, of fragments where a node joins.
     """
     is_average = config.optimizer.lr == 1 and config.optimizer.momentum == 0
-    adds_up_to_one = config.fragments == 1 and not config.clip_to_median
-    takes_parameters = codec.is_exact and config.merge != "eager" and adds_up_to_one
+    is_plain_mean = config.fragments == 1 and config.robust is None
+    takes_parameters = codec.is_exact and config.merge != "eager" and is_plain_mean
     return PlainAverage() if is_average and takes_parameters else OuterSGD(config.optimizer)

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.exchange import RESULT
+from zeroband.elastic.rounds.exchange import RESULT, hash_of, parts_of
 from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
-from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
+from zeroband.kernels.robust import Measured
+from zeroband.node.mesh import add_up, all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
 from zeroband.outer.compression.combine import MOST_SOURCES
 from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec, norm_of
@@ -30,6 +31,7 @@ from zeroband.outer.local_memory import LocalMemory
 from zeroband.state.flat import SharedBuffers
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
+
 
 _log = get_logger(__name__)
 
@@ -39,8 +41,10 @@ class PayloadExchange:
 
     `memory`: what this node's payloads are taken out of. `divisor`: as in `SparseCodec.decode`. `counts_tokens`:
     payloads count with their members' shares of the round, and in the divisor with their parts of it; else each counts
-    1. Called by all local ranks.
+    1. `clips`: as for `SparseCodec.decode`. Called by all local ranks.
     """
+
+    is_mean = False
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class PayloadExchange:
         *,
         divisor: Divisor = "none",
         counts_tokens: bool = False,
+        clips: bool = False,
     ) -> None:
         buffers.open(RESULT)
         buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
@@ -64,9 +69,19 @@ class PayloadExchange:
         """Members whose payload the last round left out, and why."""
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
+        self._clips = clips
+        self._agreement: dict[str, float] = {}
+        """Cosine of each member's payload and the last result, on local rank 0, where they are compared."""
         self._gathered: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+        """The payloads of the newest round, of all members, where they came directly from them."""
         self._decoded: tuple[Sequence[Payload], Counted] = (), ()
         """What the last result was decoded from."""
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether a member that lies moves the result only so far."""
+        return self._clips
 
     @property
     def _codec(self) -> SparseCodec:
@@ -81,22 +96,23 @@ class PayloadExchange:
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
         return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
 
-    def norm(self, turn: int) -> float:
-        """Length of what this node's payload stands for."""
-        return norm_of(self._codecs[turn], Payload(self.payload(turn)))
-
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][slice(*self._bounds[turn])]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        self._turn, self._refused = turn, {}
+        self._turn, self._refused, self._parts = turn, {}, ()
         moved = self._run(opening)
-        return replace(moved, refused=tuple(self._refused.items()))
+        agreement = {**self._agreement, **dict.fromkeys(self._refused, -1.0)} if self._clips else {}
+        return replace(moved, refused=tuple(self._refused.items()), agreement=agreement)
 
     def _run(self, opening: Opening) -> Transfer:
         moved, gathered = self.gather(opening)
+        self._parts = parts_of(self.room_for(0 if not moved.borders else moved.borders[-1]), moved.borders)
         self.add_up(opening, self.checked(gathered), self._is_decoded)
         return moved
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        return tuple(map(hash_of, self._parts))
 
     def conclude(self, *, counts: bool) -> None:
         if counts:
@@ -106,7 +122,7 @@ class PayloadExchange:
 
     def gather(self, opening: Opening, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
         """Bring the payloads to all members, or to one; they by their senders, where they are."""
-        lengths = tuple(self._codec.nbytes if weight > 0 else 0 for weight in opening.weights)
+        lengths = tuple(self._codec.nbytes if count > 0 else 0 for count in opening.counts)
         gathering, member_id = Gathering(lengths, receiver), self._mesh.member_id
         own = self.payload(self._turn)[: lengths[opening.members.index(member_id)]]
         receives = receiver in (None, member_id)
@@ -163,17 +179,35 @@ class PayloadExchange:
         if payloads and self._counts_tokens:
             of_values, of_divisor = counted_of(opening, list(payloads))
             counted = (of_values,) if self._divisor == "none" else (of_values, of_divisor)
-        return self._decode(list(payloads.values()), counted)
+        elif payloads and opening.trust:
+            trust = dict(zip(opening.members, opening.trust, strict=True))
+            counted = ([trust[member] for member in payloads],)
+        measured = Measured.of(len(payloads)) if self._clips else None
+        is_decoded = self._decode(list(payloads.values()), counted, measured)
+        if measured is not None:
+            add_up(measured.values, self._mesh.local)
+            cosines = zip(payloads, measured.cosines(), strict=True)
+            self._agreement = {member: cosine for member, cosine in cosines if cosine is not None}
+        return is_decoded
 
-    def _decode(self, payloads: Sequence[Payload], counted: Counted) -> bool:
-        """Whether their update was written; as `_is_decoded`."""
+    def _decode(self, payloads: Sequence[Payload], counted: Counted, measured: Measured | None = None) -> bool:
+        """Whether their update was written; as `_is_decoded`. `measured`: gets what this rank saw of its chunks."""
         local, is_finite = self._mesh.local, True
         self._decoded = payloads, counted
         if payloads:
             place = {"rank": local.rank, "world_size": local.world_size}
             try:
                 weights, parts, *_ = *counted, None, None
-                self._codec.decode(payloads, self._result, weights=weights, parts=parts, divisor=self._divisor, **place)
+                self._codec.decode(
+                    payloads,
+                    self._result,
+                    weights=weights,
+                    parts=parts,
+                    divisor=self._divisor,
+                    clips=self._clips,
+                    measured=measured,
+                    **place,
+                )
             except MalformedPayload:
                 is_finite = False
         else:

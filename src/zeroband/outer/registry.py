@@ -12,7 +12,7 @@ from zeroband.config.outer import (
     SparseLocoConfig,
 )
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
-from zeroband.outer.custom import load_algorithm
+from zeroband.outer.custom import load_algorithm, require_robust
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.demo import Demo
 from zeroband.outer.diloco import DiLoCo
@@ -32,7 +32,9 @@ def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None
             return Demo(parts, config, clip_norm=clip_norm)
         case CustomConfig():
             custom = load_algorithm(config)
-            return custom.build(parts, config, custom.settings)
+            built = custom.build(parts, config, custom.settings)
+            require_robust(config, built)
+            return built
 
 
 def are_rounds_steps(config: Outer | None) -> bool:

@@ -60,7 +60,13 @@ class SparseLoCo(ManySteps):
         self._codecs = [rule(arranged(layout, [fragment])).codec for fragment in fragments]
         self._memory = LocalMemory(parts, ERRORS, rules)
         self._payloads = PayloadExchange(
-            parts.mesh, parts.buffers, self._memory, self._codecs, divisor=_DIVISORS[config.divisor], counts_tokens=True
+            parts.mesh,
+            parts.buffers,
+            self._memory,
+            self._codecs,
+            divisor=_DIVISORS[config.divisor],
+            counts_tokens=True,
+            clips=config.robust is not None,
         )
         self._is_eager = config.merge == "eager"
         super().__init__(parts, config, exchange=self._payloads)
@@ -86,6 +92,3 @@ class SparseLoCo(ManySteps):
         """What the payload took goes back to the errors, which have all that was learned."""
         self._payloads.conclude(counts=False)
         self._inner_parameters.restart(turn)
-
-    def length(self, turn: int) -> float:
-        return self._payloads.norm(turn)

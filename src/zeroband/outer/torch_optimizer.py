@@ -239,10 +239,10 @@ class TorchDiLoCo(ManySteps):
         turn = (Progress.from_record(record["progress"]).outer_step - 1) % len(self._bounds)
         return record[UPDATES][turn]
 
-    def _describe_round(self, opening: Opening, result: Tensor) -> Mapping[str, Any]:
+    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
         updates = self._updates()
         updates[self._turn] += opening.total_weight > 0
-        return {**super()._describe_round(opening, result), UPDATES: updates}
+        return {**super()._describe_round(opening, result, agreement), UPDATES: updates}
 
     def _describe_founding(self) -> Mapping[str, Any]:
         return {UPDATES: self._updates()}

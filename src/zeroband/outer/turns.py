@@ -38,7 +38,7 @@ class Turns:
         self._sent[turn] = self._ahead[turn]
         if len(self._ahead) == 1:  # every phase ends with its turn
             return 1.0
-        return round(self._ahead[turn] / self._usual, _DIGITS)
+        return round(max(0.0, self._ahead[turn]) / self._usual, _DIGITS)
 
     def receive(self, turn: int, since: float, longest: float) -> None:
         """Merge a fragment with the outer parameters, `since` phases after it was contributed.

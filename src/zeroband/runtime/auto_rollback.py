@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from zeroband.checkpoint.restorer import Restorer
 from zeroband.config.schema import RollbackConfig
+from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
 from zeroband.elastic.membership.orders import Orders, answer_loss
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.loss_record import LossRecord, reason_to_go_back
 from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh

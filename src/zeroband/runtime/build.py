@@ -15,7 +15,7 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import REMARK, shared_items
-from zeroband.data.dataset import open_dataset
+from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of, with_template
@@ -37,6 +37,7 @@ from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import NodeParts, TrainedOn
 from zeroband.runtime.profile import StepProfiler
+from zeroband.runtime.transport_setup import HeldPort
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)
@@ -55,6 +56,10 @@ class TrainerParts(NodeParts):
     inner: InnerOptimizer
     profiler: StepProfiler
 
+    @property
+    def sample_tokens(self) -> int:
+        return self.config.data.seq_length
+
     def trained_on(self) -> TrainedOn:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
@@ -67,8 +72,10 @@ class TrainerParts(NodeParts):
         return TrainedOn(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
 
 
-def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> TrainerParts:
-    """Data, model and inner optimizer of this rank. Called by all local ranks."""
+def build_trainer(
+    config: RunConfig, local: LocalMesh, departure: Departure, port: HeldPort | None = None
+) -> TrainerParts:
+    """Data, model and inner optimizer of this rank. Called by all local ranks. `port`: is open already, if one is."""
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     tokenizer = tokenizer_of(config.data)
@@ -79,16 +86,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_rank=local.rank,
         local_world_size=local.world_size,
     )
-    loader = Loader(
-        dataset,
-        batch_size=config.train.batch_size,
-        micro_bs=config.train.micro_bs,
-        local_rank=local.rank,
-        local_world_size=local.world_size,
-        document_mask=config.data.document_mask,
-        even_micro_batches=compiles(config.train, local),
-        pins=local.device.type == "cuda",
-    )
+    loader = _build_loader(config, dataset, local)
     built = _build_model(config, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
     is_exact = _has_common_steps(config, custom)
@@ -115,8 +113,22 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         inner=_build_inner(config, built, is_exact=is_exact),
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
+        port=port,
         corpus=_corpus_of(config, dataset.fingerprint),
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+    )
+
+
+def _build_loader(config: RunConfig, dataset: Dataset, local: LocalMesh) -> Loader:
+    return Loader(
+        dataset,
+        batch_size=config.train.batch_size,
+        micro_bs=config.train.micro_bs,
+        local_rank=local.rank,
+        local_world_size=local.world_size,
+        document_mask=config.data.document_mask,
+        even_micro_batches=compiles(config.train, local),
+        pins=local.device.type == "cuda",
     )
 
 

@@ -27,7 +27,7 @@ from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
-from zeroband.errors import Leaving, RunOver
+from zeroband.errors import Leaving, LineEnds, RunOver
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.events import Events
@@ -366,6 +366,8 @@ class Checkpoints:
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "checkpoint_committed":
             self._durable_step = fields["step"]
+        elif kind == "checkpoints_lost":
+            self._durable_step = None
         self._emit(kind, **fields)
 
     def _emit(self, kind: str, **fields: Any) -> None:
@@ -388,7 +390,7 @@ def open_checkpoints(node: NodeParts, world: World, events: Events, stack: ExitS
     checkpoints = Checkpoints(node, world, events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
+        checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving | LineEnds))
 
     stack.push(close)
     return checkpoints

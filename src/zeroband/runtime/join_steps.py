@@ -22,6 +22,7 @@ from zeroband.elastic.membership.holdings import (
     why_none,
 )
 from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
+from zeroband.elastic.membership.orders import require_admitted
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
@@ -189,10 +190,14 @@ class ReplicaSteps:
         return Outcome(event)
 
     def _choose(self, cause: ZerobandError | None) -> JoinEvent:
-        """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state."""
+        """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state.
+
+        Raises ConfigError where this node is banned.
+        """
         if cause is not None:
             self._note_failure(cause)
         view = self._run.store.view(FOUNDING_ROUND)
+        require_admitted(view.orders, self._run.mesh.member_id)
         if is_abandoned(view):
             self._exchange(view, resumes=self._run.resumes)
         way = way_in(view, resumes=self._may_begin_again(view))

@@ -56,6 +56,7 @@ from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, m
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.single_node import SingleNode
+from zeroband.runtime.transport_setup import HeldPort
 from zeroband.runtime.world import World
 
 SHOWN_S = 1.0
@@ -72,7 +73,8 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.push(partial(end_ranks, local, departure))
-        train(open_own_store(config, local, departure, stack), local, departure, stack)
+        opened = open_own_store(config, local, departure, stack)
+        train(opened.config, local, departure, stack, opened.port)
 
 
 def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] | None, *_: object) -> None:
@@ -100,9 +102,11 @@ class Training:
     failed: FailedSteps = field(default_factory=FailedSteps)
 
 
-def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
-    """The whole run of this rank; `stack` gives everything back at its end."""
-    node = build_trainer(config, local, departure)
+def train(
+    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack, port: HeldPort | None = None
+) -> None:
+    """The whole run of this rank; `stack` gives everything back at its end. `port`: is open already, if one is."""
+    node = build_trainer(config, local, departure, port)
     stack.callback(node.loader.close)
     sets = open_evaluation_sets(node)
     report = open_report(node, stack)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
     from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
+    from zeroband.runtime.transport_setup import HeldPort
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,17 @@ class NodeParts:
     inner: OwnState
     departure: Departure
     faults: FaultPoints
+    port: HeldPort | None = None
+    """The node's port where it is open already; None: its guardian opens it."""
     corpus: str = SHARED
     """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
+        return 0
 
     def trained_on(self) -> TrainedOn:
         """Where the model comes from, as far as the package knows."""

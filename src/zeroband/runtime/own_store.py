@@ -1,7 +1,7 @@
 """The store that a node holds beside its trainer, in a run whose members hold the stores themselves.
 
 It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by
-itself comes back empty. Local rank 0 owns it.
+itself comes back empty. Others reach it through the node's one port. Local rank 0 owns it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
+from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
-from zeroband.config.store_url import place_of
+from zeroband.config.store_url import NODE_PORT, place_of
+from zeroband.elastic.guardian.port_holder import DOOR, HolderOrder, PortHolder
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Candidate, in_use
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.local_server import ServerFolder, bounds_of_run, find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, RunOver, StoreLost
+from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
-from zeroband.runtime.transport_setup import address_towards, is_loopback, listen_address_of
+from zeroband.runtime.transport_setup import HeldPort, address_towards, is_loopback, listen_address_of
 
-_ALL_ADDRESSES = ("::", "0.0.0.0")
 _LAST_WORDS_S = 2.0
 """In which the others see the round with which a node left."""
 _LOOK_S = 0.1
@@ -38,26 +39,37 @@ _AGAIN_S = 1.0
 _log = get_logger(__name__)
 
 
-def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> RunConfig:
+class Opened(NamedTuple):
+    """What a node goes on with."""
+
+    config: RunConfig
+    """In which its own store is one of those that it knows."""
+    port: HeldPort | None
+    """The node's port, which is open already; None: the node holds no store, and its guardian opens it."""
+
+
+def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> Opened:
     """Start this node's store where the run asks for one; `stack` ends it. All local ranks.
 
-    Returns the configuration in which it is one of those that this node knows. Raises ConfigError, StoreLost.
+    Raises ConfigError, StoreLost.
     """
     address = config.store.address
     if address is None or not config.store.are_of_nodes or not config.node.dialable:
-        return config
+        return Opened(config, None)
 
-    def start() -> str:
+    def start() -> tuple[str, str, int]:
         host = config.node.advertise_host or address_towards(address)
-        stack.push(OwnStore(config, host, departure).close)
-        return place_of(host, config.store.port)
+        own = OwnStore(config, host, departure)
+        stack.push(own.close)
+        return own.place, own.port.door, own.port.number
 
-    own = on_first_rank(local, start)
-    return config.model_copy(update={"store": config.store.with_peer(own)})
+    place, door, number = on_first_rank(local, start)
+    with_own = config.model_copy(update={"store": config.store.with_peer(place)})
+    return Opened(with_own, HeldPort(door, number))
 
 
 class OwnStore:
-    """A server for the nodes of a run, who know its password by the run's token.
+    """A server for the nodes of a run, who show that they have its token, and the node's port.
 
     `host`: under which they reach this node. Raises ConfigError where it cannot listen, or would let in anybody.
     """
@@ -72,39 +84,51 @@ class OwnStore:
                 f"this node's store at {host} would let in everybody who reaches it: set run.token on all nodes, in "
                 "ZERO_BAND_RUN__TOKEN or run.token_file"
             )
-        self._bind_hosts = "* -::*" if bind_host in _ALL_ADDRESSES else bind_host
-        self._is_over = threading.Event()
-        started = Future[None]()
-        self._keeper = threading.Thread(target=self._keep, args=[started], name="own-store", daemon=True)
-        self._keeper.start()
+        if old := outdated(find_redis_server()):
+            _log.warning(f"this node's store: {old}")
+        self._folder = ServerFolder()
+        bounds = bounds_of_run(config.run.id, config.elastic.start_nodes)
+        self._order = HolderOrder(
+            node_id=node_id_of(config),
+            run_key=self._key.secret.hex(),
+            bind_host=bind_host,
+            bind_port=config.node.port or NODE_PORT,
+            folder=str(self._folder.path),
+            rules=bounds.rules,
+            memory_bytes=bounds.memory_bytes,
+        )
         try:
-            started.result()
-        except ConfigError as error:
-            raise ConfigError(f"store.port={config.store.port}: this node cannot hold a store there: {error}") from None
+            self._holder = PortHolder(self._order)
+        except BaseException:
+            self._folder.close()
+            raise
+        self.port = HeldPort(str(self._folder.path / DOOR), config.node.advertise_port or self._holder.port)
+        """The node's port, as its guardian needs it."""
+        self.place = place_of(host, self.port.number)
+        """Where others reach the store."""
+        self._is_over = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="own-store", daemon=True)
+        self._keeper.start()
 
     @property
     def pid(self) -> int:
-        """Process id, for tests that end it."""
-        return self._server.pid
+        """Process id of what holds port and server, for tests that end it."""
+        return self._holder.process.pid
 
-    def _start_server(self) -> RedisServer:
-        port, password = self._config.store.port, self._key.store_password
-        return RedisServer(host=self._bind_hosts, port=port, password=password).start()
+    @property
+    def folder(self) -> ServerFolder:
+        """Where the server's socket is."""
+        return self._folder
 
-    def _keep(self, started: Future[None]) -> None:
-        """Have a server until `close`; it would end with the thread that started it."""
-        try:
-            self._server = self._start_server()
-        except ConfigError as error:
-            return started.set_exception(error)
-        started.set_result(None)
+    def _keep(self) -> None:
+        """Have a port and a server until `close`."""
         while not self._is_over.wait(_LOOK_S):
-            if self._server.is_running:
+            if self._holder.is_running():
                 continue
-            _log.warning("this node's store ended by itself; starting it again, empty")
-            self._server.close()
+            _log.warning("the process that holds this node's port and store ended; starting it again")
+            self._holder.close()
             try:
-                self._server = self._start_server()
+                self._holder = PortHolder(self._order)
             except ConfigError as error:
                 _log.warning("the store cannot be started again yet", extra={"fields": {"error": str(error)}})
                 self._is_over.wait(_AGAIN_S)
@@ -119,7 +143,8 @@ class OwnStore:
         finally:
             self._is_over.set()
             self._keeper.join()
-            self._server.close()
+            self._holder.close()
+            self._folder.close()
 
     def outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
         """Wait until nobody is in a run that uses this store; where that is not over, until the others have seen it."""
@@ -129,9 +154,8 @@ class OwnStore:
     def _outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
         lease_s = self._config.fault.time_outs.lease_s
         ends_ms, moved_at_s, began_at_s, has_said = dict[str, int](), time.monotonic(), time.monotonic(), False
-        with closing(
-            RedisStore(self._server.local_url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)
-        ) as store:
+        url = f"unix://{self._folder.socket}"
+        with closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store:
             while _is_in_use(store.look_at_candidate("", None)):
                 view, now_s = store.view(FOUNDING_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:

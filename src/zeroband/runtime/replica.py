@@ -23,10 +23,10 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoCon
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.resume_rules import begins_on_checkpoint, rounds_since
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
@@ -52,6 +52,7 @@ from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.own_key import run_keys
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
 from zeroband.runtime.world import StateParts, Staying
@@ -69,9 +70,9 @@ _FIRST_CONTACT_S = 30.0
 _log = get_logger(__name__)
 
 
-def shape_of(config: RunConfig) -> RunShape:
-    """What turns rounds into steps and samples."""
-    shape = RunShape(config.train.total_steps, config.train.batch_size)
+def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
+    """What turns rounds into steps and samples. `sample_tokens`: targets of a sample at most; 0: not known."""
+    shape = RunShape(config.train.total_steps, config.train.batch_size, sample_tokens=sample_tokens)
     match config.outer:
         case RoundsConfig() as outer:
             return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
@@ -88,8 +89,11 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
     return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
 
 
-def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
-    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter."""
+def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0) -> Rules:
+    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter.
+
+    `sample_tokens`: as for `shape_of`.
+    """
     outer, elastic = config.outer, config.elastic
     weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
     rules = Rules(
@@ -97,7 +101,9 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0) -> Rules:
         elastic.start_nodes,
         has_several_stores=config.store.are_several,
         counts_equally=weighs_equally,
+        is_robust=isinstance(outer, RoundsConfig | DemoConfig) and outer.robust is not None,
         sites=config.comm.sites if config.comm.backend == "native" else "off",
+        shape=shape_of(config, sample_tokens),
     )
     if not isinstance(outer, RoundsConfig):
         return rules
@@ -123,7 +129,7 @@ class Replica:
         assert config.store.address is not None and config.outer is not None
         self._node = node
         self._store_url = config.store.address
-        self._token = config.run.token.get_secret_value() if config.run.token else None
+        self._keys = run_keys(config, node.node_dir)
         self._server: StateServer | None = None
         self._is_left = False
         self._is_restart = is_restart(os.environ)
@@ -143,7 +149,7 @@ class Replica:
             self._flags = SharedFlags(self._folder / "flags", create=False)
             stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = TransportSetup(config, self.store, self._flags, local, node.faults, self._answer_requests)
+            self._plane = self._open_plane()
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh(layout)
             stack.callback(self.mesh.close)
@@ -175,20 +181,43 @@ class Replica:
         store = RedisStore(
             self._store_url,
             config.run.id,
-            key=RunKey.of(self._token, config.run.id),
+            key=self._keys,
             lease_s=config.fault.time_outs.lease_s,
             patience_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
+        store.judge.on_forgery = lambda place, member: self._tell_impostor(member, place)
         stack.callback(store.close)
-        if self._token is None and self._node.local.rank == 0:
+        if config.run.token is None and self._node.local.rank == 0:
             _log.warning(
                 "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
             )
         waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
-        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s))
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s, least_stores=config.least_stores))
         store.trust_address()
         return store
+
+    def _open_plane(self) -> TransportSetup:
+        node = self._node
+        return TransportSetup(
+            node.config,
+            self.store,
+            self._flags,
+            node.local,
+            node.faults,
+            self._answer_requests,
+            key=self._keys,
+            on_poser=self._tell_impostor,
+            port=node.port,
+        )
+
+    def _tell_impostor(self, member_id: str, where: str) -> None:
+        self._on_event("impostor", member_id=member_id, where=where)
+
+    @property
+    def _own_key(self) -> NodeKey:
+        assert self._keys.node is not None, "run_keys gives it one"
+        return self._keys.node
 
     def _match_run(self) -> dict[str, str]:
         try:
@@ -219,7 +248,7 @@ class Replica:
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
             site=config.node.site,
-            store_port=config.store.port if config.store.are_of_nodes and config.node.dialable else 0,
+            store_port=0 if self._node.port is None else self._node.port.number,
         )
         run = RunAccess(
             store=self.store,
@@ -230,6 +259,7 @@ class Replica:
             inbox=self._plane.inbox,
             on_event=self._on_event,
             start_mover=self._start_mover,
+            name_member=self._own_key.new_member_id,
         )
         return Member(run, identity, self._flags, config.fault.time_outs, self._node.departure)
 
@@ -249,7 +279,7 @@ class Replica:
             self._new_member(),
             self._plane.open(),
             self._flags,
-            rules_of(config, self._transfer_bytes(layout)),
+            rules_of(config, self._transfer_bytes(layout), self._node.sample_tokens),
             start_timeout_s=config.elastic.start_timeout_s,
         )
 
@@ -281,7 +311,7 @@ class Replica:
             codec=codec,
             feedback=ErrorFeedback(self.buffers, sent, codec),
             journal=self.journal,
-            shape=shape_of(config),
+            shape=shape_of(config, self._node.sample_tokens),
             phase_length=phase_length_of(config),
             departure=self._node.departure,
             faults=self._node.faults,
@@ -495,7 +525,7 @@ class Replica:
 
     @property
     def fellows(self) -> Fellows:
-        return StoreFellows(self.store, self._node.node_id)
+        return StoreFellows(self.store, self._own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self._folder

@@ -16,10 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from zeroband.config.cautions import cautions_of
-from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
@@ -32,7 +30,8 @@ from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
+from zeroband.runtime.own_key import own_key, run_keys
+from zeroband.runtime.run_folder import RunFolder
 from zeroband.runtime.watching import open_trackers, open_watchers
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
@@ -94,7 +93,6 @@ class NodeReport:
         self._folder = RunFolder(node.node_dir)
         try:
             self._folder.prepare(config, node.node_id, os.environ)
-            (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
             watchers = open_watchers(config, node.node_id, node.node_dir)
         except BaseException:
             os.close(self._claim)
@@ -135,6 +133,7 @@ class NodeReport:
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
+        self._keep_folder()
         self._steps_since_round += 1
         if synced:
             values = {**values, **self._round_values(synced)}
@@ -146,6 +145,20 @@ class NodeReport:
                 self._newest[name.replace("/", "_")] = value
         if step % self._node.config.observe.log_every_steps == 0 or synced:
             self._say(step, values)
+
+    def _keep_folder(self) -> None:
+        """Make a removed folder of the node anew. Raises ConfigError where another process has it now."""
+        if self._folder.is_there():
+            return
+        with contextlib.suppress(OSError):  # a disk that is full or gone ends no training
+            claim = _claim(self._node)
+            os.dup2(claim, self._claim, inheritable=False)
+            os.close(claim)
+            self._folder.restore()
+            _log.warning(
+                "the run's folder was removed; it is made anew, without what it held",
+                extra={"fields": {"path": self._node.node_dir}},
+            )
 
     def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
         """The newest round's values; times and bytes are summed over all rounds."""
@@ -162,7 +175,7 @@ class NodeReport:
             "outer/apply_s": sum(r.apply_s for r in rounds),
             "outer/retries": sum(r.retries for r in rounds),
             "outer/weight": round.weights[round.members.index(round.member_id)],
-            "outer/clip": round.clip,
+            "outer/trust": round.trust,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
             "outer/wide_bytes": sum_known(r.wide_bytes for r in rounds),
@@ -230,13 +243,13 @@ def _publisher_of(node: NodeParts) -> FactPublisher | None:
     if config.outer is None or config.store.address is None or not config.observe.publish:
         return None
     url, run_id = config.store.address, config.run.id
-    token = config.run.token.get_secret_value() if config.run.token else None
+    own = own_key(node.node_dir)
 
     def open_store() -> RedisStore:
-        key = RunKey.of(token, run_id)
+        key = run_keys(config, node.node_dir)
         return RedisStore(url, run_id, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
 
-    return FactPublisher(node.node_dir, node.node_id, open_store)
+    return FactPublisher(node.node_dir, own.name(node.node_id), open_store)
 
 
 def _claim(node: NodeParts) -> int:

@@ -17,6 +17,7 @@ from typing import cast
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.config.load import render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
@@ -47,6 +48,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._session: str | None = None
+        self._config = ""
 
     def prepare(self, config: RunConfig, node_id: str, environ: Mapping[str, str]) -> None:
         """Make sure that what is written from now on belongs to what is there.
@@ -68,9 +71,21 @@ class RunFolder:
             _log.warning("files of another run were moved aside", extra={"fields": {"to": place}})
         if held is None:
             self.belongs_to(None)
+        self._config = render_toml(config)
+        (self._path / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+
+    def is_there(self) -> bool:
+        """Whether what `prepare` wrote is still there."""
+        return (self._path / RUN_FILE).exists()
+
+    def restore(self) -> None:
+        """Write again what says whose files these are and how the run is configured. Raises OSError."""
+        (self._path / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+        self.belongs_to(self._session)
 
     def belongs_to(self, session: str | None) -> None:
         """Note whose files these are; None: of a start that is in no run yet."""
+        self._session = session
         record, beside = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
         try:
             beside.write_text(json.dumps({"session": session}), encoding="utf-8")
@@ -113,7 +128,8 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     url = config.store.address
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
     with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
-        store.reach(patience_s=config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S)
+        patience_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
+        store.reach(patience_s=patience_s, least_stores=config.least_stores)
         until_s = time.monotonic() + 2 * lease_s
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:

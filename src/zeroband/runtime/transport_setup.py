@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
-from zeroband.elastic.guardian.link_report import PartnersWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.reach import Ways, ways_to
 from zeroband.elastic.membership.records import FOUNDING_ROUND
@@ -18,7 +19,7 @@ from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
-from zeroband.elastic.transport.handover import HandedOver, Inbox
+from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, Reach
@@ -36,10 +37,21 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 
+class HeldPort(NamedTuple):
+    """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
+
+    door: str
+    """Unix socket at which that process hands over the calls for the guardian."""
+    number: int
+    """The port under which others reach it."""
+
+
 class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
-    `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.
+    `answer_requests`: takes connections of nodes that ask for this one's state. `on_poser`: told of a call in the name
+    of a member whose key the caller does not have, and from where it came. `port`: is open already; None: the guardian
+    opens it. Raises ConfigError, StoreLost.
     """
 
     def __init__(
@@ -50,6 +62,10 @@ class TransportSetup:
         local: LocalMesh,
         faults: FaultPoints,
         answer_requests: Callable[[socket.socket, HandedOver], None],
+        *,
+        key: RunKey,
+        on_poser: Callable[[str, str], object],
+        port: HeldPort | None = None,
     ) -> None:
         assert config.store.address is not None
         self._config = config
@@ -57,16 +73,25 @@ class TransportSetup:
         self._flags = flags
         self._local = local
         self._faults = faults
+        self._port = port
         self._host = config.node.advertise_host or address_towards(config.store.address)
         self.inbox: Inbox | None = None
         self._links: Links | None = None
-        self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+        self._key = key
         if config.comm.backend == "native":
             require_native(is_sealed=config.comm.encryption)
         if local.rank != 0:
             return
         require_descriptors(config)
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {Purpose.STATE: answer_requests}
+
+        def note_poser(connection: socket.socket, what: HandedOver) -> None:
+            connection.close()
+            on_poser(what.caller, what.session)
+
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {
+            Purpose.STATE: answer_requests,
+            POSES: note_poser,
+        }
         if config.comm.backend == "native":
             beat_s = TransferBounds.of(config.fault.time_outs).beat_s
             engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
@@ -77,17 +102,18 @@ class TransportSetup:
     @property
     def listen(self) -> ListenAddress:
         """Where local rank 0 listens."""
-        return listen_address_of(self._config, self._host, self._key)
+        return listen_address_of(self._config, self._host, self._key, self._port)
 
     def dialler(self, node_id: str) -> Dialler:
         """For asking other nodes for their state in the name of this one."""
-        return Dialler(self._key, node_id, self._config.comm.encryption)
+        name = node_id if self._key.node is None else self._key.node.name(node_id)
+        return Dialler(self._key, name, self._config.comm.encryption)
 
     def open(self) -> DataPlane:
         """The data path that the configuration asks for."""
         comm, time_outs = self._config.comm, self._config.fault.time_outs
         if comm.backend == "native":
-            tell_partners = PartnersWriter(self._flags.path.parent).tell
+            tell_partners = NamesWriter(self._flags.path.parent, PARTNERS_FILE).tell
             reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
             return NativePlane(
                 self._config.run.id,
@@ -119,15 +145,17 @@ class TransportSetup:
             self.inbox.close()
 
 
-def listen_address_of(config: RunConfig, host: str, key: RunKey) -> ListenAddress:
-    """Where this node listens, and as what the others know it."""
+def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort | None = None) -> ListenAddress:
+    """Where this node listens, and as what the others know it. `port`: is open already; None: the guardian opens it."""
     node = config.node
     return ListenAddress(
         host=host,
-        port=node.advertise_port,
+        port=node.advertise_port if port is None else port.number,
+        door="" if port is None else port.door,
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
         run_key=key.secret.hex(),
+        node_key="" if key.node is None else key.node.secret.hex(),
         is_sealed=config.comm.encryption,
         is_open=node.dialable,
         is_relayed=config.comm.backend == "native",

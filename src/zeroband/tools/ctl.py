@@ -1,4 +1,4 @@
-"""`zeroband ctl pause | resume | drain NODE | rollback --step N | status`: orders to a whole run.
+"""`zeroband ctl pause | resume | drain NODE | ban NODE | unban NODE | rollback --step N | status`: orders to a run.
 
 They go through the run's store and are in force from the next round on, on all nodes at once; every node writes into
 its events what it did. Store, run.id and run.token are named as `zeroband store` prints them, or by --store, --run-id
@@ -27,6 +27,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
+from zeroband.observe.view import short_key
 from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
@@ -72,8 +73,9 @@ class Order:
     """What an operator wants of a run."""
 
     action: str
-    """pause, resume, drain, rollback or status."""
+    """pause, resume, drain, ban, unban, rollback or status."""
     node: str = ""
+    """Its id; for a ban its key's short name will do as well."""
     step: int = 0
 
 
@@ -108,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     add("pause", "members wait at their next boundary, with their leases")
     add("resume", "ends a pause")
     add("drain", "a node leaves after its round").add_argument("node", metavar="NODE", help="its node.id")
+    for name, meaning in (("ban", "a node's key is kept out of the run"), ("unban", "ends a ban")):
+        add(name, meaning).add_argument("node", metavar="NODE", help="its node.id, or the 8 digits of its key")
     rollback = add("rollback", "all members go back to a checkpoint")
     rollback.add_argument("--step", type=int, required=True, help="inner step of the checkpoint")
     return parser
@@ -130,6 +134,14 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
             alive = {member: view.peers[member].node_id for member in view.alive if member in view.peers}
             store.give_orders(lambda given: orders.drain(given, node_id, alive))
             return f"{node_id} leaves after its round"
+        case "ban":
+            store.give_orders(lambda given: orders.ban(given, order.node, view.peers))
+            return (
+                f"the run goes on without {order.node}, whose key is kept out until `zeroband ctl unban {order.node}`"
+            )
+        case "unban":
+            store.give_orders(lambda given: orders.unban(given, order.node))
+            return f"{order.node} may join again; start it anew"
         case "rollback":
             step, steps = order.step, _good_steps(config, order.step)
             store.give_orders(lambda given: orders.roll_back(given, step, steps))
@@ -174,8 +186,10 @@ def describe(run_id: str, view: View) -> str:
         lines.append(f"round {opening.round}, epoch {opening.epoch}, inner step {progress.inner_step}")
     if view.orders.rollback is not None:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
+    if view.orders.banned:
+        lines.append(f"banned: {', '.join(map(orders.shown, view.orders.banned))}")
     rows = [_row(member, view) for member in sorted(view.alive)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 
@@ -194,13 +208,15 @@ def _state(view: View) -> str:
     return f"{len(view.alive)} nodes"
 
 
-def _row(member: str, view: View) -> tuple[str, str, str]:
-    """Member, address, what it does."""
+def _row(member: str, view: View) -> tuple[str, ...]:
+    """Member, key, address, what it does."""
     peer = view.peers.get(member)
     is_member = view.committed is not None and member in view.committed.members
     doing = "at the boundary" if member in view.ready else "in its round" if is_member else "joining"
     leaves = ", leaves after its round" if member in view.orders.leaving else ""
-    return member, "-" if peer is None else f"{peer.host}:{peer.port}", doing + leaves
+    key = short_key(member)
+    shown = member if key is None else member.rpartition(".")[0]
+    return shown, key or "-", "-" if peer is None else f"{peer.host}:{peer.port}", doing + leaves
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zeroband.config import RunConfig
 from zeroband.config.load import render_toml
-from zeroband.config.recorded import other_items, recorded_config
+from zeroband.config.recorded import other_items, recorded_config, shown
 from zeroband.config.schema import FaultConfig
 from zeroband.config.shared import REMARK
 from zeroband.config.store_url import shown_stores
@@ -45,7 +45,7 @@ class Join:
 
     config: RunConfig
     file: Path
-    """Where that configuration is written, without its secrets."""
+    """Where that configuration goes, without its secrets."""
     ranks: str
     environment: Mapping[str, str]
     """What the trainer gets beside the file: the address of the store, which may hold a password, and the token."""
@@ -70,15 +70,18 @@ def main(argv: Sequence[str]) -> int:
     options, own = _parser().parse_known_args(argv[has_url:])
     try:
         join = _prepare(argv[0] if has_url else os.environ.get(_URL, ""), options, own)
+        if not options.dry_run:
+            _write(join)
     except ConfigError as error:
         print(f"zeroband join: {error}", file=sys.stderr)
         return _EXIT_CONFIG
     except StoreLost as error:
         print(f"zeroband join: {error}", file=sys.stderr)
         return _EXIT_UNREACHED
-    print(f"\nthis machine's configuration is in {join.file}; it is started with\n  {join.shown}", flush=True)
     if options.dry_run:
+        print(f"\n{render_toml(join.config)}\nit would be written to {join.file}, and started with\n  {join.shown}")
         return 0
+    print(f"\nthis machine's configuration is in {join.file}; it is started with\n  {join.shown}", flush=True)
     environment = {**os.environ, **join.environment}
     print("\nwhether this machine can take part:", flush=True)
     doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{join.file}"]
@@ -108,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--token-file", type=Path, metavar="FILE", help=f"file with run.token (or {_TOKEN_FILE}, {_TOKEN})")
     add("--nproc-per-node", metavar="N", help="ranks of this machine (default: one for each GPU, or one)")
-    add("--dry-run", action="store_true", help="write the configuration and print the command; start nothing")
+    add("--dry-run", action="store_true", help="print the configuration and the command; write and start nothing")
     return parser
 
 
@@ -124,22 +127,29 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
     secrets = _secrets(options.token_file)
     record, standing = _look(url, run_id, _token(secrets))
     if record.get("protocol") != str(PROTOCOL):
-        raise JoinRefused("protocol", record.get("protocol", "absent"), PROTOCOL)
+        raise JoinRefused("protocol", shown(record.get("protocol", "absent")), PROTOCOL)
     environment = {_URL: url, **secrets}
+    if record.get("run.id") != run_id:
+        raise ConfigError(f"the store's record of run.id={run_id!r} is of run.id={shown(record.get('run.id', ''))!r}")
     config = recorded_config(record, own, {**os.environ, **environment})
     access = "the token is the run's" if secrets else "the run has no token"
     print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
     for key, value in other_items(record).items():
-        print(f"  {key}: {value or 'none'}{'' if key.startswith(REMARK) else ', compared at join'}")
+        print(f"  {shown(key)}: {shown(value) or 'none'}{'' if key.startswith(REMARK) else ', compared at join'}")
     node_id = node_id_of(config)
     file = config.run.dir / run_id / f"join-{node_id}.toml"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(render_toml(config))
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}; set --run.dir to a folder of this user's") from error
     ranks = options.nproc_per_node or ("gpu" if visible_gpus(os.environ) else "1")
     return Join(config, file, ranks, environment)
+
+
+def _write(join: Join) -> None:
+    """Write this machine's configuration. Raises ConfigError."""
+    file = join.file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(render_toml(join.config))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; set --run.dir to a folder of this user's") from error
 
 
 def _secrets(token_file: Path | None) -> dict[str, str]:

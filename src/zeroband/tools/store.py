@@ -27,7 +27,7 @@ from zeroband.config.section import NAME_PATTERN
 from zeroband.config.store_url import place_of
 from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.local_server import RedisServer, bounds_of_run, find_redis_server, outdated
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO
 from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE
@@ -89,7 +89,10 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(number, lambda _number, _frame: ending.set())
     try:
         password = RunKey.of(token, run_id).store_password
-        with RedisServer(host=_bound(options.host), port=options.port, password=password) as server:
+        bounds = bounds_of_run(run_id, members=0)
+        if old := outdated(find_redis_server()):
+            print(f"zeroband store: {old}", file=sys.stderr)
+        with RedisServer(host=_bound(options.host), port=options.port, password=password, bounds=bounds) as server:
             url = f"redis://:{password}@{place_of(options.host, options.port)}"
             needed = {STORE_VARIABLE: url, ID_VARIABLE: run_id, TOKEN_VARIABLE: token}
             if options.command:

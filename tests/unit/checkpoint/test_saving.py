@@ -4,7 +4,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, f
 from zeroband.checkpoint.loading import open_checkpoint, restore
 from zeroband.checkpoint.saving import POINTS, PeerWord, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
-from zeroband.errors import RecoveryFailed
+from zeroband.errors import ConfigError, RecoveryFailed
 
 
 @pytest.fixture
@@ -419,13 +421,30 @@ def test_storage_that_goes_on_failing_keeps_the_previous_checkpoint(
     assert [name for name in storage.names() if name.startswith("step")] == ["step_00000010"]
 
 
-def test_folder_that_vanished_is_reported_and_not_made_anew(storage: LocalStorage, tmp_path: Path) -> None:
+def test_folder_that_was_removed_is_made_anew_and_said_once(storage: LocalStorage, tmp_path: Path) -> None:
     saved(storage, 10)
-    (tmp_path / "run").rename(tmp_path / "away")
-    around = Around()
-    assert not save_of(storage, 20, around).run()
-    assert "its mount has vanished" in around.told[-1][1]["reason"]
-    assert not (tmp_path / "run").exists()
+    shutil.rmtree(tmp_path / "run")
+    first, second = Around(), Around()
+    assert save_of(storage, 20, first).run() and save_of(storage, 30, second).run()
+    assert first.told[0] == ("checkpoints_lost", {"folder": str(tmp_path / "run")})
+    assert "checkpoints_lost" not in second.kinds
+    assert restored_step(storage) == 30
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        own(storage, "s2")
+
+
+def test_folder_whose_mount_vanished_is_reported_and_not_made_anew(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other_device:
+        assert Path(other_device).stat().st_dev != tmp_path.stat().st_dev
+        (tmp_path / "mount").symlink_to(other_device)
+        storage = LocalStorage(tmp_path / "mount/run", "a")
+        saved(storage, 10)
+        (tmp_path / "mount").unlink()
+        (tmp_path / "mount").mkdir()
+        around = Around()
+        assert not save_of(storage, 20, around).run()
+    assert "is gone, and with it its mount" in around.told[-1][1]["reason"]
+    assert list((tmp_path / "mount").iterdir()) == []
 
 
 def test_run_that_was_taken_over_saves_no_more(storage: LocalStorage) -> None:

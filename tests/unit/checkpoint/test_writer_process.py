@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +139,25 @@ def test_writer_that_died_is_reported_and_replaced(trainer: Trainer) -> None:
     assert trainer.await_event() == "checkpoint_failed"
     assert "its writer ended (-9)" in trainer.events[-1][1]["reason"]
     assert not trainer.writer.is_busy and steps_in_order(trainer.storage) == []
+    trainer.give(20)
+    assert trainer.await_event() == "checkpoint_committed"
+
+
+@pytest.mark.slow
+def test_writer_that_cannot_be_replaced_costs_a_checkpoint_and_no_more(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    os.kill(trainer.writer.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, trainer.writer.pid, os.WEXITED | os.WNOWAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        trainer.give(10)
+    assert trainer.await_event() == "checkpoint_failed"
+    assert "Too many open files" in trainer.events[-1][1]["reason"] and not trainer.writer.is_busy
+    trainer.stage(20)
     trainer.give(20)
     assert trainer.await_event() == "checkpoint_committed"
 

@@ -44,7 +44,13 @@ def test_keys_know_the_variants_that_have_them() -> None:
 def test_default_tag_is_that_of_the_default_section() -> None:
     sections = schema_keys().sections
     tags = {dotted(path): section.default_tag for path, section in sections.items() if "" not in section.variants}
-    assert tags == {"model": "llama", "data.source": "text", "optim.schedule": "cosine", "outer": None}
+    assert tags == {
+        "model": "llama",
+        "data.source": "text",
+        "optim.schedule": "cosine",
+        "outer": None,
+        "outer.robust": None,
+    }
 
 
 def test_kinds_of_keys_follow_their_types() -> None:

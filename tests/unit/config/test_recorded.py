@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from zeroband.config import load_config
+from zeroband.config.keys import dotted, is_shared, schema_keys, tables_of, variants_of
 from zeroband.config.presets import preset_names
-from zeroband.config.recorded import other_items, recorded_config, shared_flags
+from zeroband.config.recorded import MOST_BYTES, foreign_keys, other_items, recorded_config, shared_flags, shown
+from zeroband.config.schema import Section
 from zeroband.config.shared import shared_digest, shared_items
 from zeroband.errors import ConfigError
 
@@ -90,13 +94,98 @@ def test_a_record_that_says_anything_is_refused_with_an_error_of_the_user(key: s
         recorded_config({**record, key: text}, [], STORE)
 
 
+def _below(sections: list[type[Section]], path: tuple[str, ...], told: bool) -> Iterator[tuple[str, bool]]:
+    """Every key of these sections, and whether all nodes share it."""
+    for section in sections:
+        for name, field in section.model_fields.items():
+            is_told, inner = told and is_shared(field), list(variants_of(field).values())
+            yield dotted((*path, name)), is_told and not inner
+            yield from _below(inner or tables_of(field.annotation), (*path, name), is_told)
+
+
+ROWS = ("data.sources", "data.phases")
+KEYS = [
+    *((dotted(path), all(key.is_shared for key in keys)) for path, keys in schema_keys().keys.items()),
+    *((dotted(path), False) for path in schema_keys().sections),
+    *(
+        (key, is_told)
+        for place in ROWS
+        for known in schema_keys().keys[tuple(place.split("."))]
+        for key, is_told in _below(tables_of(known.field.annotation), (*place.split("."), "web"), told=True)
+    ),
+]
+
+
+def _is_above_local(key: str) -> bool:
+    sections = schema_keys().sections
+    parts = tuple(key.split("."))
+    return any(not is_shared(sections[parts[:n]].field) for n in range(1, len(parts) + 1) if parts[:n] in sections)
+
+
+def test_a_record_sets_what_the_schema_declares_to_be_shared_and_no_other_key() -> None:
+    """Over all keys of the schema, those of tables in lists too, each with a text that is not its own."""
+    keys = {key for key, _ in KEYS}
+    local = set(foreign_keys({**_record(["@debug/diloco"]), **dict.fromkeys(keys, "[{}]")}))
+    shared = keys - local
+    wanted = {key for key, is_told in KEYS if is_told and not _is_above_local(key) and key not in ROWS}
+    assert shared == wanted
+    assert {"run.dir", "model.file", "outer.algorithm", "ckpt.path", "fault.inject", "observe.report"} <= local
+    assert {"data.sources.web.source.paths", "data.sources.web.source.path", "node.id", "data"} <= local
+    assert {"train.total_steps", "data.sources.web.weight", "data.sources.web.source.type"} <= shared
+
+
+def test_no_key_is_shared_in_one_variant_and_a_node_s_own_in_another() -> None:
+    assert not [dotted(path) for path, keys in schema_keys().keys.items() if len({key.is_shared for key in keys}) > 1]
+
+
 @pytest.mark.parametrize(
-    "key",
-    [
-        *("run.dir", "run.token", "node.id", "store.url", "ckpt.path", "data.cache_dir", "observe.webhook.url"),
-        *("resume.dir", "fault.inject", "export.path", "run", "node", "ckpt"),
-    ],
+    ("variant", "key"), [("--model.type custom", "model.file"), ("--outer.type custom", "outer.algorithm")]
 )
-def test_a_record_sets_nothing_that_each_node_sets_for_itself(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"names what each node sets for itself: {key}"):
-        recorded_config({**_record(["@debug/diloco"]), key: '{"dir": "theirs"}'}, [], STORE)
+def test_a_file_of_code_is_the_one_that_is_named_here(variant: str, key: str) -> None:
+    file = ["--model.file", "mine.py"] if key == "model.file" else ["--outer.algorithm", "mine.py"]
+    founder = ["@debug/diloco", *variant.split(), f"--{key}", "theirs.py"]
+    record = _record(founder)
+    assert key not in record
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        recorded_config(record, [], STORE)
+    section = getattr(recorded_config(record, file, STORE), key.partition(".")[0])
+    assert str(getattr(section, key.partition(".")[2])) == "mine.py"
+
+
+@pytest.mark.parametrize(
+    "config", [{"attn_implementation": "a/kernel"}, {"text_config": {"_attn_implementation": "a/kernel"}}]
+)
+def test_a_record_names_no_code_for_transformers_to_fetch(config: dict[str, object]) -> None:
+    whole = ["@debug/diloco", "--model.type", "transformers", "--model.config", '{"model_type": "llama"}']
+    record = {**_record(whole), "model.config": str({"model_type": "llama", **config})}
+    with pytest.raises(ConfigError, match=r"says which code to run"):
+        recorded_config(record, [], STORE)
+
+
+def test_tables_keep_what_this_node_sets_for_itself_and_nothing_of_the_record_s() -> None:
+    mine = [{**MIXTURE[1], "weight": 9.0, "source": {"type": "text", "paths": ["mine"]}}]
+    record = _record(["@debug/diloco", "--data.sources", json.dumps(MIXTURE)])
+    config = recorded_config(record, ["--data.sources", json.dumps(mine)], STORE)
+    rows = {row.name: (row.weight, row.source.model_dump()["paths"]) for row in config.data.sources}
+    assert rows == {"web": (3.0, ()), "code.py": (0.5, ("mine",))}
+
+
+def test_a_folder_of_this_machine_is_data_only_where_it_is_named_here(tmp_path: Path) -> None:
+    source = ["--data.source.type", "huggingface", "--data.source.name", str(tmp_path)]
+    record = _record(["@debug/diloco", *source])
+    with pytest.raises(ConfigError, match="is a path on this machine"):
+        recorded_config(record, [], STORE)
+    assert (
+        recorded_config(record, source, STORE).data.source == load_config(["@debug/diloco", *source], STORE).data.source
+    )
+
+
+def test_a_record_of_any_size_is_refused_in_a_short_sentence() -> None:
+    with pytest.raises(ConfigError, match=f"more than {MOST_BYTES}") as caught:
+        recorded_config({**_record(["@debug/diloco"]), "a": "b" * MOST_BYTES}, [], STORE)
+    assert len(str(caught.value)) < 200
+
+
+def test_what_a_record_says_is_shown_without_what_a_terminal_would_obey() -> None:
+    assert shown("\x1b[31mred\nline") == "?[31mred?line"
+    assert len(shown("a" * 10_000)) < 250

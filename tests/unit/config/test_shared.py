@@ -129,7 +129,7 @@ def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., Ru
         "outer.overlap": 0,
         "outer.merge": "overwrite",
         "outer.alpha": 0.5,
-        "outer.clip_to_median": False,
+        "outer.robust": None,
         "outer.optimizer.lr": 0.7,
         "outer.optimizer.momentum": 0.9,
         "outer.optimizer.nesterov": True,

@@ -189,4 +189,5 @@ def test_store_beside_another_is_reached_with_the_login_of_that(address: str, sh
 
 def test_stores_of_nodes_have_no_secret_in_their_address() -> None:
     assert store_url.shown_stores("nodes://a,b:6380") == "nodes://a,b:6380"
-    assert store_url.addresses_in("nodes://a,b:6380", password="p") == ("redis://:p@a", "redis://:p@b:6380")
+    assert store_url.addresses_in("nodes://a,b:6380") == ("node://a", "node://b:6380")
+    assert parse_store_url("node://a").hosts == (("a", store_url.NODE_PORT),)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from zeroband.config.data import HuggingFaceSource, JsonlSource
 from zeroband.data.hub import hub_hint, hub_options, hub_problem
+from zeroband.data.sources import documents
+from zeroband.data.token_storage import open_storage
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
+
+constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
 
 AWAY = "http://127.0.0.1:1"
 
 
 @pytest.fixture(autouse=True)
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def away(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", AWAY)
-    hub_problem.cache_clear()
-    yield
-    hub_problem.cache_clear()
+    monkeypatch.setattr(constants, "ENDPOINT", AWAY)
 
 
 def test_tokenizer_of_a_hub_that_is_away_is_one_sentence() -> None:
@@ -30,9 +35,48 @@ def test_tokenizer_of_a_hub_that_is_away_is_one_sentence() -> None:
         open_tokenizer("nobody/none")
 
 
-def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: object) -> None:
+def test_files_of_a_hub_that_is_away_are_one_sentence() -> None:
+    url = "hf://datasets/nobody/none/*.jsonl"
+    says = (
+        rf"'hf://datasets/nobody/none/.*' lies on the Hugging Face Hub, and {AWAY} does not answer .*a copy on a disk"
+    )
+    with pytest.raises(ConfigError, match=f"^data.source.paths: {says}"):
+        next(documents(JsonlSource(type="jsonl", paths=(url,)), seed=0, retry_s=600.0))
+    with pytest.raises(ConfigError, match=f"^data.source.path: {says}"):
+        open_storage(url, retry_s=600.0)
+
+
+@pytest.mark.slow
+def test_data_set_of_a_hub_that_is_away_is_taken_from_the_cache_or_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    source = HuggingFaceSource(type="huggingface", name="nobody/none")
+    with pytest.raises(
+        ConfigError, match=rf"no copy of the data set name='nobody/none', .*, and {AWAY} does not answer"
+    ):
+        next(documents(source, seed=0, retry_s=600.0))
+    rows = datasets.Dataset.from_dict({"text": ["cached"]})
+    asked: list[str] = []
+
+    def load(name: str, *_: Any, **__: Any) -> Any:
+        asked.append(name)
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [document.text for document in documents(source, seed=0)] == ["cached"]
+    assert asked == ["nobody/none"] and datasets.config.HF_HUB_OFFLINE
+
+
+def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:2")  # of which nothing is known yet
+    monkeypatch.setattr(socket, "create_connection", refuse)
     assert hub_options(str(tmp_path)) == {}
-    assert hub_problem.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("HF_HUB_OFFLINE", "1"), ("HTTP_PROXY", "http://127.0.0.1:2")])
@@ -43,7 +87,22 @@ def test_hub_behind_a_proxy_or_switched_off_is_left_to_its_client(
     assert hub_options("nobody/none") == {} and hub_hint() == ""
 
 
+class _Refusing(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.send_error(503)
+
+
 def test_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_options("nobody/none") == {}
+
+
+def test_hub_that_accepts_and_says_nothing_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        assert hub_problem(answer_s=0.05) == f"{endpoint} does not answer (timed out)"

@@ -7,15 +7,26 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 
-from zeroband.data.files import find_files
+from zeroband.data.files import Files, find_files
 from zeroband.data.listing import files_below, files_matching
 from zeroband.data.token_storage import open_storage
 from zeroband.errors import ConfigError
 
 NOBODY = 65534
+STORED = {
+    "data/a/x.jsonl": "file",
+    "data/b/x.jsonl": "file",
+    "data/b/Y.JSONL": "file",
+    "data/b/deep/z.jsonl": "file",
+    "data/newest.jsonl": "link",
+    "data/linked": "link",
+    "far/w.jsonl": "file",
+}
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -128,3 +139,76 @@ def test_a_pattern_that_names_folders_alone_says_so(tmp_path: Path) -> None:
     made(tmp_path, "a/b.txt")
     with pytest.raises(ConfigError, match=r"no file matches .*left out: folders, whose files .*/a\b"):
         find_files([f"{tmp_path}/*"])
+
+
+class Elsewhere(fsspec.AbstractFileSystem):
+    """A storage with folders, links and failures, as an sftp server has them."""
+
+    protocol = "elsewhere"
+    cachable = False
+    failures: ClassVar[dict[str, OSError]] = {}
+    targets: ClassVar[dict[str, str]] = {"data/newest.jsonl": "data/b/x.jsonl", "data/linked": "far"}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        folder = str(self._strip_protocol(path))
+        if folder in self.failures:
+            raise self.failures[folder]
+        place = f"{self.targets.get(folder, folder)}/"
+        below = [(name.removeprefix(place), kind) for name, kind in STORED.items() if name.startswith(place)]
+        kinds = {name.partition("/")[0]: "directory" if "/" in name else kind for name, kind in below}
+        return [{"name": f"{folder}/{name}", "size": 1, "type": kind} for name, kind in kinds.items()]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = str(self._strip_protocol(path))
+        found = self.targets.get(path, path)
+        if found in STORED or any(name.startswith(f"{found}/") for name in STORED):
+            return {"name": path, "size": 1, "type": STORED.get(found, "directory")}
+        raise FileNotFoundError(path)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, OSError]:
+    """What listing a folder of a storage raises."""
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    failures: dict[str, OSError] = {}
+    monkeypatch.setattr(Elsewhere, "failures", failures)
+    return failures
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), FileNotFoundError("gone")])
+@pytest.mark.parametrize("path", ["data/*/x.jsonl", "data/**/*.jsonl", "data/b/*.jsonl", "data"])
+def test_a_folder_elsewhere_that_cannot_be_listed_is_refused_by_name(
+    elsewhere: dict[str, OSError], path: str, error: OSError
+) -> None:
+    elsewhere["data/b"] = error
+    with pytest.raises(ConfigError, match=r"elsewhere://data/b\b"):
+        Files().find([f"elsewhere://{path}"], in_folders=(".jsonl",))
+
+
+def test_a_folder_elsewhere_that_a_pattern_does_not_name_may_be_closed(elsewhere: dict[str, OSError]) -> None:
+    elsewhere["data/b/deep"] = PermissionError("denied")
+    assert len(find_files(["elsewhere://data/[ab]/x.jsonl"])) == 2
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_is_left_out_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    other_case, links = "names that match in another case", "links to folders, which are followed on this machine alone"
+    for path, found, left_out in [
+        ("data/*", ["newest.jsonl"], {"folders, whose files a pattern names as FOLDER/*": 3}),
+        ("data/b/*.jsonl", ["x.jsonl"], {other_case: 1}),
+        ("data/*/*.jsonl", ["x.jsonl", "x.jsonl"], {other_case: 1, links: 1}),
+        ("data/linked/*.jsonl", ["w.jsonl"], {}),
+        ("data/**/*.jsonl", ["x.jsonl", "x.jsonl", "z.jsonl", "newest.jsonl"], {other_case: 1, links: 1}),
+        ("data", ["x.jsonl", "Y.JSONL", "x.jsonl", "z.jsonl", "newest.jsonl"], {links: 1}),
+    ]:
+        caplog.clear()
+        files = Files().find([f"elsewhere://{path}"], in_folders=(".jsonl",), says=True)
+        assert sorted(Path(file.name).name for file in files) == sorted(found), path
+        said = {record.message.partition(": ")[2]: record.__dict__["fields"]["count"] for record in caplog.records}
+        assert said == left_out, path
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_set_elsewhere_is_found_by_the_same_pattern() -> None:
+    storage = open_storage("elsewhere://data/b/*.jsonl", 0.0)
+    assert storage.matches(storage.root) == ["data/b/x.jsonl"]

@@ -21,6 +21,7 @@ from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Runnin
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import Codec
+from zeroband.kernels.robust import Robustly
 
 HOST = "127.0.0.1"
 RUN = 7
@@ -127,10 +128,11 @@ class Net:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
+        robust: Robustly | None = None,
     ) -> Running:
-        engine, links = self.engines[member], range(self.world)
+        engine, links, how = self.engines[member], range(self.world), (source, result)
         reduction = engine.start(
-            operation, shape, member, links, source, result, allowed=allowed, errors=errors, encoded=encoded
+            operation, shape, member, links, *how, allowed=allowed, errors=errors, encoded=encoded, robust=robust
         )
         self.started.append(reduction)
         return reduction

@@ -29,6 +29,7 @@ MOST_STACK_BYTES = 16
 """For each thread. Triton 3.6 uses none; 3.7 spills four registers of two forms of `choose_kernel`, for 10.0 alone."""
 
 
+@pytest.mark.soak
 @needs_triton
 @pytest.mark.slow
 def test_no_kernel_spills_more_than_a_few_bytes_and_two_programs_fit_on_a_multiprocessor(tmp_path: Path) -> None:

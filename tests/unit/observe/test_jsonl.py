@@ -177,11 +177,14 @@ def test_file_that_is_removed_is_made_anew_and_said_once(tmp_path: Path, caplog:
     path = tmp_path / "run" / "metrics.jsonl"
     writer = JsonlWriter(path)
     writer.append({"step": 1})
-    shutil.rmtree(path.parent)
+    path.unlink()
     for step in (2, 3):
         writer.append({"step": step})
-    writer.close()
     assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
-    assert [record.message for record in caplog.records] == [
-        "a file was removed; what comes from now on is in a new one"
-    ]
+    said = ["a file was removed; what comes from now on is in a new one"]
+    assert [record.message for record in caplog.records] == said
+    shutil.rmtree(path.parent)
+    writer.append({"step": 4})
+    writer.close()
+    assert path.read_text() == '{"step": 4}\n'
+    assert [record.message for record in caplog.records] == said, "whoever keeps the folder says that it went"

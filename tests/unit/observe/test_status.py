@@ -383,7 +383,23 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
         node.commit(3, [first.member_id, second.member_id], "0123456789abcdef", epoch=2)
     lines = render(RunReader(FolderFacts(run_dir)).read(), now=lambda: next(Node.clock)).splitlines()
     assert lines[1].split() == (
-        ["n0", "training", "60/100", "5.000", "->", "2.500", "640", "3", "2", "0123456789ab", "2", "kB", "500", "kB"]
+        [
+            "n0",
+            "training",
+            "60/100",
+            "5.000",
+            "->",
+            "2.500",
+            "640",
+            "3",
+            "2",
+            "0123456789ab",
+            "2",
+            "kB",
+            "500",
+            "kB",
+            "-",
+        ]
     )
     assert "run demo, 2 nodes in: n0, n1" in lines
     assert "sent 4 kB by all nodes; per-step data parallel would have sent 1 MB, 250 times as much" in lines

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig
+from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoConfig, TrimmedConfig
 from zeroband.errors import ConfigError
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.registry import are_rounds_steps
@@ -116,6 +116,42 @@ def test_one_that_synchronises_at_every_step_needs_rounds_of_one(
     path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
     with pytest.raises(ConfigError, match=r"algorithm\.py' is an EveryStep.*set outer\.inner_steps = 1, and neither"):
         load_algorithm(CustomConfig(type="custom", algorithm=str(path), **rounds))
+
+
+ROBUST = ClipConfig(type="clip")
+
+
+def test_one_that_synchronises_at_every_step_is_never_robust(written: Callable[[str], Path]) -> None:
+    path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
+    config = CustomConfig(type="custom", algorithm=str(path), inner_steps=1, robust=ROBUST)
+    with pytest.raises(ConfigError, match=r"is an EveryStep; outer\.robust is for many inner steps"):
+        load_algorithm(config)
+
+
+def test_one_with_an_exchange_that_adds_up_is_not_taken_for_robust(
+    start_run: StartRun, written: Callable[[str], Path]
+) -> None:
+    """It gives its own, so the section would change nothing."""
+    path = written(
+        "from zeroband.elastic.rounds.exchange import MeanExchange\nfrom zeroband.outer.many_steps import ManySteps\n"
+        "class Mine(ManySteps):\n"
+        "    def __init__(self, parts, config, settings):\n"
+        "        how = parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments\n"
+        "        super().__init__(parts, config, settings, exchange=MeanExchange(*how))\n"
+        "    def take_step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
+        "ALGORITHM = Mine\n"
+    )
+    with pytest.raises(ConfigError, match=r"has its own exchange, which outer\.robust does not change"):
+        start_run(custom(path).model_copy(update={"robust": ROBUST}), "a")
+
+
+def test_robust_one_moves_by_what_most_agree_on(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(custom().model_copy(update={"robust": TrimmedConfig(type="trimmed")}), "a", "b", "c")
+    before = run["a"].params
+    run.round(a=noise(1), b=noise(1), c=-1000 * noise(1))
+    delta = before - (before + noise(1))
+    step = (1 - BETA1) * delta / (((1 - BETA2) * delta.square()).sqrt() + TAU)
+    torch.testing.assert_close(run["a"].params, before - LR * step)
 
 
 def test_eager_updates_need_an_outer_step_that_is_sgd(written: Callable[[str], Path]) -> None:

@@ -287,10 +287,9 @@ def test_node_that_ends_unlocks_its_memory(start_run: StartRun, noise: Noise, mo
         (ON_DEVICE, "int8", "cpu", "this node trains on cpu; give it a GPU, or set outer.state_device"),
         (ON_DEVICE, "fp32", "cuda", "exchange fp32; set comm.backend = 'native' and comm.codec = 'int8'"),
         (ON_DEVICE, "int4", "cuda", "exchange int4; set comm.backend"),
-        (ON_DEVICE.model_copy(update={"overlap": 1}), "int8", "cuda", "leave outer.fragments, overlap, merge"),
-        (ON_DEVICE.model_copy(update={"clip_to_median": True}), "int8", "cuda", "rounds of the whole model"),
+        (ON_DEVICE.model_copy(update={"overlap": 1}), "int8", "cuda", "leave outer.fragments, overlap and merge"),
     ],
-    ids=["no GPU", "gloo", "int4", "an overlap", "clipped"],
+    ids=["no GPU", "gloo", "int4", "an overlap"],
 )
 def test_state_that_cannot_be_on_a_gpu_is_refused_with_the_way_out(
     config: DilocoConfig, codec: str, device: str, problem: str

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import ClipConfig, DilocoConfig, OuterSGDConfig, TrimmedConfig
 from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.node.mesh import LocalMesh, barrier
 from zeroband.outer import diloco as module
@@ -65,14 +65,27 @@ def test_plain_average_sends_differences_where_they_are_rounded(start_run: Start
 
 def test_plain_average_with_clipped_updates_moves_by_the_median_one(start_run: StartRun, noise: Noise) -> None:
     """It is the updates that are clipped, and not the parameters, whose mean a missing share would shrink."""
-    config = diloco(lr=1.0, momentum=0.0).model_copy(update={"clip_to_median": True})
+    config = diloco(lr=1.0, momentum=0.0).model_copy(update={"robust": ClipConfig(type="clip")})
     run, updates = start_run(config, "a", "b", "c"), {name: noise(n, 1e-3) for n, name in enumerate("abc")}
     theta, lengths = run["a"].params, {name: float(update.norm()) for name, update in updates.items()}
     reports = run.round(**(updates | {"c": 1000 * updates["c"]}))
     median = max(lengths["a"], lengths["b"])
     clipped = updates["a"] + updates["b"] + updates["c"] * median / lengths["c"]
     torch.testing.assert_close(run["a"].params, theta + clipped / 3, rtol=0, atol=1e-6)
-    assert reports["c"].clip == pytest.approx(median / lengths["c"] / 1000, rel=1e-3)
+    assert {report.trust for report in reports.values()} == {1.0}
+
+
+def test_member_that_pulls_against_the_others_counts_nothing_in_the_end(start_run: StartRun, noise: Noise) -> None:
+    config = diloco(lr=1.0, momentum=0.0).model_copy(update={"robust": TrimmedConfig(type="trimmed")})
+    run, trusts = start_run(config, "a", "b", "c", "d"), list[dict[str, float | None]]()
+    for seed in range(8):
+        learned = noise(seed, 1e-2)
+        honest = {name: learned + noise(100 * seed + n, 1e-3) for n, name in enumerate("abc", 1)}
+        reports = run.round(**honest, d=-100 * learned)
+        trusts.append({name: report.trust for name, report in reports.items()})
+        assert len({report.state_digest for report in reports.values()}) == 1
+    assert all(trust["a"] == trust["b"] == trust["c"] == 1.0 for trust in trusts)
+    assert [trust["d"] for trust in trusts][-1] == 0.0 and trusts[0]["d"] != 0.0
 
 
 def test_inner_parameters_restart_from_the_outer_ones(start_run: StartRun, noise: Noise) -> None:

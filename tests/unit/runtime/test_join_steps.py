@@ -16,6 +16,7 @@ from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
@@ -108,7 +109,12 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
         committed = SimpleNamespace(round=7, opening=OPENING)
         view = SimpleNamespace(
-            committed=committed, opening=OPENING, alive={"b#1"}, restart_point=None, is_settling=False
+            committed=committed,
+            opening=OPENING,
+            alive={"b#1"},
+            restart_point=None,
+            is_settling=False,
+            orders=Orders(),
         )
         anything: Any = {"params": None}
         flags = SharedFlags(tmp_path / "flags", create=True)

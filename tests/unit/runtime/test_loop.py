@@ -195,7 +195,7 @@ def test_groups_of_a_node_end_when_all_its_ranks_have_come_to_their_end(
     """Rank 0 may still write an export, and the last checkpoint, when the others have nothing left to do."""
     order, departure = MagicMock(), MagicMock(is_cut_short=is_cut_short)
 
-    def train(config: object, local: object, departure: object, stack: ExitStack) -> None:
+    def train(config: object, local: object, departure: object, stack: ExitStack, port: object) -> None:
         stack.callback(order.write)
         if error is not None:
             raise error

@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from tests.servers import until
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
 
 from zeroband.config import RunConfig, load_config
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import Generation, Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Whereabouts
@@ -35,7 +38,7 @@ def stack() -> Iterator[ExitStack]:
 
 def config_of(port: int, **environ: str) -> RunConfig:
     argv = ["--outer.type=ddp", "--run.id", RUN_ID, "--store.url=nodes", f"--store.peers={HOST}:{port}"]
-    argv += [f"--store.port={port}", "--fault.detect-s=2"]
+    argv += [f"--node.port={port}", "--fault.detect-s=2"]
     return load_config(argv, {"ZERO_BAND_RUN__TOKEN": TOKEN, **environ})
 
 
@@ -70,17 +73,24 @@ def test_store_that_others_reach_needs_the_token_of_the_run() -> None:
 def test_port_that_is_taken_is_named(stack: ExitStack) -> None:
     port = free_port()
     start(stack, port)
-    with pytest.raises(ConfigError, match=f"store.port={port}: this node cannot hold a store there"):
+    with pytest.raises(ConfigError, match=f"node.port={port} is taken"):
         OwnStore(config_of(port), HOST, Departure(5.0))
 
 
-def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitStack) -> None:
+def server_of(own: OwnStore) -> int:
+    """The process of the server."""
+    (server,) = Path(f"/proc/{own.pid}/task/{own.pid}/children").read_text().split()
+    return int(server)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["server", "port and server"])
+def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitStack, is_whole: bool) -> None:
     port = free_port()
     own = OwnStore(config_of(port), HOST, Departure(5.0))
     stack.callback(own.close, RuntimeError, None, None)
     (candidate,) = run_in(stack, port, is_complete=False).candidates
     before = candidate.look_at_candidate("", None)
-    os.kill(own.pid, signal.SIGKILL)
+    os.kill(own.pid if is_whole else server_of(own), signal.SIGKILL)
 
     def is_back() -> bool:
         with suppress(StoreLost):
@@ -124,5 +134,20 @@ def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None
 def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
     port = free_port()
     close = start(stack, port)
-    run_in(stack, port, is_complete=True).take_whereabouts(Whereabouts(Generation(2, "another"), f"redis://{HOST}:1"))
+    run_in(stack, port, is_complete=True).take_whereabouts(Whereabouts(Generation(2, "another"), f"node://{HOST}:1"))
     close(None)
+
+
+def test_calls_for_the_guardian_come_to_it_through_the_port_that_is_open_before_it(stack: ExitStack) -> None:
+    """One after the other, as a node has them that comes back to its run."""
+    own, key = OwnStore(config_of(port := free_port()), HOST, Departure(5.0)), RunKey.of(TOKEN, RUN_ID)
+    stack.callback(own.close, RuntimeError, None, None)
+    other = LinkMonitor(HOST, identity=Identity("b#1", key), detect_s=20.0, on_gone=lambda member: None)
+    stack.callback(other.close)
+    for member in ("a#1", "a#2"):
+        identity, door = Identity(member, key), Path(own.port.door)
+        guardian = LinkMonitor(HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, door=door)
+        other.watch({member: (Way(HOST, port),)})
+        until(lambda member=member: member in other.seen(), f"{member} answers")
+        guardian.close()
+    assert guardian.port == 0

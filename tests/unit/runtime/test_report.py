@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from zeroband.config.model import LlamaConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_records import shortened
+from zeroband.errors import ConfigError
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.node.cards import Card
 from zeroband.observe.events import EVENTS_FILE
@@ -130,3 +134,20 @@ def test_event_of_a_sample_has_how_it_begins(node: Any) -> None:
     assert "text" in shortened(told) and "text" in shortened(
         {**told, "more": ["x" * 5000]}
     )  # however the store tells it
+
+
+@pytest.mark.slow
+def test_folder_that_was_removed_and_taken_by_another_trainer_is_not_written_to(node: Any, tmp_path: Path) -> None:
+    node.node_dir = tmp_path / "a"
+    report = TrainerReport(node)
+    shutil.rmtree(node.node_dir)
+    node.node_dir.mkdir()
+    other = os.open(node.node_dir, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ConfigError, match=r"node 'a' of run.id=.* already"):
+            report.record(1, {}, ())
+        assert list(node.node_dir.iterdir()) == []
+    finally:
+        os.close(other)
+        report.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.observe.view import short_key
 from zeroband.tools import ctl
 
 A, B = "a#1", "b#1"
@@ -105,8 +109,8 @@ def test_status_shows_who_waits_where_and_for_what(
     assert capsys.readouterr().out.splitlines() == [
         "run run: paused, 1 of 2 members wait before round 1",
         "round 0, epoch 1, inner step 120",
-        "a#1  host-a:7  at the boundary",
-        "b#1  host-b:7  in its round, leaves after its round",
+        "a#1  -  host-a:7  at the boundary",
+        "b#1  -  host-b:7  in its round, leaves after its round",
     ]
 
 
@@ -124,3 +128,24 @@ def test_order_without_the_token_of_the_run_says_so(
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "sesame")
     assert give(redis_url, "pause") == 0
     assert run.view(0).orders == Orders(1, is_paused=True)
+
+
+def test_ban_keeps_a_nodes_key_out_until_it_ends_and_status_shows_keys(
+    redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = NodeKey(b"b" * 32)
+    member = own.new_member_id("b")
+    with closing(RedisStore(redis_url, "run", key=RunKey.of(None, "run", node=own), patience_s=5.0)) as run:
+        run.found_or_match({})
+        assert run.renew_lease(member, Peer("b", "host-b", 7, True), first=True) is not None
+        assert give(redis_url, "status") == 0
+        start = member.rpartition(".")[0]
+        assert capsys.readouterr().out.splitlines()[1] == f"{start}  {short_key(member)}  host-b:7  joining"
+        assert give(redis_url, "ban", "b") == 0
+        assert run.view(0).orders.bans(member) and run.view(0).alive == frozenset()
+        capsys.readouterr()
+        assert give(redis_url, "status") == 0
+        assert capsys.readouterr().out.splitlines()[1] == f"banned: b (key {short_key(member)})"
+        assert give(redis_url, "ban", "c") == 2
+        assert give(redis_url, "unban", short_key(member) or "") == 0
+        assert run.view(0).alive == {member}

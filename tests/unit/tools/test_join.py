@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,18 +50,26 @@ def test_join_makes_the_configuration_of_the_record_and_prints_the_command(
     redis_url: str, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ["--node.id", "late", "--run.dir", "mine", "--train.micro_bs", "4"]
+    before = _tree(Path())
     assert main([redis_url, "--run-id", "first", "--token-file", "token", "--dry-run", *own]) == 0
     said = capsys.readouterr().out
+    assert _tree(Path()) == before
     words = shlex.split(said.splitlines()[-1])
     assert words[-5:] == ["zeroband", "launch", "--nproc-per-node", words[-2], "@mine/first/join-late.toml"]
     environ = dict(word.split("=", 1) for word in words if "=" in word)
-    config = load_config(words[-1:], environ)
+    Path("shown.toml").write_text(said[said.index("[run]") : said.index("it would be written to mine/first")])
+    config = load_config(["@shown.toml"], environ)
     assert shared_digest(config) == shared_digest(load_config(FOUNDER, environ))
     assert (config.train.micro_bs, config.node.id, config.run.id) == (4, "late", "first")
     assert config.run.token is not None and config.run.token.get_secret_value() == "the secret"
     assert "the token is the run's" in said and "not founded yet" in said and "data.tokenizer (ids): bytes" in said
-    assert "the secret" not in said + Path("mine/first/join-late.toml").read_text()
+    assert "the secret" not in said
     assert environ["ZERO_BAND_RUN__TOKEN_FILE"] == str(token_file)
+
+
+def _tree(folder: Path) -> dict[str, bytes | None]:
+    """All files and folders below one, with what is in the files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 @pytest.mark.usefixtures("founded")
@@ -97,6 +106,36 @@ def test_join_says_what_is_wrong_and_leaves_nothing_behind(
     assert main([redis_url, *arguments, "--token-file", "token", "--dry-run"]) == 2
     assert words in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_join_writes_the_configuration_that_it_starts(
+    founded: dict[str, str],
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert founded
+
+    def unfit(*_args: object, **_options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 3, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", unfit)  # the doctor, which loads torch
+    environ = {"ZERO_BAND_STORE__URL": redis_url, "ZERO_BAND_RUN__TOKEN": "the secret"}
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
+    assert main([redis_url, "--run-id", "first", "--run.dir", "mine", "--node.id", "late"]) == 3
+    written = Path("mine/first/join-late.toml")
+    assert "the secret" not in written.read_text() and str(written) in capsys.readouterr().out
+    assert shared_digest(load_config([f"@{written}"], environ)) == shared_digest(load_config(FOUNDER, environ))
+
+
+def test_join_refuses_the_record_of_another_run(
+    open_store: Callable[..., RedisStore], redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(FOUNDER, {"ZERO_BAND_STORE__URL": redis_url})
+    shared = {key: str(value) for key, value in shared_items(config).items()}
+    open_store("first").found_or_match({**shared, "run.id": "../../elsewhere"})
+    assert main([redis_url, "--run-id", "first", "--dry-run"]) == 2
+    assert "is of run.id='../../elsewhere'" in capsys.readouterr().err
 
 
 def test_join_refuses_a_run_of_another_version(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.exceptions import NoPermissionError
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -64,6 +65,10 @@ def test_store_serves_a_run_to_who_typed_its_lines_until_it_is_ended(start: Star
     store = RedisStore(url, "first", key=RunKey.of(token, "first"), patience_s=5.0)
     assert store.found_or_match({"a": "1"})["a"] == "1"
     store.close()
+    with redis.Redis.from_url(url, protocol=2) as member:
+        for command in ("CONFIG SET maxmemory 1", "SHUTDOWN NOSAVE", "GET zeroband:{second}:run"):
+            with pytest.raises(NoPermissionError):
+                member.execute_command(*command.split())
     with (
         redis.Redis.from_url(re.sub(r":[^:@/]+@", ":guessed@", url)) as other,
         pytest.raises(redis.AuthenticationError),
@@ -103,7 +108,7 @@ def test_command_gets_the_lines_in_its_environment_and_the_store_ends_with_it(st
     program = """
 import os, signal, redis
 url = os.environ["ZERO_BAND_STORE__URL"]
-redis.Redis.from_url(url).ping()
+redis.Redis.from_url(url, protocol=2).get("zeroband:{first}:run")
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to leave", flush=True), os._exit(75)))
 print(url, os.environ["ZERO_BAND_RUN__ID"], "ZERO_BAND_RUN__TOKEN_FILE" in os.environ, flush=True)
 signal.pause()
@@ -124,8 +129,9 @@ signal.pause()
 @pytest.mark.slow
 def test_server_that_is_killed_is_told(start: Start) -> None:
     process = start()
-    with redis.Redis.from_url(printed(process)["ZERO_BAND_STORE__URL"]) as client:
-        os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)  # type: ignore[index]
+    printed(process)
+    (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(server), signal.SIGKILL)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 2 and "the server exited" in said
 

@@ -1,7 +1,7 @@
-"""What guardian and trainer tell one another of the node's links: two small files in the node's shared memory.
+"""What guardian and trainer tell one another of the node's links: small files in the node's shared memory.
 
-The guardian writes how they are when something changed notably, the trainer over which of them it exchanges bytes.
-Neither waits for the other.
+The guardian writes how they are when something changed notably, the trainer over which of them it exchanges bytes and
+whose key is banned. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroband.elastic.membership.records import LinkRates
 
-LINKS_FILE, PARTNERS_FILE = "links.json", "partners.json"
+LINKS_FILE, PARTNERS_FILE, BANNED_FILE = "links.json", "partners.json", "banned.json"
 """Names of the files in the node's folder."""
 
 EVERY_S = 3.0
@@ -115,27 +115,31 @@ class LinkReader:
         return [{"to": member, **asdict(link)} for member, link in sorted(links.items())]
 
 
-class PartnersWriter:
-    """The trainer's end: with whom it exchanges bytes, which the guardian then probes, whoever else it does."""
+class NamesWriter:
+    """The trainer's end of a list of names.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / PARTNERS_FILE
+    In PARTNERS_FILE: members with whom it exchanges bytes; the guardian probes them too. In
+    BANNED_FILE: nodes whose keys are banned.
+    """
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._path = folder / file
         self._told: frozenset[str] | None = None
 
-    def tell(self, members: Iterable[str]) -> None:
-        partners = frozenset(members)
-        if partners != self._told and _write(self._path, json.dumps(sorted(partners))):
-            self._told = partners
+    def tell(self, names: Iterable[str]) -> None:
+        told = frozenset(names)
+        if told != self._told and _write(self._path, json.dumps(sorted(told))):
+            self._told = told
 
 
-class PartnersReader:
+class NamesReader:
     """The guardian's end."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / PARTNERS_FILE
+    def __init__(self, folder: Path, file: str) -> None:
+        self._path = folder / file
 
-    def partners(self) -> frozenset[str] | None:
-        """Members with whom the trainer exchanges bytes; None: it does not say, as where it is with all of them."""
+    def names(self) -> frozenset[str] | None:
+        """What the trainer told; None: it told nothing. Then it may exchange bytes with all members."""
         try:
             return frozenset(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError):

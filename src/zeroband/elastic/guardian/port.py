@@ -7,18 +7,21 @@ it wants, or cannot prove that it may, is shut out after seconds and a few hundr
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
 from zeroband.elastic.transport.dial import read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver
-from zeroband.elastic.transport.handshake import HELLO_BYTES, PROOF_BYTES, Callee
-from zeroband.errors import HandshakeFailed
+from zeroband.elastic.transport.handshake import HELLO_BYTES, MAC_BYTES, PROOF_BYTES, Callee
+from zeroband.errors import ConfigError, HandshakeFailed
 
 CALL_BYTES = 4
 """Number of bytes that tell what a connection is for."""
@@ -55,7 +58,7 @@ class SeenCalls:
 
         To be asked of messages of the run only, so that strangers cannot fill the memory.
         """
-        proof = hello[-PROOF_BYTES:]
+        proof = hello[-MAC_BYTES:]
         if proof in self._proofs:
             return False
         self._proofs[proof] = None
@@ -64,8 +67,25 @@ class SeenCalls:
         return True
 
 
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """Why a node's port cannot be opened, in the user's words."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            what, way_out = (
+                "is taken: another process of this machine listens",
+                "end that one, or set another node.port",
+            )
+        case errno.EACCES:
+            what, way_out = "needs rights that this user lacks", "set node.port to 1024 or more"
+        case _:
+            what, way_out = f"cannot be listened on ({error.strerror or error})", "check node.bind_host"
+    return ConfigError(f"node.port={port} {what} (address {host}); {way_out}")
+
+
 class Port:
-    """Listens once `open` ran. All methods belong to one event loop.
+    """Listens once `open` ran, or takes what another process hands over, once `take_from` ran.
+
+    All methods belong to one event loop.
 
     `answers`: by the first CALL_BYTES of a connection.
     """
@@ -102,6 +122,36 @@ class Port:
         task = asyncio.get_running_loop().create_task(self._accept(self._listener))
         self._keep(task)
         return int(self._listener.getsockname()[1])
+
+    def take_from(self, holder: Path) -> None:
+        """Take the calls that another process hands over at its Unix socket; also where that is started again."""
+        self._keep(asyncio.get_running_loop().create_task(self._take_over(holder)))
+
+    async def _take_over(self, holder: Path) -> None:
+        while True:
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+                end.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(end, str(holder))
+                while self._take_handed(end):
+                    await readable(end)
+            await asyncio.sleep(_PAUSE_S)
+
+    def _take_handed(self, end: socket.socket) -> bool:
+        """Take all that was handed over by now. False: the other process has ended."""
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+            except BlockingIOError:
+                return True
+            if not message:
+                return False
+            for connection in (socket.socket(fileno=descriptor) for descriptor in descriptors):
+                try:
+                    host = connection.getpeername()[0]
+                except OSError:  # whoever called is gone
+                    connection.close()
+                else:
+                    self._admit(connection, host, self._strangers, _MOST_STRANGERS)
 
     def close(self) -> None:
         """Stop listening and hang up on whoever was not handed over."""
@@ -196,9 +246,18 @@ async def _peek(connection: socket.socket) -> bytes:
 
 
 async def shake_hands(
-    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: SeenCalls | None = None
+    connection: socket.socket,
+    key: RunKey,
+    *,
+    callee: str,
+    is_sealed: bool,
+    heard: SeenCalls | None = None,
+    bans: Callable[[str], bool] = lambda name: False,
 ) -> HandedOver:
-    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
+    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError.
+
+    `bans`: whether the key that a name carries is kept out of the run.
+    """
     async with asyncio.timeout(_PATIENCE_S):
         hello = await read_exactly(connection, HELLO_BYTES)
         called = Callee(key, hello)
@@ -206,6 +265,8 @@ async def shake_hands(
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
         _on_shown.get()(False)
         asked = called.introduction
+        if bans(asked.caller):
+            raise HandshakeFailed(f"a call of {asked.caller}, whose key is banned from the run")
         if asked.callee != callee:
             raise HandshakeFailed(f"a call to {asked.callee}, which this node is not any more")
         if asked.is_sealed != is_sealed:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
 import threading
@@ -19,17 +18,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from zeroband.elastic.guardian.link_report import LinkSeen
-from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
+from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake_hands
 from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.reach import HEARD, Way, Ways
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
-from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
 from zeroband.elastic.transport.meeting import meet
-from zeroband.errors import ConfigError, HandshakeFailed
+from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8
 _IDLE = 4
@@ -37,6 +37,7 @@ _IDLE = 4
 _START_DEADLINE_S = 10.0
 _DOUBTED = 1 / 3
 """Part of `detect_s` without an answer after which a member is doubted."""
+_TELL_POSER_S, _MOST_POSERS = 60.0, 1000
 _MOST_PICKED_UP = 256
 """Calls that are taken at one time."""
 _LEAST_CALL_S = 1.0
@@ -59,20 +60,6 @@ async def refuse(connection: socket.socket, what: HandedOver) -> None:
     """Refuse a caller that wants something else than to probe, where nobody takes it."""
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    match error.errno:
-        case errno.EADDRINUSE:
-            what, way_out = (
-                "is taken: another process of this machine listens",
-                "end that one, or set another node.port",
-            )
-        case errno.EACCES:
-            what, way_out = "needs rights that this user lacks", "set node.port to 1024 or more"
-        case _:
-            what, way_out = f"cannot be listened on ({error.strerror or error})", "check node.bind_host"
-    return ConfigError(f"node.port={port} {what} (address {host}); {way_out}")
-
-
 class LinkMonitor:
     """Answers the other guardians' probes and sends its own. `close()` ends its thread.
 
@@ -81,7 +68,8 @@ class LinkMonitor:
     so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
     machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
     carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`. `listens`: where not, no
-    port is open, and calls come through other members only.
+    port is open, and calls come through other members only. `door`: Unix socket of the process that holds the port and
+    hands its calls over; None: this one holds it.
     Raises ConfigError when it cannot listen.
     """
 
@@ -96,6 +84,7 @@ class LinkMonitor:
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
         measure: Callable[[str, Ways], Awaitable[int]] | None = None,
         listens: bool = True,
+        door: Path | None = None,
     ) -> None:
         self._identity = identity
         self._detect_s = detect_s
@@ -106,10 +95,13 @@ class LinkMonitor:
         self._measure = measure
         self._take = take
         self._heard = SeenCalls()
+        self._bans: Callable[[str], bool] = lambda name: False
+        self._posers: dict[str, float] = {}
+        """When a call in the name of a member that did not make it was last told of, by the member."""
         self._askers: dict[str, asyncio.Task[None]] = {}
         """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
-        self._listens = listens
+        self._listens, self._door = listens, door
         self.relay = Relay()
         self._undialled: set[str] = set()
         self._picking_up: set[asyncio.Task[None]] = set()
@@ -126,7 +118,7 @@ class LinkMonitor:
         self._thread.start()
         self._is_listening.wait(_START_DEADLINE_S)
         if self._problem is not None:
-            raise _cannot_listen(host, port, self._problem) from self._problem
+            raise cannot_listen(host, port, self._problem) from self._problem
 
     def watch(self, members: Mapping[str, Ways], *, silent_s: Mapping[str, float] | None = None) -> None:
         """Probe exactly these members from now on, or hear those that are HEARD.
@@ -135,6 +127,14 @@ class LinkMonitor:
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._set_members, dict(members), dict(silent_s or {}))
+
+    def ban(self, bans: Callable[[str], bool]) -> None:
+        """Take no call of members whose key is banned from now on, and hang up on their probes.
+
+        `bans`: whether the key that a name carries is.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set_bans, bans)
 
     @property
     def doubt_s(self) -> float:
@@ -221,7 +221,9 @@ class LinkMonitor:
             self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
-        if self._listens:
+        if self._door is not None:
+            self._listener.take_from(self._door)
+        elif self._listens:
             self.port = self._listener.open(host, port)
 
     async def _hang_up(self) -> None:
@@ -244,8 +246,18 @@ class LinkMonitor:
 
     async def _answer(self, connection: socket.socket) -> None:
         own = self._identity
-        handshake = shake_hands(connection, own.key, callee=own.member_id, is_sealed=own.is_sealed, heard=self._heard)
-        what = await handshake
+        try:
+            what = await shake_hands(
+                connection,
+                own.key,
+                callee=own.member_id,
+                is_sealed=own.is_sealed,
+                heard=self._heard,
+                bans=lambda name: self._bans(name),
+            )
+        except PosesAsAnother as error:
+            await self._tell_poser(connection, error.member_id)
+            raise
         match what.kind:
             case Purpose.PROBE:
                 await self._answer_probes(connection, what.caller)
@@ -255,6 +267,22 @@ class LinkMonitor:
                 await self.relay.take_answer(connection, what.caller, what.session)
             case _:
                 await self._take(connection, what)
+
+    async def _tell_poser(self, connection: socket.socket, member: str) -> None:
+        """Have a call in the name of a member that did not make it recorded, once a minute."""
+        now_s = time.monotonic()
+        if now_s - self._posers.get(member, -_TELL_POSER_S) < _TELL_POSER_S:
+            return
+        if len(self._posers) >= _MOST_POSERS:
+            self._posers.clear()
+        self._posers[member] = now_s
+        host, port, *_ = connection.getpeername()
+        await self._take(connection, HandedOver(POSES, member, f"{host}:{port}"))
+
+    def _set_bans(self, bans: Callable[[str], bool]) -> None:
+        self._bans = bans
+        for member in filter(bans, [*self._askers]):
+            self._askers[member].cancel()
 
     async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
         """Answer a member's probes until it hangs up, falls silent, or calls again."""

@@ -20,20 +20,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
 
-from zeroband.elastic.guardian.link_report import LinkWriter, PartnersReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
+from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, probe_ways
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
@@ -44,6 +47,7 @@ from zeroband.observe.log import get_logger, setup_logging
 _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _START_DEADLINE_S = 60.0
 _TICK_S = 0.1
+_STAT_BYTES = 4096
 _PREDECESSOR_S = 5.0
 _TURN_S = 1.0
 """Pause before a member asks again whether it may measure."""
@@ -65,12 +69,21 @@ class ListenAddress:
     """0: any that is free."""
     run_key: str = ""
     """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
+    node_key: str = field(default="", repr=False)
+    """Hexadecimal; the secret half of the node's own key."""
     is_sealed: bool = True
     """Whether what other nodes send and fetch is."""
     is_open: bool = True
     """Whether it listens at all; else it takes part through connections that it dials."""
     is_relayed: bool = False
     """Whether calls may come through other members, where they cannot come here."""
+    door: str = ""
+    """Unix socket of the process that holds the port already, beside the node's store; empty: the guardian listens."""
+
+    @property
+    def key(self) -> RunKey:
+        """The keys with which the node speaks to others."""
+        return RunKey(bytes.fromhex(self.run_key), NodeKey(bytes.fromhex(self.node_key)) if self.node_key else None)
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,24 @@ class GuardianOrder:
     store_s: float = 0.0
     """How long it may take until the store gives the lease; a first answer is awaited in any case."""
     store_port: int = 0
-    """Port of the store that the node holds; 0: it holds none."""
+    """Port under which others reach the store that the node holds; 0: it holds none."""
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a guardian's process; it, and the trainer's end of the channel to it. Raises OSError."""
+    theirs, ours = channel()
+    with theirs, contextlib.ExitStack() as otherwise:
+        otherwise.callback(ours.close)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+            bufsize=0,  # what has been read ahead would not be seen by a poll
+        )
+        otherwise.pop_all()
+    return process, ours
 
 
 class Guardian:
@@ -104,16 +134,7 @@ class Guardian:
     """
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        theirs, ours = channel()
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            bufsize=0,  # what has been read ahead would not be seen by a poll
-        )
-        theirs.close()
+        self._process, ours = with_descriptors("no guardian can be started", _start)
         if inbox is None:
             ours.close()
         else:
@@ -149,9 +170,11 @@ class Guardian:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Give the lease back and end the process; at most a few seconds."""
-        self._send(_LEAVE)
+        """Give the lease back and end the process; at most a few seconds. Once is enough."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        self._send(_LEAVE)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -200,13 +223,41 @@ class LivenessRule:
         return not self.is_hung and not any(state in "TtZX" for state in states)
 
 
+class ProcessStates:
+    """The state letters of processes as in /proc/PID/stat; X where one is gone.
+
+    Their files stay open: a guardian that is short of descriptors must not take its trainer for dead.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._files: list[int | None] = []
+        for pid in pids:
+            try:
+                self._files.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                self._files.append(None)
+
+    def read(self) -> list[str]:
+        return ["X" if file is None else self._state(file) for file in self._files]
+
+    @staticmethod
+    def _state(file: int) -> str:
+        try:
+            return os.pread(file, _STAT_BYTES, 0).decode(errors="replace").rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return "X"
+
+    def close(self) -> None:
+        for file in self._files:
+            if file is not None:
+                os.close(file)
+        self._files.clear()
+
+
 def process_state(pid: int) -> str:
-    """The state letter of a process; X where it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return stat.rpartition(")")[2].split()[0]
+    """The state letter of a process; X where it is gone. Raises OSError where that cannot be seen."""
+    with contextlib.closing(ProcessStates([pid])) as states:
+        return states.read()[0]
 
 
 def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> _Watch:
@@ -224,7 +275,7 @@ def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, call
 def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
-    key = RunKey(bytes.fromhex(order.listen.run_key)) if order.listen.run_key else None
+    key = order.listen.key if order.listen.run_key else None
     store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
     store.trust_address()  # the trainer was answered there
     flags = SharedFlags(Path(order.flags), create=False)
@@ -261,13 +312,14 @@ class _Watch:
         self._order = order
         self._store = store
         self._flags = flags
+        self._ranks = ProcessStates(order.rank_pids)
         self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._to_expire: list[str] = []
         """Members that are gone, and of which no store was told yet."""
         self._calls = calls
         listen = order.listen
-        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(listen.run_key)), listen.is_sealed)
+        self._identity = Identity(order.member_id, listen.key, listen.is_sealed)
         self._links = LinkMonitor(
             listen.bind_host or listen.host,
             port=listen.bind_port,
@@ -277,11 +329,15 @@ class _Watch:
             on_gone=self._gone.put,
             measure=self._measure_rate if listen.run_key else None,
             listens=listen.is_open,
+            door=Path(listen.door) if listen.door else None,
         )
         self._is_behind = not listen.is_open
         self._lines: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
-        self._partners = PartnersReader(Path(order.shm_dir))
+        self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
+        self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
+        self._orders = Orders()
+        """What this knows of the operators' orders: which keys are banned."""
         self._members: dict[str, Peer] = {}
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
@@ -304,7 +360,8 @@ class _Watch:
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
         self._link_writer.tell(self._links.seen(), now_s)
-        states = [process_state(pid) for pid in self._order.rank_pids]
+        self._obey_bans()
+        states = self._ranks.read()
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._reached() != self._told):
@@ -318,7 +375,7 @@ class _Watch:
         while self._to_expire:  # where the store went with that member, the next store is told
             self._store.expire_lease(self._to_expire[0])
             del self._to_expire[0]
-        if self._partners.partners() != self._known_partners:
+        if self._partners.names() != self._known_partners:
             self._probe()
         self._take_turns_at_measuring(now_s)
 
@@ -340,8 +397,17 @@ class _Watch:
         if members is None:
             self._flags.set_fenced(True)
             return
-        self._members = members
+        self._members = {member: peer for member, peer in members.items() if not self._orders.bans(member)}
         self._probe()
+
+    def _obey_bans(self) -> None:
+        """Shut out the keys that are banned by now."""
+        banned = tuple(sorted(self._banned.names() or ()))
+        if banned != self._orders.banned:
+            self._orders = Orders(banned=banned)
+            self._links.ban(self._orders.bans)
+            self._members = {member: peer for member, peer in self._members.items() if not self._orders.bans(member)}
+            self._probe()
 
     def _reached(self) -> tuple[tuple[str, ...], ...]:
         """What is to be told of the links, in the order of `Peer`.
@@ -365,7 +431,7 @@ class _Watch:
 
     def _probe(self) -> None:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
-        own, members, partners = self._order.member_id, self._members, self._partners.partners()
+        own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_behind:  # they cannot dial: they hear
             near |= askers(own, members)
@@ -400,6 +466,7 @@ class _Watch:
 
     def close(self) -> None:
         self._links.close()
+        self._ranks.close()
 
 
 def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:

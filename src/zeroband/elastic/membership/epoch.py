@@ -16,11 +16,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership import blame
+from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.records import (
+    FOUNDING_ROUND,
+    Blame,
+    Evidence,
+    LinkRates,
+    Opening,
+    Ready,
+    Verdict,
+    View,
+)
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import electors, may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
+from zeroband.elastic.membership.trust import trust_of
 
 LEAST_GRACE_S = 0.25
 """Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
@@ -66,8 +78,12 @@ class Rules:
     """A round takes at least half of the last one's electors: the others may have gone to another store."""
     counts_equally: bool = False
     """Nodes count the same in a round, however much each of them has learned."""
+    is_robust: bool = False
+    """Members may lie: what they say of their own weight is bounded, and they count by how they agreed so far."""
     sites: SitesRule = "off"
     """How members are grouped that have a network of their own between them."""
+    shape: RunShape | None = None
+    """What bounds the numbers of the members' records (`limits`); None: nothing does."""
 
     def patience_s(self, phase_s: float) -> float:
         """How long a quorum waits for the others, which came to the boundary after so long a phase."""
@@ -83,8 +99,14 @@ class Patience:
     """Founders wait for no further node."""
     stragglers_are_late: bool = False
     """Members that are not there go without this round."""
+    given_up: frozenset[str] = frozenset()
+    """Members whose records were refused for long enough: the round goes on without them."""
     phase_s: float = 0.0
     """From the last verdict until a quorum was at the boundary; 0: not known."""
+
+
+Hearing = Callable[[Opening], tuple[Mapping[str, Evidence], bool]]
+"""What members have testified on a failed opening so far, and whether those that have not are waited for no more."""
 
 
 def next_opening(
@@ -93,28 +115,30 @@ def next_opening(
     rules: Rules,
     patience: Patience = Patience(),
     links: Callable[[], Mapping[str, LinkRates]] = dict,
+    hearing: Hearing | None = None,
 ) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
-    members know of their links, if there is to be another one.
+    members know of their links, if there is to be another one. `hearing`: asked where the current one failed although
+    no member was lost; None: nobody looks for who is at fault.
     """
-    if view.is_settling:
-        return Wait("the store lost its record; members are given time to bring it back")
     current = view.opening
-    if current is not None and current.round == round and view.can_finish(current):
+    if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
         return current
-    if _has_lost_verdict(view, round):
-        return Wait("the store lost the newest verdict; who holds it brings it back")
-    if view.orders.is_paused:
-        return Wait("the run is paused; `zeroband ctl resume` lets it go on")
+    if (hindrance := _hindrance(view, round)) is not None:
+        return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
     awaited = (*expected, *_late_before(view)) if is_last else expected  # there is no later round for what is late
-    missing = tuple(m for m in awaited if m in view.alive and m not in view.ready)
+    is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
+    missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
-    members = _that_can_reduce(view, round, expected)
+    blames = _findings(view, round, hearing)
+    if isinstance(blames, Wait):
+        return blames
+    members = _that_can_reduce(view, expected, blames)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
     if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
@@ -124,11 +148,55 @@ def next_opening(
         return wait
     rates = links()
     sites = _sites_of(members, view, rules, rates)
-    sitting_out = frozenset() if is_founding else _slow_links(sites, view, rules, patience, rates)
+    sitting_out = frozenset[str]()
+    if not is_founding:
+        sitting_out = _slow_links(sites, view, rules, patience, rates)
+        sitting_out |= _kept_apart(members, view, round, rules, blames)
     if _too_few_electors([m for m in members if m not in sitting_out], view, rules) is not None:
         sitting_out = frozenset()
     members = tuple(m for m in members if m not in sitting_out)
-    return _opening_to(members, view, round, rules, rates, late=_late(view, missing, sitting_out))
+    return _opening_to(
+        members, view, round, rules, rates, late=_late(view, missing, sitting_out, patience), blames=blames
+    )
+
+
+def _hindrance(view: View, round: int) -> Wait | None:
+    """Why nothing may be opened now, whoever is at the boundary."""
+    if view.is_settling:
+        return Wait("the store lost its record; members are given time to bring it back")
+    if _has_lost_verdict(view, round):
+        return Wait("the store lost the newest verdict; who holds it brings it back")
+    if view.orders.is_paused:
+        return Wait("the run is paused; `zeroband ctl resume` lets it go on")
+    return None
+
+
+def _findings(view: View, round: int, hearing: Hearing | None) -> tuple[Blame, ...] | Wait:
+    """What is known of who was at fault, up to now: all that counts of it, with what is new."""
+    current, known = view.opening, blame.kept(view.opening, round)
+    if hearing is None or current is None or not _has_failed(view, round):
+        return known
+    said, is_over = hearing(current)
+    silent = tuple(m for m in current.members if m in view.alive and m not in said)
+    if silent and not is_over:
+        return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
+    return blame.added(known, blame.judge(current, view.votes, said, silent, view.failed or ""))
+
+
+def _has_failed(view: View, round: int) -> bool:
+    """Whether the current opening is of this round, and came to nothing although no member of it was lost."""
+    current = view.opening
+    return current is not None and current.round == round and view.failed is not None and not view.lost(current)
+
+
+def _kept_apart(
+    members: tuple[str, ...], view: View, round: int, rules: Rules, blames: Sequence[Blame]
+) -> frozenset[str]:
+    """Members that go without this round since what they say contradicts others; none where too few would be left."""
+    held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+    may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
+    out = blame.sitting_out(members, blames, round + _retries(view, round), may_wait)
+    return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
 
 
 def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait | None:
@@ -152,23 +220,28 @@ def _opening_to(
     rates: Mapping[str, LinkRates],
     *,
     late: tuple[str, ...],
+    blames: tuple[Blame, ...],
 ) -> Opening:
     """The opening of a round to these members, behind the current one."""
     current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
-    sites = _speakers(members, view, rules, rates)
+    is_flat = _is_flat(view, round)
+    sites = () if is_flat else _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
     ready = [view.ready[m] for m in members]
+    said = of_members(ready, rules)
     return Opening(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
         members=members,
-        weights=tuple(r.weight for r in ready),
-        steps=tuple(r.steps for r in ready),
-        steps_requested=tuple(r.steps_requested for r in ready),
-        norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
+        weights=said.weights,
+        steps=said.steps,
+        steps_requested=said.steps_requested,
+        trust=trust_in(members, view, rules),
         late=late,
-        divergences=divergences(view, round),
+        retries=_retries(view, round),
+        is_flat=is_flat,
+        blames=blames,
         network=plan(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
@@ -179,13 +252,54 @@ def _opening_to(
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
-        loss=mean_loss(ready),
+        loss=said.loss,
         sessions=() if view.committed is None else view.committed.sessions,
-        trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
+        trained=said.trained,
+        corpora=said.corpora,
+        is_equal=said.is_equal,
+        sites=sites,
+        largest=said.largest,
+    )
+
+
+def trust_in(members: Sequence[str], view: View, rules: Rules) -> tuple[float, ...]:
+    """What each member counts for how it agreed with the rounds before; none where the run does not ask for it."""
+    return trust_of(members, {} if view.committed is None else view.committed.record) if rules.is_robust else ()
+
+
+@dataclass(frozen=True)
+class OfMembers:
+    """The fields of an opening that repeat its members' records, and their mean loss."""
+
+    weights: tuple[int, ...]
+    steps: tuple[int, ...]
+    steps_requested: tuple[int, ...]
+    loss: float | None
+    trained: tuple[float, ...]
+    corpora: tuple[str, ...]
+    is_equal: bool
+    largest: tuple[float, ...]
+
+
+def of_members(ready: Sequence[Ready], rules: Rules) -> OfMembers:
+    """What an opening to these members says of them, in their order."""
+    sizes = [r.largest if r.weight else 0.0 for r in ready]
+    known = tuple(size for size in sizes if size is not None)
+    return OfMembers(
+        weights=tuple(r.weight for r in ready),
+        steps=tuple(r.steps for r in ready),
+        steps_requested=tuple(r.steps_requested for r in ready),
+        loss=mean_loss(ready),
+        trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
-        sites=sites,
+        largest=known if len(known) == len(sizes) and any(known) else (),
     )
+
+
+def _differ_in_training(ready: Sequence[Ready]) -> bool:
+    """Whether members say that not all of them have trained alike what they contribute."""
+    return len({r.trained for r in ready if r.weight}) > 1
 
 
 def mean_loss(ready: Sequence[Ready]) -> float | None:
@@ -233,7 +347,7 @@ def may_open(view: View, round: int, rules: Rules, patience: Patience) -> bool:
         return True
     if round == FOUNDING_ROUND or restarts_with(view, round):
         return patience.start_is_over or view.arrived >= rules.start_nodes
-    return patience.stragglers_are_late or view.arrived >= len(expected_in(view))
+    return patience.stragglers_are_late or view.arrived + len(view.refused) >= len(expected_in(view))
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:
@@ -279,9 +393,10 @@ def _late_before(view: View) -> tuple[str, ...]:
     return view.committed.opening.late if view.committed is not None else ()
 
 
-def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str]) -> tuple[str, ...]:
+def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: Patience) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
-    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in view.ready]
+    gone = {*view.ready, *patience.given_up}
+    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
     return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))
 
 
@@ -354,10 +469,11 @@ def _fewest_with(part: float, weights: Sequence[int]) -> int:
     return next(n for n, total in enumerate(sums, 1) if total >= part * sums[-1])
 
 
-def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
+def _that_can_reduce(view: View, expected: tuple[str, ...], blames: Sequence[Blame]) -> tuple[str, ...]:
     """Choose the members at the boundary that can bring the round to its end together, in the order of their ids."""
-    wrong = outvoted(view, round)
-    states = {m: r.state_digest for m, r in view.ready.items() if m in view.alive and m not in wrong}
+    put_out = {m for b in blames if b.consequence == "out" for m in b.members}
+    here = [m for m in view.ready if m in view.alive and m not in put_out and blame.bars(blames, m) is None]
+    states = {m: view.ready[m].state_digest for m in here}
     return _connected(view, _same_state(states, expected), expected)
 
 
@@ -423,37 +539,29 @@ def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
     expected = committed.members if committed is not None else ()
     listed = (*opening.members, *opening.late)
     if member_id in expected and member_id in view.alive and member_id not in listed:
+        found = [b.reason for b in opening.blames if b.consequence == "out" and member_id in b.members]
+        if found:
+            return Excluded(f"round {round} was opened without {member_id}, which was put out: {found[-1]}")
         return Excluded(
             f"round {round} was opened without {member_id}: it was away, others do not reach it, or its state differs"
         )
     return None
 
 
-def _has_diverged(view: View, round: int) -> bool:
+def _retries(view: View, round: int) -> int:
+    """How often this round was given up although no member was lost."""
     current = view.opening
-    if current is None or current.round != round:
+    return current.retries + _has_failed(view, round) if current is not None and current.round == round else 0
+
+
+def _is_flat(view: View, round: int) -> bool:
+    """Whether no part passes through others in the next attempt, so that it shows whose differ, or who sends nothing.
+
+    Every second attempt is planned by the network again, as some members may reach each other only that way.
+    """
+    current = view.opening
+    if current is None or not _has_failed(view, round) or current.is_flat:
         return False
-    return len({view.votes[m] for m in current.members if m in view.votes}) > 1
-
-
-def divergences(view: View, round: int) -> int:
-    """How often this round ended in different results."""
-    current = view.opening
-    return current.divergences + _has_diverged(view, round) if current is not None and current.round == round else 0
-
-
-def outvoted(view: View, round: int) -> frozenset[str]:
-    """Members whose result differed from that of the most, when this happened for the second time in one round."""
-    current = view.opening
-    if current is None or current.divergences == 0 or not _has_diverged(view, round):
-        return frozenset()
-    by_digest: dict[str, list[str]] = {}
-    for member in current.members:
-        if member in view.votes:
-            by_digest.setdefault(view.votes[member], []).append(member)
-
-    def trust(group: list[str]) -> tuple[int, int]:
-        return (len(group), sum(view.ready[m].steps_requested > 0 for m in group if m in view.ready))
-
-    believed = max(by_digest.values(), key=trust)  # of two as large, who stays; then the one of the first member
-    return frozenset(m for group in by_digest.values() if group is not believed for m in group)
+    return len({view.votes[m] for m in current.members if m in view.votes}) > 1 or (
+        current.retries + 1 >= blame.PATIENT_RETRIES
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from zeroband.config.ranges import Count, EachMember, Id, Number, Text
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member
@@ -18,12 +19,12 @@ from zeroband.observe.view import node_id_of_member
 class Held:
     """A checkpoint that a node could begin with, as its manifest describes it."""
 
-    step: int
-    round: int
-    state_digest: str
-    line: str
+    step: Count
+    round: Number
+    state_digest: Id
+    line: Id
     """The line of rounds that it is of, as `Progress.founding`."""
-    after: str = ""
+    after: Id = ""
     """The line whose state that one began with; empty: it began with the initial one."""
     is_own: bool = True
     """This run saved it; False: it is of the run that resume.path names."""
@@ -37,13 +38,13 @@ class Holding:
     """It may begin the run again on a checkpoint, and with it the others that are there."""
     held: Held | None = None
     """The newest one that it can read, or the one that was asked for."""
-    problem: str = ""
+    problem: Text = ""
     """Why what it has cannot be taken, where that is all."""
-    ordered: int | None = None
+    ordered: Count | None = None
     """The inner step that it was told to go on from; None: the newest."""
-    mark: str = ""
+    mark: Id = ""
     """Name of a file that it has just made at its ckpt.path; empty: it has none, or cannot write there."""
-    sees: tuple[str, ...] = ()
+    sees: EachMember[Id] = ()
     """Marks of other nodes that it found there, sorted."""
 
 

@@ -11,28 +11,37 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from zeroband.config.ranges import Count, EachMember, Id, Number
+from zeroband.elastic.membership.node_key import is_of_key, node_name
 from zeroband.errors import ConfigError
+from zeroband.observe.view import node_id_of_member, short_key
 
 
 @dataclass(frozen=True)
 class Orders:
     """What operators want of a run."""
 
-    version: int = 0
+    version: Count = 0
     """Grows by one with every change."""
     is_paused: bool = False
     """Members wait at their boundary, with their leases."""
-    rollback: int | None = None
+    rollback: Count | None = None
     """Inner step of the checkpoint to which the run goes back; done with the round that did it."""
-    leaving: tuple[str, ...] = ()
+    leaving: EachMember[Id] = ()
     """Members that leave after their round."""
     skips_data: bool = False
     """With `rollback`: what was learned from since the checkpoint is not learned from again."""
-    answered: int = -1
+    answered: Number = -1
     """The newest round whose loss called for going back and was answered."""
-    returned_to: int = -1
+    returned_to: Number = -1
     """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
-    returns: int = 0
+    returns: Count = 0
+    banned: EachMember[Id] = ()
+    """Names of nodes whose keys take no part: no member admits them, and what they say does not count."""
+
+    def bans(self, name: str) -> bool:
+        """Whether a member's or a node's key is banned."""
+        return any(is_of_key(name, banned) for banned in self.banned)
 
 
 def pause(orders: Orders) -> Orders:
@@ -53,6 +62,45 @@ def drain(orders: Orders, node_id: str, alive: Mapping[str, str]) -> Orders:
         raise ConfigError(f"no living member of this run is on node {node_id!r}; there are {here}")
     leaving = [member for member in orders.leaving if member in alive]
     return _changed(orders, leaving=tuple(dict.fromkeys([*leaving, *members])))
+
+
+def ban(orders: Orders, who: str, members: Collection[str]) -> Orders:
+    """Keep a node's key out of the run. `members`: those that the store has a record of. Raises ConfigError.
+
+    `who`: a node's id, or its key's short name where several nodes had that id.
+    """
+    named = {node_name(member) for member in members}
+    found = sorted(name for name in named if who in (node_id_of_member(name), short_key(name)))
+    if not found:
+        known = ", ".join(map(shown, sorted(named))) or "none"
+        raise ConfigError(f"no member of this run is node {who!r}; there are {known}")
+    if len(found) > 1:
+        keys = ", ".join(str(short_key(name)) for name in found)
+        raise ConfigError(f"node {who!r} has had several keys in this run: {keys}; ban one of them")
+    return orders if orders.bans(found[0]) else _changed(orders, banned=(*orders.banned, *found))
+
+
+def unban(orders: Orders, who: str) -> Orders:
+    """Let a node's key in again; `who` as for `ban`. Raises ConfigError."""
+    kept = tuple(name for name in orders.banned if who not in (node_id_of_member(name), short_key(name)))
+    if kept == orders.banned:
+        raise ConfigError(f"node {who!r} is not banned; these are: {', '.join(map(shown, kept)) or 'none'}")
+    return _changed(orders, banned=kept)
+
+
+def require_admitted(orders: Orders, member_id: str) -> None:
+    """Raise ConfigError where the key of this node is banned."""
+    if orders.bans(member_id):
+        raise ConfigError(
+            f"an operator banned this node (key {short_key(member_id)}) from the run; `zeroband ctl unban "
+            f"{node_id_of_member(member_id)}` lets it in again when it is started anew"
+        )
+
+
+def shown(name: str) -> str:
+    """A node that orders name, for a person."""
+    key = short_key(name)
+    return node_id_of_member(name) if key is None else f"{node_id_of_member(name)} (key {key})"
 
 
 def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:

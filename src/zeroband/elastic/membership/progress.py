@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
 from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
@@ -22,27 +23,29 @@ class RunShape:
     """A member trains on while its round is still being reduced, so it holds the samples of two rounds."""
     closing_rounds: int = 0
     """Rounds without inner steps at the end, in which the fragments are sent that the last one did not send."""
+    sample_tokens: int = 0
+    """Targets of a sample at most; 0: not known."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """The run after a committed round. Identical on all members."""
 
-    inner_step: int
+    inner_step: Count
     """Inner steps done: in each round as many as the member that made the most."""
-    tokens: int
+    tokens: Count
     """Tokens that contributed to committed rounds."""
-    ledgers: Mapping[str, Ledger]
+    ledgers: Mapping[Id, Ledger]
     """What became of each corpus of which samples were dealt out, by its name (`Ready.corpus`)."""
     is_complete: bool = False
     """The run is done: there is no next round."""
-    outer_step: int = 0
+    outer_step: Count = 0
     """Outer steps behind the state. A run that began again, or went back, has had more rounds than that."""
-    founding: str = ""
+    founding: Id = ""
     """Id of the opening with which this line of rounds began."""
-    follows: tuple[str, int] | None = None
+    follows: tuple[Id, Count] | None = None
     """The line and the round whose state it began with; None: with the initial one."""
-    closing: int = 0
+    closing: Count = 0
     """Rounds since all inner steps were done."""
 
     @staticmethod
@@ -67,7 +70,7 @@ class Progress:
         return replace(
             self,
             inner_step=inner_step,
-            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=True) if s),
+            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s),
             ledgers=allocate(settle(self.ledgers, used, kept), wanted, opening.corpus_of()),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
@@ -78,7 +81,7 @@ class Progress:
         """What members still train on: those that are late, and, where they read ahead, those that stay."""
         kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
         if shape.reads_ahead:
-            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=True):
+            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
                 _, rest = take(self.assigned.get(member, ()), steps * shape.batch_size)
                 if requested and rest:
                     kept[member] = rest

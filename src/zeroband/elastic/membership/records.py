@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from zeroband.config.ranges import (
+    MOST_MEMBERS,
+    Count,
+    EachMember,
+    Epoch,
+    Id,
+    Loss,
+    Magnitude,
+    Mbit,
+    MemberPlace,
+    Millis,
+    Phases,
+    Port,
+    Round,
+    Share,
+    Text,
+    Version,
+)
 from zeroband.data.ledger import SHARED
+from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
+from zeroband.observe.view import public_key_in
 
 _R = TypeVar("_R")
-
-_TOO_FEW_FOR_A_MEDIAN = 2
 
 _MOST_SESSIONS = 16
 """Sessions that a run remembers; members of older ones count as strangers."""
 
+
+_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "trained", "corpora", "sites", "largest")
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -32,78 +53,148 @@ FOUNDING_ROUND = 0
 class Ready:
     """A member has arrived at the boundary of `round`. Written once for each member and round."""
 
-    round: int
-    weight: int
+    round: Round
+    weight: Count
     """Tokens it contributes; 0 for a joiner, and for a node whose update was not finite."""
-    state_digest: str
+    state_digest: Id
     """Digest of the outer state that it holds; only members with the same state reduce together."""
-    steps: int = 0
+    steps: Count = 0
     """Inner steps behind what it contributes."""
-    steps_requested: int = 0
+    steps_requested: Count = 0
     """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
     round."""
-    rate: int = 0
+    rate: Mbit = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
-    took_ms: int = 0
+    took_ms: Millis = 0
     """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
-    norm: float = 0.0
-    """Norm of what it contributes; 0: the run does not ask for it."""
-    loss: float | None = None
+    loss: Loss | None = None
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
-    trained: float = 1.0
+    trained: Phases = 1.0
     """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
     with the others, and at a run's start, above 1 for one whose last turn this node was late for."""
-    corpus: str = SHARED
+    corpus: Id = SHARED
     """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
-    missed: int = 0
+    missed: Count = 0
     """Rounds that were committed without what it contributes, since it came to the boundary with that."""
-    site: str | None = None
+    site: Id | None = None
     """The site that its node is at, as configured; None: it names none."""
+    largest: Magnitude | None = None
+    """Largest size of a value that it contributes to a mean; None: not known, or it sends payloads."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who kept a round from its end, as follows from what its members testified."""
+
+    members: EachMember[Id]
+    """One member that is at fault; or two, one of which is, and nothing shows the others which."""
+    reason: Text
+    is_lie: bool
+    """Bytes or words contradict each other. False: something did not come, for which a bad network is enough."""
+    consequence: Literal["named", "apart", "out"]
+    """What follows: nothing yet; the two do not take part in one round; or the member is put out."""
+    round: Round
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a member saw of an opening that failed. Written once for each opening, by each of its members."""
+
+    held: EachMember[Id] = ()
+    """SHA-256 of the part of the result that came from each member, in the order of the members; empty where it did
+    not get all of it, or where parts come through others."""
+    lacks: EachMember[Id] = ()
+    """Members whose own contribution stopped coming."""
+    lacks_mean: EachMember[Id] = ()
+    """Members whose contribution came, and whose part of the mean stopped coming."""
+    refused: EachMember[Id] = ()
+    """Members that sent something that cannot be taken: values that are not finite, or a part twice."""
 
 
 @dataclass(frozen=True)
 class Opening:
     """Round `round` is open to exactly these members, in the order of their node ranks."""
 
-    version: int
+    version: Version
     """Grows by one with every opening of the run; fences everything that refers to an older one."""
-    epoch: int
+    epoch: Epoch
     """Number of the membership; grows whenever the groups between the nodes must be built anew."""
-    round: int
-    members: tuple[str, ...]
-    weights: tuple[int, ...]
+    round: Round
+    members: EachMember[Id]
+    weights: EachMember[Count]
     """One for each member, as in its `Ready`; so are the next two."""
-    steps: tuple[int, ...] = ()
-    steps_requested: tuple[int, ...] = ()
-    late: tuple[str, ...] = ()
+    steps: EachMember[Count] = ()
+    steps_requested: EachMember[Count] = ()
+    late: EachMember[Id] = ()
     """Members that this round goes without, since they or their links are slow: what they learned goes into a later
     one."""
-    divergences: int = 0
-    """How often this round ended in different results before."""
+    retries: Count = 0
+    """How often this round was given up before, although no member was lost."""
+    is_flat: bool = False
+    """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
+    tells of that member alone."""
+    blames: EachMember[Blame] = ()
+    """What was found of earlier attempts and still counts, the newest last."""
     network: LinkTable = field(default_factory=LinkTable)
     """What the members plan the transfer with."""
-    orders: int = 0
+    orders: Count = 0
     """Version of the operators' orders that it was proposed under."""
-    rollback: int | None = None
+    rollback: Count | None = None
     """Inner step of the checkpoint whose state the members take, instead of reducing anything."""
-    norms: tuple[float, ...] = ()
-    """Norm of what each member contributes; none: nothing is clipped."""
+    trust: EachMember[Share] = ()
+    """What each member counts for how it agreed with the rounds before, in 0..1; none: the run does not ask for it."""
     skips_data: bool = False
     """With a rollback: what was learned from since that checkpoint is not learned from again."""
-    loss: float | None = None
+    loss: Loss | None = None
     """Mean of the members' losses, in nats per token, by the weight of those that count; None: nobody has a finite
     one."""
-    sessions: tuple[str, ...] = ()
+    sessions: EachMember[Id] = ()
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
-    trained: tuple[float, ...] = ()
+    trained: EachMember[Phases] = ()
     """`Ready.trained` of each member; none: equal for all that have weight."""
-    corpora: tuple[str, ...] = ()
+    corpora: EachMember[Id] = ()
     """`Ready.corpus` of each member; none: all share one."""
     is_equal: bool = False
     """Members that have weight count the same, whatever it is."""
-    sites: tuple[int, ...] = ()
+    sites: EachMember[MemberPlace] = ()
     """Place of the member that speaks for each one's site, its own where it does so itself or has none; none: there are
     no sites."""
+    largest: EachMember[Magnitude] = ()
+    """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
+    proposer: Id = ""
+    """Member that proposed it."""
+    signature: Id = ""
+    """The proposer's, in base64, over all of the above."""
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise ValueError(problem)
+
+    def _problem(self) -> str:
+        """What keeps the rules from calculating with it: lists of other lengths, or places that nobody has."""
+        count, network = len(self.members), self.network
+        if not count or len(set(self.members)) < count:
+            return f"members={self.members!s:.200} must be different, and at least one"
+        if len(self.weights) != count:
+            return f"weights has {len(self.weights)} entries for {count} members"
+        lists = {name: getattr(self, name) for name in _OF_EACH_MEMBER} | {"network.rates": network.rates}
+        for name, values in lists.items():
+            if len(values) not in (0, count):
+                return f"{name} has {len(values)} entries for {count} members"
+        if any(place >= count or self.sites[place] != place for place in self.sites):
+            return f"sites={self.sites!s:.200} names places of members that do not speak for themselves"
+        speakers = sorted(set(self.sites)) or list(range(count))
+        if network.order and sorted(network.order) != speakers:
+            return f"network.order={network.order!s:.200} must have each of the members {speakers!s:.200} once"
+        if any(place >= count for place in network.behind):
+            return f"network.behind={network.behind!s:.200} names members beyond {count}"
+        return ""
+
+    @cached_property
+    def unsigned_text(self) -> str:
+        """What the signature is over."""
+        return to_json(replace(self, signature=""))
 
     @cached_property
     def id(self) -> str:
@@ -118,19 +209,8 @@ class Opening:
     def shares(self) -> tuple[float, ...]:
         """Each member's share in the mean of this round, in 0..1.
 
-        They add up to 1, with two exceptions. Where a member has trained less than the others what it contributes, they
-        add up to more (`_unclipped`). And a contribution that is longer than the median of the round counts as if it
-        were that long, if the run asks for it. Of two contributions nobody can say which is too long.
-        """
-        shares = self._unclipped()
-        counted = [norm for norm, share in zip(self.norms, shares, strict=False) if share > 0]
-        if len(counted) <= _TOO_FEW_FOR_A_MEDIAN:
-            return shares
-        most = median_low(counted)
-        return tuple(s * most / norm if norm > most else s for s, norm in zip(shares, self.norms, strict=True))
-
-    def _unclipped(self) -> tuple[float, ...]:
-        """Shares by weight; a member counts in the divisor by what it has trained, as a part of what is usual.
+        They add up to 1, or to more where a member has trained less than the others what it contributes: it counts in
+        the divisor by what it has trained, as a part of what is usual.
 
         A contribution grows with the phases behind it. So the mean is that of a phase's drift, times the phases of a
         usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
@@ -141,7 +221,7 @@ class Opening:
 
     @property
     def divisor_parts(self) -> tuple[float, ...]:
-        """What each member counts in the divisor of the mean, in 0..1: they add up to 1, whatever is clipped."""
+        """What each member counts in the divisor of the mean, in 0..1: they add up to 1."""
         total = sum(self._behind_divisor)
         return tuple(part / total if total else 0.0 for part in self._behind_divisor)
 
@@ -152,15 +232,31 @@ class Opening:
         return tuple(c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True))
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """What each member counts beside the others: its weight, or 1."""
-        return tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
+    def counts(self) -> tuple[float, ...]:
+        """What each member counts beside the others: its weight, or 1.
+
+        With `trust` it says so itself in vain: no weight counts more than the median one.
+        """
+        counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
+        if not self.trust:
+            return counts
+        most = median_low([count for count in counts if count > 0] or [0])
+        return tuple(min(count, most) * trust for count, trust in zip(counts, self.trust, strict=True))
 
     @property
     def longest(self) -> float:
         """The most that a member trained, as a part of what is usual and at most that; 0: the same for all."""
         trained = [t for t, w in zip(self.trained, self.weights, strict=False) if w > 0]
         return max(0.0, min(1.0, max(trained, default=0.0)))
+
+    @property
+    def most_value(self) -> float:
+        """The largest size that a value of the mean may have; infinite where the members did not tell theirs.
+
+        A mean is no larger than the largest value of its members, times the sum of their shares; rounding is allowed
+        for by a factor of 2.
+        """
+        return 2 * max(self.largest) * max(1.0, sum(self.shares)) if self.largest else math.inf
 
     @property
     def behind(self) -> frozenset[str]:
@@ -183,13 +279,7 @@ class Opening:
         known = zip(self.weights, self.steps_requested, strict=True)
         weights = [(before or weight * steps // asked) if steps else 0 for before, steps in known]
         weights[own] = weight
-        expected = replace(self, weights=tuple(weights), norms=())
-        return expected.share(member_id) * (self.clip(member_id) or 1.0)
-
-    def clip(self, member_id: str) -> float | None:
-        """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
-        share = self._unclipped()[self.members.index(member_id)]
-        return self.share(member_id) / share if self.norms and share else None
+        return replace(self, weights=tuple(weights)).share(member_id)
 
     def is_near(self, one: str, other: str) -> bool:
         """Whether two members are of one site."""
@@ -203,11 +293,11 @@ class Opening:
 
     def contributors(self) -> dict[str, int]:
         """Inner steps of the members whose update counts."""
-        return {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=True) if w > 0}
+        return {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
 
     def wanted(self) -> dict[str, int]:
         """Inner steps that the members ask samples for."""
-        return dict(zip(self.members, self.steps_requested, strict=True))
+        return dict(zip(self.members, self.steps_requested, strict=False))
 
     def corpus_of(self) -> dict[str, str]:
         """Name of the corpus of each member."""
@@ -215,13 +305,36 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class _KnownParts:
+    """What the members read of a verdict's record, beside progress and losses."""
+
+    weight: Count = 0
+    session: Id | None = None
+    session_before: Id | None = None
+    state_before: Id = ""
+    grad_norm: float = 0.0
+    updates_before: Count = 0
+
+
+def _with_known_parts(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ValueError where a part that is read is of another type or out of range."""
+    known = {part.name: record[part.name] for part in fields(_KnownParts) if part.name in record}
+    _adapter(_KnownParts).validate_json(json.dumps(known), strict=True)
+    return record
+
+
+VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
+"""What a verdict records beside its opening and digest."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A round is committed: the members of its opening hold the same result. Written once for each round."""
 
     opening: Opening
-    digest: str
+    digest: Id
     """Digest of the reduced result."""
-    record: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    record: VerdictRecord = field(default_factory=dict[str, Any])
     """What else the round fixed for everybody: progress with the data ledgers, norm of the mean gradient."""
 
     @property
@@ -252,21 +365,21 @@ class Verdict:
 class Peer:
     """Where a member is found, and whom it does not reach. Its guardian writes it with every renewal of the lease."""
 
-    node_id: str
-    host: str
-    port: int
+    node_id: Id
+    host: Id
+    port: Port
     """Its one port: for probes, for its state and for the data plane."""
     serves_state: bool
     """Whether others may fetch its state."""
-    cut_off: tuple[str, ...] = ()
+    cut_off: EachMember[Id] = ()
     """Members that did not answer its probes for `fault.detect_s`."""
-    doubted: tuple[str, ...] = ()
+    doubted: EachMember[Id] = ()
     """Members that did not answer them for a part of that, so that others ask them too."""
-    undialled: tuple[str, ...] = ()
+    undialled: EachMember[Id] = ()
     """Members whose probes come here, and whose address takes no connection from here."""
-    lines: tuple[str, ...] = ()
+    lines: EachMember[Id] = ()
     """Members that pass calls on to this one, the first one first, as others cannot dial it; none: it is dialled."""
-    store_port: int = 0
+    store_port: Port = 0
     """Port of the store that its node holds; 0: it holds none."""
 
 
@@ -274,9 +387,9 @@ class Peer:
 class LinkRates:
     """What a member knows of its links. Written anew where they changed notably; who proposes an opening reads it."""
 
-    mbit: Mapping[str, int] = field(default_factory=dict[str, int])
+    mbit: Annotated[Mapping[Id, Mbit], Field(max_length=MOST_MEMBERS)] = field(default_factory=dict[str, int])
     """To each other member, as far as known."""
-    rtt_ms: int = 0
+    rtt_ms: Millis = 0
     """The longest round trip to another member; 0: not known."""
 
 
@@ -284,8 +397,8 @@ class LinkRates:
 class Generation:
     """A time in which a run of several stores uses one of them. Of two, that of the higher number is the newer one."""
 
-    number: int
-    store: str
+    number: Count
+    store: Id
     """Id that the store gave itself; one that lost its memory has another id, and so is another store."""
 
 
@@ -318,6 +431,8 @@ class View:
     """So many more have voted than `votes` shows."""
     generation: Generation | None = None
     """The one that this store is in; None: none, as in runs that have one store."""
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Members whose record for this round is sealed and does not count, and why."""
 
     @property
     def arrived(self) -> int:
@@ -329,12 +444,40 @@ class View:
         """How many have voted for the current opening."""
         return len(self.votes) + self.unseen_votes
 
+    def counted(self) -> View:
+        """Leave out the members that do not count, as all nodes do alike.
+
+        Those are members whose key is banned, and of living nodes with one id and several keys all but one: the key
+        that is in the run stays, or the one of the member id that sorts first (`rounds/duplicate_ids.py`).
+        """
+        members = {*self.alive, *self.peers, *self.ready} if self.orders.banned else set[str]()
+        out = {member for member in members if self.orders.bans(member)}
+        out |= self._of_taken_ids(self.alive - out)
+        if not out:
+            return self
+        ready, votes, peers = (
+            {member: word for member, word in words.items() if member not in out}
+            for words in (self.ready, self.votes, self.peers)
+        )
+        return replace(self, alive=self.alive - out, ready=ready, votes=votes, peers=peers)
+
+    def _of_taken_ids(self, alive: Iterable[str]) -> set[str]:
+        """Living members whose node id is that of a node with another key."""
+        ids = {member: self.peers[member].node_id for member in alive if member in self.peers}
+        if len(set(ids.values())) == len(ids):
+            return set()
+        listed = self.committed.members if self.committed is not None else ()
+        holders = dict[str, str]()
+        for member in sorted(ids, key=lambda member: (member not in listed, member)):
+            holders.setdefault(ids[member], member)
+        return {m for m in ids if public_key_in(m) is not None and not is_of_key(m, holders[ids[m]])}
+
     def cuts_among(self, members: Sequence[str]) -> dict[str, set[str]]:
         """Which of these members do not reach one another, though they reach the store: both ends of each cut."""
         asked, cuts = set(members), dict[str, set[str]]()
         for one in members:
             for other in self.peers[one].cut_off if one in self.peers else ():
-                if other in asked:
+                if other in asked and other != one:
                     cuts.setdefault(one, set()).add(other)
                     cuts.setdefault(other, set()).add(one)
         return cuts
@@ -360,15 +503,15 @@ class View:
 class RestartPoint:
     """What was agreed on for the founding of a run from a checkpoint."""
 
-    round: int
+    round: Round
     """That founds it: above all rounds before."""
-    step: int
+    step: Count
     """Inner step of the checkpoint."""
-    state_digest: str
+    state_digest: Id
     """Digest of its outer state."""
-    member: str
+    member: Id
     """Who proposed it."""
-    sessions: tuple[str, ...] = ()
+    sessions: EachMember[Id] = ()
     """Sessions of the dead run, as in its newest verdict."""
 
 
@@ -403,6 +546,14 @@ def to_record(value: object) -> dict[str, Any]:
 def from_record(kind: type[_R], record: Mapping[str, Any]) -> _R:
     """The inverse of `to_record`. Raises ValueError for what is no such record."""
     return from_json(kind, json.dumps(record, sort_keys=True))
+
+
+def problem_of(error: ValueError) -> str:
+    """Name the field of a record that did not count, its value and the bound; empty where it is no question of one."""
+    if not isinstance(error, ValidationError):
+        return ""
+    first = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}={first['input']!s:.80}: {first['msg']:.300}"
 
 
 @cache

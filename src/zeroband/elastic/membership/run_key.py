@@ -1,4 +1,4 @@
-"""The key that all nodes of a run share, made of its token. Pure."""
+"""The keys with which a node takes part in a run: the one that all share, made of the token, and its own. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
+from zeroband.elastic.membership.node_key import SIGNATURE_BYTES, NodeKey, is_signed
+from zeroband.observe.view import public_key_in
+
 _KEY_BYTES = 32
 
 
@@ -16,12 +19,27 @@ class RunKey:
     """What all nodes of a run share: made of the token once, with a slow hash, since tokens may be guessable."""
 
     secret: bytes
+    node: NodeKey | None = None
+    """This node's own key. None: no node but a tool, which reads what nodes say and says nothing in their names."""
 
     @staticmethod
-    def of(token: str | None, run_id: str) -> RunKey:
+    def of(token: str | None, run_id: str, *, node: NodeKey | None = None) -> RunKey:
         """Without a token anybody may be a node of this run; what is sent is sealed all the same."""
         salt = hashlib.sha256(f"zeroband data plane {run_id}".encode()).digest()
-        return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()))
+        return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()), node)
+
+    def sign(self, said: bytes) -> bytes:
+        """Sign with this node's own key; zeros where there is none."""
+        return bytes(SIGNATURE_BYTES) if self.node is None else self.node.sign(said)
+
+    def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
+        """Whether the node that a name is of said this.
+
+        A name without a key proves nothing: a node refuses it, and a tool, which only reads, shows it.
+        """
+        if public_key_in(name) is None:
+            return self.node is None and not any(signature)
+        return is_signed(name, said, signature)
 
     @property
     def store_password(self) -> str:

@@ -10,16 +10,19 @@ one line of history, whoever is cut off from whom:
    for, since that may have been committed where they cannot look any more.
 
 More than half of the electors have one in common with any half of them, and that one tells what was committed.
+
+A founding has no electors. Where a machine that was cut off founds the run again, there are two lines of history; when
+one sees the other, `Meeting` says which of them goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from zeroband.config.ranges import Id, Text
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict
+from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, VerdictRecord
 
 MOST_STORES = 8
 """Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
@@ -38,13 +41,59 @@ class Account:
     """The newest verdict that it has seen."""
     opening: Opening | None = None
     """The newest opening that it has seen."""
-    vote: str | None = None
+    vote: Id | None = None
     """Digest that it voted for after that opening. None: it has not."""
-    record: Mapping[str, Any] | None = None
+    record: VerdictRecord | None = None
     """What it would write into the verdict of that opening; None: it does not know that yet."""
     orders: Orders = field(default_factory=Orders)
-    run: Mapping[str, str] = field(default_factory=dict[str, str])
+    run: Mapping[Text, Text] = field(default_factory=dict[str, str])
     """What all nodes must share."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of history: the rounds of one session of the run, as the newest verdict of it tells that somebody saw."""
+
+    session: str
+    round: int
+    tokens: int
+    """Tokens in its committed rounds."""
+    members: tuple[str, ...]
+
+    @staticmethod
+    def of(verdict: Verdict | None) -> Line | None:
+        """Return the line of a verdict; None where there is none, or it names no session."""
+        if verdict is None or not verdict.session:
+            return None
+        tokens = int(verdict.record.get("progress", {}).get("tokens", 0))
+        return Line(verdict.session, verdict.round, tokens, verdict.members)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Two lines of history of one run have seen each other. Written once, so that all members decide by one record."""
+
+    one: Line
+    other: Line
+
+    @property
+    def goes_on(self) -> Line:
+        """The line with more tokens in its committed rounds, then with more rounds, then whose session sorts first."""
+        return min(self.one, self.other, key=lambda line: (-line.tokens, -line.round, line.session))
+
+    @property
+    def ends(self) -> Line:
+        return self.other if self.goes_on is self.one else self.one
+
+    def concerns(self, line: Line) -> bool:
+        """Whether this line is one of the two."""
+        return line.session in (self.one.session, self.other.session)
+
+
+def meeting_of(own: Line, others: Collection[Line]) -> Meeting | None:
+    """What a member of a line writes down that sees others; None: there is no other, or it is for those to write."""
+    first = min((line for line in others if line.session != own.session), key=lambda line: line.session, default=None)
+    return Meeting(own, first) if first is not None and own.session < first.session else None
 
 
 @dataclass(frozen=True)
@@ -53,8 +102,10 @@ class Whereabouts:
 
     generation: Generation
     """The one that the run is in."""
-    store: str
+    store: Id
     """Address of its store, without a login."""
+    line: Line | None = None
+    """The line of history that goes on there; None: no round of it is committed yet."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +122,10 @@ class Candidate:
     """What members told it within the last moments, by member."""
     elsewhere: Whereabouts | None = None
     """What members told it within the last moments of where the run goes on."""
+    line: Line | None = None
+    """The line of history of its newest verdict."""
+    meeting: Meeting | None = None
+    """What was written down there of two lines that met."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +160,14 @@ def is_nowhere_else(candidates: Sequence[Candidate], generation: Generation | No
     newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation
     return is_own and not any(candidate.accounts for candidate in candidates)
+
+
+def are_different(candidates: Sequence[Candidate], least: int) -> bool:
+    """Whether these are so many different stores: a list may name one store twice.
+
+    A node that sees no store but its own cannot tell whether it is the first of the run, or cut off from all others.
+    """
+    return len({candidate.store for candidate in candidates}) >= least
 
 
 def places_of_stores(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:

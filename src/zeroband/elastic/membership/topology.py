@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
+
 Rates = np.ndarray
 """Mbit/s (members, members) from one member to another."""
 
@@ -45,18 +47,18 @@ class LinkObservation:
 class LinkTable:
     """What the members of an opening plan with: the same for all, and nearly as they see it."""
 
-    rates: tuple[int, ...] = ()
+    rates: EachMember[Mbit] = ()
     """Rate of each member's access link; empty: none is known."""
-    order: tuple[int, ...] = ()
+    order: EachMember[MemberPlace] = ()
     """Order in a ring of the members that speak for a site, by their places; empty: as they are listed."""
-    slowest_link: int = UNKNOWN
+    slowest_link: Mbit = UNKNOWN
     """Between any two that do."""
-    slowest_in_ring: int = UNKNOWN
-    rtt_ms: int = UNKNOWN
+    slowest_in_ring: Mbit = UNKNOWN
+    rtt_ms: Millis = UNKNOWN
     """Between the two that are farthest from one another."""
-    took_ms: int = UNKNOWN
+    took_ms: Millis = UNKNOWN
     """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
-    behind: tuple[int, ...] = ()
+    behind: EachMember[MemberPlace] = ()
     """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
 
 

@@ -20,21 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroband.config.ranges import MOST_LOSS
 from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership import trust
+from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.journal import JournalEntry
-from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.phase import Travel
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
-from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
-from zeroband.kernels.scan import all_finite
-from zeroband.node.mesh import all_ok, barrier
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed, RoundsMissed, RunOver
+from zeroband.kernels.scan import largest
+from zeroband.node.mesh import all_ok, barrier, max_over_ranks
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import digest_of
 
@@ -43,7 +45,14 @@ _log = get_logger(__name__)
 _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
+FIRST_PAUSE_S = 0.125
+_MOST_PAUSE_S = 4.0
+MOST_RETRIES = 24
+"""So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
+where transfers stand still."""
 _ALL_VERSIONS = 2**62
+_HALF = 0.5
+"""A member that counts less is named in the log."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,12 @@ class Offer:
     """Tokens; 0: it counts for nothing."""
     steps: int
     steps_requested: int
-    norm: float = 0.0
-    """Length of the contribution; 0: nobody asks."""
     loss: float | None = None
     """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
     """Training behind the contribution, as `Ready.trained` says."""
+    largest: float | None = None
+    """Largest size of a value in the contribution to a mean; None: not known."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -143,8 +152,12 @@ class RoundCoordinator(ABC):
         self._travel: Travel | None = None
         """Contributions that are on their way."""
         self._travelled_at_s = -math.inf
+        self._exchanged: Opening | None = None
+        """The opening whose contributions the exchange moved last."""
         self._loss_sum = 0.0
         self._is_left_out = False
+        self._largest: float | None = None
+        """Largest size of a value in the contribution buffer; None: not known."""
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -227,8 +240,10 @@ class RoundCoordinator(ABC):
 
         `names`: parameters that this rank has shards of.
         """
-        written = self._parts.sent.parts(self._buffers[CONTRIBUTION], names)
-        return self._is_finite_everywhere([name for name, part in written if not all_finite(part)])
+        sizes = {name: largest(part) for name, part in self._parts.sent.parts(self._buffers[CONTRIBUTION], names)}
+        is_finite = self._is_finite_everywhere([name for name, size in sizes.items() if not math.isfinite(size)])
+        self._largest = max_over_ranks(max(sizes.values(), default=0.0), self._local) if is_finite else None
+        return is_finite
 
     def _is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
         """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
@@ -245,12 +260,11 @@ class RoundCoordinator(ABC):
         is_joining: bool = False,
         weighted: bool = True,
         weight: int | None = None,
-        norm: float = 0.0,
         trained: float = 1.0,
     ) -> Offer:
         """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
 
-        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then. `norm`,
+        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
         `trained`: as in `Ready`.
         """
         parts, is_leaving = self._parts, self._parts.departure.is_asked
@@ -267,9 +281,9 @@ class RoundCoordinator(ABC):
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
             steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
-            norm=norm if counts else 0.0,
-            loss=nats / tokens if tokens and math.isfinite(nats) else None,
+            loss=nats / tokens if tokens and abs(nats) <= MOST_LOSS * tokens else None,
             trained=trained,
+            largest=self._largest if counts and self.exchange.is_mean else None,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
@@ -346,7 +360,8 @@ class RoundCoordinator(ABC):
         if passes:
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
-        ready = replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, largest=offer.largest)
         ready = replace(ready, missed=round - offer.round if passes else 0)
         self._parts.mesh.announce_ready(ready)
         if passes:
@@ -363,13 +378,33 @@ class RoundCoordinator(ABC):
             opening = self._parts.mesh.await_turn(round, is_member=is_member)
             if isinstance(opening, Verdict):
                 return opening
+            self._pause_before(opening)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
                 return self._found_by(opening, costs) if founds else self._carry_out(opening, costs)
             except PeerLost as error:
                 costs.failures.append(str(error))
                 _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
+                self._parts.mesh.testify(opening, self._held_of(opening))
                 self.exchange.discard()
+
+    def _held_of(self, opening: Opening) -> Callable[[], tuple[str, ...]]:
+        """What this node got of an opening that failed; nothing where it went back or founded the run."""
+        exchanges = opening.rollback is None and self._exchanged == opening
+        return partial(self.exchange.held, opening) if exchanges else tuple
+
+    def _pause_before(self, opening: Opening) -> None:
+        """Wait a moment, longer each time, where a round was given up although no member was lost.
+
+        All members do. Raises RoundFailed where that happened too often: who trains on needs a person.
+        """
+        if opening.retries > MOST_RETRIES:
+            raise RoundFailed(
+                f"round {opening.round} was opened {opening.retries + 1} times to {len(opening.members)} members of "
+                f"which none was lost, and came to no result; the events `blamed` and `round_retried` say what was seen"
+            )
+        if opening.retries:
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
 
     def _carry_out(self, opening: Opening, costs: RoundCosts) -> Committed:
         """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
@@ -379,7 +414,7 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            self._travel = Travel(time.monotonic(), self._travelled_at_s)
+            self._travel, self._exchanged = Travel(time.monotonic(), self._travelled_at_s), opening
             try:
                 costs.add(self.exchange.run(opening, turn))
             finally:
@@ -407,7 +442,9 @@ class RoundCoordinator(ABC):
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
 
         def describe() -> Mapping[str, Any]:
-            return self._describe_round(opening, result) if result is not None and self._local.rank == 0 else {}
+            if result is None or self._local.rank != 0:
+                return {}
+            return self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
 
         if record is None and mesh.has_several_stores:
             record = describe()
@@ -419,13 +456,15 @@ class RoundCoordinator(ABC):
         costs.wait_s += time.monotonic() - waited_from_s
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
-    def _describe_round(self, opening: Opening, result: Tensor) -> Mapping[str, Any]:
+    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
+        scores = {trust.RECORD: trust.scores_after(self.record, opening, agreement)} if opening.trust else {}
         return {
             "progress": self.progress.after(opening, self._parts.shape).to_record(),
             "weight": opening.total_weight,
             "state_before": self.state_digest,
             "session": self.record["session"],
             RECORD: LossRecord.of(self.record).after(opening, self.progress.inner_step).to_record(),
+            **scores,
             **self._describe(result),
         }
 
@@ -603,6 +642,22 @@ class RoundCoordinator(ABC):
             pack = partial(self.exchange.pack, committed.result)
             self._parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
 
+    def _trust_in(self, member_id: str, opening: Opening) -> float | None:
+        """What this node counts from here on for how it agreed; None where the run does not ask for it."""
+        if not opening.trust:
+            return None
+        before, now = opening.trust, trust.trust_of(opening.members, self.record)
+        for member, was, weight in zip(opening.members, before, now, strict=True):
+            if (was < _HALF) != (weight < _HALF) and self._local.rank == 0:
+                fields = {"round": opening.round, "member_id": member, "weight": round(weight, 2)}
+                _log.warning(
+                    "a member's contributions disagree with the others'"
+                    if weight < _HALF
+                    else "a member's contributions agree again",
+                    extra={"fields": fields},
+                )
+        return now[opening.members.index(member_id)]
+
     def _report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
         return RoundReport(
@@ -626,5 +681,5 @@ class RoundCoordinator(ABC):
             uncommitted_tokens=self._tokens,
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
-            clip=opening.clip(member_id),
+            trust=self._trust_in(member_id, opening),
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, from_record, to_record
+from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_record, to_record
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (
@@ -165,7 +165,8 @@ class ElasticDeviceMesh:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
-        return Transfer(time.monotonic() - started_at_s, *moved)
+        took_s, (sent_bytes, received_bytes, wide_bytes, borders) = time.monotonic() - started_at_s, moved
+        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._plane.leave_behind()
@@ -177,6 +178,15 @@ class ElasticDeviceMesh:
 
         on_first_rank(self.local, report)
         raise PeerLost(reason)
+
+    def testify(self, opening: Opening, held: Callable[[], tuple[str, ...]]) -> None:
+        """Tell the others what this node saw of an opening that failed. `held`: as `Exchange.held`."""
+
+        def testify() -> None:
+            gaps = self._plane.gaps()
+            self.member.testify(opening, Evidence(held(), gaps.lacks, gaps.lacks_mean, gaps.refused))
+
+        on_first_rank(self.local, testify)
 
     @property
     def has_several_stores(self) -> bool:

@@ -6,7 +6,11 @@ decoded from such an encoding, which encoding it again finds.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median_low
 from typing import Protocol
 
 import torch
@@ -15,10 +19,11 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Room
-from zeroband.elastic.transport.base import RoundRequest, Transfer
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
+from zeroband.kernels.robust import Robustly, RobustRule, decode_cosines, encode_cosines
 from zeroband.node.mesh import barrier
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import SharedBuffers
@@ -31,6 +36,9 @@ CONTRIBUTION, RESULT = "contribution", "result"
 class Exchange(Protocol):
     """What the members of a round make together. Called by all local ranks. `turn`: number of the round's fragment."""
 
+    is_mean: bool
+    """Whether that is a mean of the contribution buffers, so that the largest value of each bounds it."""
+
     def result_of(self, turn: int) -> Tensor:
         """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
         ...
@@ -39,6 +47,13 @@ class Exchange(Protocol):
         """Move the contributions and write the result; what is contributed stays, so that it can be run again.
 
         Raises PeerLost.
+        """
+        ...
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        """SHA-256 of each member's part of the newest result; empty where `run` failed, or parts came through others.
+
+        On local rank 0, before the next `run`.
         """
         ...
 
@@ -77,8 +92,10 @@ class MeanExchange:
 
     `fragments`: lie one after the other in the buffers. `feedback`: gets what encoding by `codec` took from the
     contribution in the attempt that is committed. `encoded`: holds a contribution of the whole, and gets the mean, as
-    they travel.
+    they travel. `rule`: how the owner of each part combines contributions in place of the mean; None: it does not.
     """
+
+    is_mean = True
 
     def __init__(
         self,
@@ -88,6 +105,7 @@ class MeanExchange:
         codec: Codec,
         fragments: Sequence[Fragment],
         encoded: Encoded | None = None,
+        rule: RobustRule | None = None,
     ) -> None:
         self._mesh = mesh
         self._buffers = buffers
@@ -95,16 +113,50 @@ class MeanExchange:
         self._codec = codec
         self._bounds = bounds_of(fragments)
         self._encoded = encoded
+        self._rule = rule
+        self._parts: Sequence[Tensor] = ()
+        """The newest result by the members that made it, where it came directly from them."""
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether a member that lies moves the result only so far."""
+        return self._rule is not None
 
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][self._bounds[turn]]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        part = self._bounds[turn]
+        part, self._parts = self._bounds[turn], ()
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
         residual = None if residual is None else residual[part]
-        buffers = contribution, self.result_of(turn), residual, self._encoded
-        return self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers))
+        buffers, members = (contribution, self.result_of(turn), residual), len(opening.members)
+        robust = None if self._rule is None or members == 1 else Robustly(self._rule, members)
+        moved = self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded))
+        self._parts = parts_of(self.result_of(turn), moved.borders)
+        return moved if robust is None else self._compare(opening, moved, robust)
+
+    def held(self, opening: Opening) -> tuple[str, ...]:
+        return tuple(map(hash_of, self._parts))
+
+    def _compare(self, opening: Opening, moved: Transfer, robust: Robustly) -> Transfer:
+        """Tell the others what was measured on this node's shard, and hear what they measured on theirs.
+
+        Of an owner who lies only its own word is wrong: the median of all is taken, without a member's own.
+        """
+        members, world = opening.members, len(opening.members)
+        own = encode_cosines(robust.measured.cosines())
+        gathering, room = (
+            Gathering((world,) * world, number=1, is_report=True),
+            torch.empty(world**2, dtype=torch.uint8),
+        )
+        told = self._mesh.gather(RoundRequest(opening, self._mesh.member_id, own, room), gathering)
+        return replace(
+            moved,
+            took_s=moved.took_s + told.took_s,
+            sent_bytes=moved.sent_bytes + told.sent_bytes,
+            received_bytes=moved.received_bytes + told.received_bytes,
+            agreement=cosines_of(members, room) if self._mesh.local.rank == 0 else {},
+        )
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
@@ -127,6 +179,31 @@ class MeanExchange:
         if update is not None and update.data_ptr() != result.data_ptr():
             unpack_mean(update, self._codec, result)
         barrier(self._mesh.local)
+
+
+def parts_of(result: Tensor, borders: Sequence[int]) -> Sequence[Tensor]:
+    """A result by the members that made its parts; none where there are no borders."""
+    return [result[start:stop] for start, stop in pairwise(borders)]
+
+
+def hash_of(part: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, (n,) on CPU, contiguous: who lies must not find other bytes with the same one."""
+    return hashlib.sha256(part.numpy().data).hexdigest()
+
+
+def cosines_of(members: Sequence[str], told: Tensor) -> dict[str, float]:
+    """The median of what the others measured of each member, where one of them did.
+
+    `told`: (members * members,) uint8, what each measured of all, as `encode_cosines` has it.
+    """
+    by_owner = [decode_cosines(said) for said in told.split(len(members))]
+    found = dict[str, float]()
+    for place, member in enumerate(members):
+        said = [cosines[place] for owner, cosines in enumerate(by_owner) if owner != place]
+        known = [cosine for cosine in said if cosine is not None]
+        if known:
+            found[member] = median_low(known)
+    return found
 
 
 _PIECE = 1 << 20

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from zeroband.data.ledger import SHARED, Range
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
-from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.guardian.link_report import LinkReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
+from zeroband.elastic.membership.blame import NO_VOTE, bars
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Patience,
@@ -28,14 +29,15 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.membership.orders import Orders, give_up_rollback
-from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.limits import checkers, follows, within_limits
+from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
-from zeroband.errors import Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
+from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -46,6 +48,8 @@ _STEP_IN_S, _STEP_IN_MEMBERS = 0.25, 64
 """So much later than the one before it proposes a member what is due, if nobody else has done so; in proportion later
 where there are more members than so many, since it takes them longer to work out."""
 _REMIND_S = 10.0
+_REFUSED_S = 1.0
+"""For which a round waits for a member whose record was refused: another one may have written it."""
 
 _log = get_logger(__name__)
 
@@ -93,6 +97,10 @@ class StoreKeeper(Protocol):
 
     def look_elsewhere(self) -> None:
         """See now and then whether the others have gone to another store, since too few members are at this one."""
+        ...
+
+    def require_line(self) -> None:
+        """Raise LineEnds where another line of the run goes on in the place of this member's."""
         ...
 
     def close(self) -> None: ...
@@ -167,10 +175,15 @@ class Member:
         self._clock = run.clock
         self._recording = threading.Lock()
         self._memory = LiveBackup(self.member_id, run.shared)
-        self._alive: frozenset[str] = frozenset()
-        self._round = 0
+        self._alive, self._round = frozenset[str](), 0
         """As of the last look."""
         self._told_links = LinkRates()
+        self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
+        self._evidence: tuple[Opening | None, Evidence] = None, Evidence()
+        """What this member saw last of an opening that failed."""
+        self._told_blames: tuple[Blame, ...] = ()
+        """Findings that were said as events."""
+        self._followed = ""  # id of the newest opening that was seen to follow from its members' records
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -178,13 +191,24 @@ class Member:
         flags.set_fenced(False)
         flags.set_session(self.store.session)
         flags.set_listed_version(0)
-        order = GuardianOrder(
+        self._mover = run.start_mover(self.member_id, self._memory)
+        self._links = LinkReader(identity.shm_dir, self.member_id)
+        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).tell
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave_store)
+            self._guardian = _KeptGuardian(self._guardian_order(run), run)
+            stack.pop_all()
+        self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
+
+    def _guardian_order(self, run: RunAccess) -> GuardianOrder:
+        identity, time_outs = self.identity, self._time_outs
+        return GuardianOrder(
             store_url=run.store_url,
             run_id=run.run_id,
             member_id=self.member_id,
             node_id=identity.node_id,
             listen=identity.listen,
-            flags=str(flags.path),
+            flags=str(self._flags.path),
             shm_dir=str(identity.shm_dir),
             rank_pids=identity.rank_pids,
             launcher_pid=identity.launcher_pid,
@@ -195,13 +219,6 @@ class Member:
             store_s=time_outs.store_s,
             store_port=identity.store_port,
         )
-        self._mover = run.start_mover(self.member_id, self._memory)
-        self._links = LinkReader(identity.shm_dir, self.member_id)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._leave_store)
-            self._guardian = _KeptGuardian(order, run)
-            stack.pop_all()
-        self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
 
     def outlast_duplicates(self) -> None:
         """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
@@ -248,24 +265,31 @@ class Member:
     ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
-        pause = _Pause(round, self._on_event)
+        pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
+        hearing = _Hearing(self, self._clock, self._time_outs.detect_s)
 
         def patience_at(view: View) -> Patience:
             now_s = self._clock()
             are_late = stragglers.are_late(view, now_s)
-            return Patience(now_s > start_deadline_s, are_late, stragglers.phase_s)
+            given_up = {m for m in view.refused if now_s - refused_since_s.setdefault(m, now_s) >= _REFUSED_S}
+            return Patience(now_s > start_deadline_s, are_late, frozenset(given_up), stragglers.phase_s)
 
-        def decide(view: View) -> Opening | Verdict | Wait:
+        def decide(seen: View) -> Opening | Verdict | Wait:
+            view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
+            self._require_not_barred(view)
+            if view.opening is not None and view.opening.round == round and view.failed is not None:
+                hearing.begin(view.opening)
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, patience_at(view))
+            return self._decide_opening(view, round, rules, patience_at(view), hearing)
 
-        def is_due(view: View) -> bool:
+        def is_due(seen: View) -> bool:
+            view = self._within_limits(seen, round, rules)
             return may_open(view, round, rules, patience_at(view))
 
         def proposers(view: View) -> Sequence[str]:
@@ -274,17 +298,62 @@ class Member:
 
         return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()))
 
-    def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
+    def _within_limits(self, view: View, round: int, rules: Rules) -> View:
+        """The view without records that are beyond their limits; says once of each that it is refused."""
+        view = within_limits(view, round, rules)
+        if self._told_refused[0] != round:
+            self._told_refused = round, set()
+        for member in view.refused.keys() - self._told_refused[1]:
+            self._told_refused[1].add(member)
+            self._on_event("record_refused", round=round, member_id=member, reason=view.refused[member])
+        return view
+
+    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
+        """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
+        if opening.id == self._followed or self.member_id not in opening.members:
+            return None
+        if view.unseen_ready:
+            if self.member_id not in checkers(opening):
+                return None
+            view = self._within_limits(self.look(opening.round), opening.round, rules)
+        if view.opening != opening:
+            return "another opening is there by now"
+        if view.is_settling and not all(m in view.ready for m in opening.members):
+            return "the store lost its record; members are given time to bring it back"
+        why = follows(opening, view, rules)
+        if why is None:
+            self._followed = opening.id
+            return None
+        reason = f"the opening does not follow from the members' records: {why}"
+        self._on_event("opening_refused", round=opening.round, reason=reason)
+        self.report_failure(opening, reason)
+        return reason
+
+    def _require_not_barred(self, view: View) -> None:
+        """Raise ConfigError where this node was put out for good."""
+        found = None if view.opening is None else bars(view.opening.blames, self.member_id)
+        if found is not None:
+            raise ConfigError(
+                f"{self.identity.node_id} was put out of the run in round {found.round}: {found.reason}; check its "
+                "memory, disks and installation, and let it in again with another node.id"
+            )
+
+    def _decide_opening(
+        self, view: View, round: int, rules: Rules, patience: Patience, hearing: _Hearing
+    ) -> Opening | Wait:
         current = view.opening
         if current is not None and current.round == round and view.can_finish(current):
-            decision: Opening | Wait = current
+            why = self._why_refused(current, view, rules)
+            decision: Opening | Wait = current if why is None else Wait(why)
         elif not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         else:
-            decision = next_opening(view, round, rules, patience, self.store.links)
+            decision = next_opening(view, round, rules, patience, self.store.links, hearing)
         if isinstance(decision, Wait):
             return decision
         generation = view.generation
+        if decision != current:
+            decision = self.store.signed(decision, self.member_id)
         if decision != current and not self.store.propose_opening(decision, current=current, generation=generation):
             return Wait("another member's proposal was first")
         if self.member_id not in decision.members:
@@ -301,6 +370,19 @@ class Member:
             view = self.store.vote(opening, self.member_id, digest, generation=generation)
         self._first_look = opening.round, self._checked(view, opening.round, whole=False)
 
+    def testify(self, opening: Opening, evidence: Evidence) -> None:
+        """Say what this member saw of an opening that failed."""
+        self._evidence = opening, evidence
+        self.store.testify(opening, self.member_id, evidence)
+
+    def testify_again(self, opening: Opening) -> None:
+        """Testify where the store does not show it. A member that was not asked yet saw nothing.
+
+        An opening may fail before all of its members know of it, and a store may lose what it was told.
+        """
+        if self.member_id in opening.members:
+            self.testify(opening, self._evidence[1] if self._evidence[0] == opening else Evidence())
+
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record` is what this member would write into the verdict.
 
@@ -312,6 +394,7 @@ class Member:
 
     def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
         """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
+        votes = _Votes(opening, self._clock, self._time_outs.hung_s / 2)
 
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= opening.round:
@@ -319,7 +402,7 @@ class Member:
                     self._settled_at_s = self._clock()
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
-            self._check_opening(view, opening)
+            self._check_opening(view, opening, votes)
             if view.unseen_votes:
                 return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
@@ -338,7 +421,7 @@ class Member:
 
         return Rule(decide, is_due, lambda view: [m for m in opening.members if m in view.alive])
 
-    def _check_opening(self, view: View, opening: Opening) -> None:
+    def _check_opening(self, view: View, opening: Opening, votes: _Votes) -> None:
         """Raise PeerLost where an opening is superseded or cannot be finished any more."""
         if view.opening != opening:
             raise PeerLost(f"round {opening.round} was opened again without some of its members")
@@ -349,13 +432,20 @@ class Member:
             reason = f"{', '.join(lost)} lost during round {opening.round}"
             if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
                 raise PeerLost(reason, lost)
+        if votes.stand_still(view):
+            reason = f"{len(opening.members) - view.voted} {NO_VOTE}"
+            if self.store.report_failure(opening, reason):
+                raise PeerLost(f"round {opening.round} cannot be finished: {reason}")
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
         pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
         view = self._take_first_look(round) or self.look(round)
         while True:
+            require_admitted(view.orders, self.member_id)
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
+            if self._mover is not None:
+                self._mover.require_line()
             now_s = self._clock()
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
@@ -394,10 +484,16 @@ class Member:
         return seen[1] if seen is not None and seen[0] == round else None
 
     def look(self, round: int) -> View:
-        """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
-        return self._checked(self.store.view(round), round)
+        """The view for `round`, after giving back to the store what it has lost of it. Any thread.
 
-    def _checked(self, view: View, round: int, *, whole: bool = True) -> View:
+        Raises ConfigError where this node's key is banned.
+        """
+        view = self._checked(self.store.view(round), round)
+        require_admitted(view.orders, self.member_id)
+        return view
+
+    def _with_store(self, view: View, round: int) -> View:
+        """The view of the store in use, of several, after going to another one where that must be."""
         until_s = self._clock() + self._time_outs.store_s
         while self._mover is not None and view.generation != self._memory.generation:
             if self._departure.is_overdue(self._clock()):
@@ -406,6 +502,13 @@ class Member:
                 raise StoreLost("the store lost the run's record, and too few members went on with another one")
             self._mover.recover()
             view = self.store.view(round)
+        return view
+
+    def _checked(self, view: View, round: int, *, whole: bool = True) -> View:
+        view = self._with_store(view, round)
+        self._tell_banned(view.orders.banned)
+        if view.orders.bans(self.member_id):
+            return view  # of which nothing counts that it said
         if self._memory.is_more_than(view, round):  # the main thread may have seen or said more meanwhile
             view = self.store.await_change(round, None, within_s=0.0, whole=whole)
         if self._memory.is_more_than(view, round):
@@ -419,11 +522,26 @@ class Member:
         self._memory.learn(view)
         self._alive, self._round = view.alive, round
         self._enter_session(view)
+        self._tell_blames(view.opening)
         if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
             self._flags.set_listed_version(view.opening.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
+
+    def _tell_blames(self, opening: Opening | None) -> None:
+        """Say of each finding once who is at fault."""
+        blames = () if opening is None else opening.blames
+        new, self._told_blames = [b for b in blames if b not in self._told_blames], blames
+        for blame in new:
+            self._on_event(
+                "blamed",
+                round=blame.round,
+                member_ids=list(blame.members),
+                reason=blame.reason,
+                is_lie=blame.is_lie,
+                consequence=blame.consequence,
+            )
 
     def _enter_session(self, view: View) -> None:
         """From the first verdict on that lists this member, it belongs to the run's session; others are strangers."""
@@ -524,6 +642,48 @@ class Stragglers:
 
     def left_s(self, now_s: float) -> float:
         return math.inf if self._since_s is None else self._since_s + self._rules.patience_s(self.phase_s) - now_s
+
+
+class _Votes:
+    """Whether more than half of the members have voted, and none of the others for so long."""
+
+    def __init__(self, opening: Opening, clock: Callable[[], float], limit_s: float) -> None:
+        self._all = len(opening.members)
+        self._clock = clock
+        self._limit_s = limit_s
+        self._voted, self._since_s = 0, clock()
+
+    def stand_still(self, view: View) -> bool:
+        now_s = self._clock()
+        if view.voted != self._voted:
+            self._voted, self._since_s = view.voted, now_s
+        return self._all < 2 * view.voted < 2 * self._all and now_s - self._since_s > self._limit_s
+
+
+class _Hearing:
+    """What members testify, and when those who have not are waited for no more: so long after the newest word."""
+
+    def __init__(self, member: Member, clock: Callable[[], float], limit_s: float) -> None:
+        self._member = member
+        self._clock = clock
+        self._limit_s = limit_s
+        self._heard: tuple[str, int] | None = None
+        self._since_s = 0.0
+        self._begun: str | None = None
+
+    def begin(self, opening: Opening) -> None:
+        """Have this member's own word be there."""
+        if self._begun != opening.id:
+            self._begun = opening.id
+            self._member.testify_again(opening)
+
+    def __call__(self, opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
+        said, now_s = self._member.store.evidence(opening), self._clock()
+        if self._member.member_id not in said:
+            self._member.testify_again(opening)
+        if self._heard != (opening.id, len(said)):
+            self._heard, self._since_s = (opening.id, len(said)), now_s
+        return said, now_s - self._since_s > self._limit_s
 
 
 class _Pause:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range, holes, settle
+from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ZerobandError
 

@@ -42,8 +42,8 @@ class RoundReport:
     """Part of the bytes sent that went to other sites; None: there were no sites."""
     payload_bytes: int | None = None
     """Size of this node's payload, as it goes to each node or site; None: it sent none."""
-    clip: float | None = None
-    """What this node's update was scaled by; None: updates are not clipped."""
+    trust: float | None = None
+    """What this node counts from the next round on for how it agreed; None: the run does not ask (`outer.robust`)."""
 
     @property
     def retries(self) -> int:

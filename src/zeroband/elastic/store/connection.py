@@ -1,7 +1,7 @@
-"""The way to Redis: password, ACL user, TLS, Sentinel; and which of its errors pass by themselves. Any thread.
+"""The way to Redis: password, ACL user, TLS, Sentinel, a node's sealed port; and which errors pass by themselves.
 
 Answers that no Redis gives to what was asked end their connection, so that a stream that lost a byte is never read on.
-Never retries: whoever calls counts the seconds. Knows no keys and no scripts.
+Never retries: whoever calls counts the seconds. Knows no keys and no scripts. May be called from any thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
-from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
-from zeroband.errors import ConfigError
+from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_url, place_of
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.store_call import call_store
+from zeroband.errors import ConfigError, HandshakeFailed
 
 COMMANDS = (
     *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
@@ -46,6 +48,21 @@ KEY_PATTERN = "zeroband:*"
 
 ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
 """All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
+
+
+def rules_of_run(run_id: str) -> str:
+    """Return what the nodes of one run may do in a server of its own: the commands above, with the keys of this run.
+
+    And with those of its doctor, which has a run of its own name (`rehearsal_of`).
+    """
+    patterns = (f"~zeroband:{{{name}}}:*" for name in (run_id, rehearsal_of(run_id)))
+    return " ".join((*patterns, *(f"+{command}" for command in COMMANDS)))
+
+
+def rehearsal_of(run_id: str) -> str:
+    """Return the name under which `zeroband doctor` tries out a run."""
+    return f"{run_id}.doctor"
+
 
 RECHECK_S = 1.0
 """So often Sentinel is asked whether the master is still the same. A healthy master that was replaced by command takes
@@ -175,8 +192,10 @@ def _has_more(connection: Any) -> bool:
         return False
 
 
-def connect(url: str, *, timeout_s: float) -> StoreClient:
-    """A client of the Redis, or of the master that Sentinel names, at `url`. Connects at its first call.
+def connect(url: str, *, timeout_s: float, key: RunKey | None = None) -> StoreClient:
+    """A client of the Redis, of the master that Sentinel names, or of the node's store at `url`.
+
+    Connects at its first call. `key`: of the run, which lets into the stores of nodes.
 
     A call over an open connection takes one round trip. `timeout_s`: longest wait for a connection, and for an answer.
     With Sentinel, all its connections are new ones at most `RECHECK_S` after another master was named; Sentinels that
@@ -189,7 +208,7 @@ def connect(url: str, *, timeout_s: float) -> StoreClient:
         raise ConfigError(str(error)) from None
     if store.tls is not None:
         _try_tls_files(store.tls)
-    return cast("StoreClient", StoreClient.from_pool(_pool(store, timeout_s)))
+    return cast("StoreClient", StoreClient.from_pool(_pool(store, timeout_s, key)))
 
 
 def forget_connections(client: redis.Redis) -> None:
@@ -208,7 +227,7 @@ def is_temporary(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> str | None:
     """Why waiting is pointless after an error of a call, in the user's words; None where it may pass."""
-    if isinstance(error, SentinelRefusal):
+    if isinstance(error, (SentinelRefusal, NodeRefusal)):
         return str(error)
     return _refusal(error, _REDIS)
 
@@ -225,6 +244,27 @@ def is_unfit(error: BaseException) -> str | None:
         return None
     ways_out = (way_out for words, way_out in _STATES.items() if words in text)
     return f"store.url: Redis answers with an error ({text}); {next(ways_out, _NEEDED)}"
+
+
+class NodeRefusal(redis.ConnectionError):
+    """A node hung up on the handshake, or is not of this run."""
+
+
+class SealedConnection(redis.Connection):
+    """A connection to the store that a node holds, through its sealed port."""
+
+    def __init__(self, *, key: RunKey, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._key = key
+
+    def _connect(self) -> Any:
+        address, within_s = (self.host, int(self.port)), float(self.socket_connect_timeout or 0)
+        try:
+            connection = call_store(self._key, address, within_s=within_s)
+        except HandshakeFailed as error:
+            raise NodeRefusal(f"store.peers: the node at {place_of(*address)} lets nobody in: {error}") from error
+        connection.settimeout(self.socket_timeout)
+        return connection
 
 
 class SentinelRefusal(redis.ConnectionError):
@@ -326,7 +366,7 @@ def _try_tls_files(tls: TlsOptions) -> None:
         ) from error
 
 
-def _pool(store: StoreUrl, timeout_s: float) -> redis.ConnectionPool:
+def _pool(store: StoreUrl, timeout_s: float, key: RunKey | None) -> redis.ConnectionPool:
     shared: dict[str, Any] = {**_settings(store.username, store.password, timeout_s), "db": store.database}
     if store.socket_path is not None:
         by_socket: Any = redis.UnixDomainSocketConnection  # redis-py declares the argument too narrowly
@@ -337,6 +377,9 @@ def _pool(store: StoreUrl, timeout_s: float) -> redis.ConnectionPool:
     if store.service is not None:
         return _MasterPool(store.service, _sentinels(store, timeout_s), ssl=store.tls is not None, **shared)
     host, port = store.hosts[0]
+    if store.scheme == NODE:
+        assert key is not None, "the nodes of a run let in who has its key"
+        return redis.ConnectionPool(connection_class=SealedConnection, key=key, host=host, port=port, **shared)
     kind = redis.Connection if store.tls is None else redis.SSLConnection
     return redis.ConnectionPool(connection_class=kind, host=host, port=port, **shared)
 

@@ -100,13 +100,13 @@ def _at_s(line: FactLine) -> float:
 class FactPublisher:
     """Tells the run's store what this node records, until `close()`.
 
-    `open_store`: makes a connection that nobody else uses; called in the thread.
+    `node`: its name with its key. `open_store`: makes a connection that nobody else uses; called in the thread.
     """
 
     def __init__(
-        self, node_dir: Path, node_id: str, open_store: Callable[[], RedisStore], *, every_s: float = EVERY_S
+        self, node_dir: Path, node: str, open_store: Callable[[], RedisStore], *, every_s: float = EVERY_S
     ) -> None:
-        self._node_id = node_id
+        self._node = node
         self._every_s = every_s
         self._files = NodeFacts(node_dir)
         self._open_store = open_store
@@ -176,7 +176,7 @@ class FactPublisher:
         standing = {line.record["kind"]: line for line in batch.lines if _stands(line) and line.record is not None}
         told = FactBatch(tuple({**self._standing, **standing}.values())) if standing or not self._is_listed else None
         is_new = bool(standing) or self._is_listed is False
-        answer = store.append_facts(self._node_id, self._newest, batch, told, is_new=is_new)
+        answer = store.append_facts(self._node, self._newest, batch, told, is_new=is_new)
         if isinstance(answer, Appended):
             self._newest, self._is_listed = answer.id, answer.is_known
             self._standing |= standing

@@ -14,6 +14,7 @@ from zeroband.elastic.store.fact_records import FactBatch, FactLine
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import Fact, FactSource, FolderFacts
+from zeroband.observe.view import node_id_of_member, short_key
 
 PATIENCE_S = 5.0
 """In which the store must answer, if nothing else is said."""
@@ -35,6 +36,7 @@ class StoreFacts(FactSource):
         self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
         self._place = f"{shown_stores(url)} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
+        """By their names with their keys."""
         self._unopened: list[str] = []
         """Nodes whose word this token does not open."""
         self._read: list[Fact] = []
@@ -51,32 +53,38 @@ class StoreFacts(FactSource):
     def node_ids(self) -> Sequence[str]:
         """The nodes that recorded something in the last days. Raises StoreLost, ConfigError."""
         self._look()
-        return sorted(self._nodes)
+        return sorted(node.shown for node in self._nodes.values())
 
     def _look(self) -> Mapping[str, FactBatch]:
         """Find nodes. Raises ConfigError where none can be seen for want of the token."""
         if not self._nodes:
             self._store.find_run()
         said = self._store.recorders()
-        found = {node_id: standing for node_id, standing in said.items() if standing is not None}
-        self._unopened = sorted(said.keys() - found.keys())
-        for node_id in found:
-            self._nodes.setdefault(node_id, _NodeReader(node_id))
+        found = {node: standing for node, standing in said.items() if standing is not None}
+        self._unopened = sorted(map(node_id_of_member, said.keys() - found.keys()))
+        for node in sorted(found.keys() - self._nodes.keys()):
+            self._nodes[node] = _NodeReader(self._shown(node))
         if not self._nodes:
             self._store.require_token()
         self._store.trust_address()  # who has shown the run once is asked again, whatever it refuses for a while
         return found
+
+    def _shown(self, node: str) -> str:
+        """The id under which a node is shown; another node of that id is shown with its key."""
+        node_id = node_id_of_member(node)
+        is_taken = any(known.shown == node_id for known in self._nodes.values())
+        return f"{node_id}.{short_key(node)}" if is_taken else node_id
 
     def read(self, *, but_of: Collection[str] = ()) -> list[Fact]:
         """What is new since the last call, each node's in the order of their times. Raises StoreLost, ConfigError.
 
         `but_of`: nodes that are not read.
         """
-        for node_id, standing in sorted(self._look().items()):
-            if node_id in but_of:
+        for name, standing in sorted(self._look().items()):
+            if node_id_of_member(name) in but_of:
                 continue
-            node = self._nodes[node_id]
-            while entries := self._store.read_facts(node_id, node.behind):
+            node = self._nodes[name]
+            while entries := self._store.read_facts(name, node.behind):
                 for id, batch in entries:
                     self._read += node.take(id, batch, standing)
         given, self._read = self._read, []
@@ -84,7 +92,7 @@ class StoreFacts(FactSource):
 
     def skipped_lines(self) -> dict[str, int]:
         """Lines that are no records, and entries of the stream that no node of this run wrote, by node."""
-        return {node_id: node.skipped for node_id, node in self._nodes.items()}
+        return {node.shown: node.skipped for node in self._nodes.values()}
 
     def unread(self, *, but_of: Collection[str] = ()) -> list[str]:
         return [f"{node_id}: sealed with another run.token" for node_id in self._unopened if node_id not in but_of]
@@ -92,7 +100,7 @@ class StoreFacts(FactSource):
     def ages_s(self) -> dict[str, float]:
         """By the clock of the store, which an entry's id tells."""
         now_s = time.time()
-        return {node_id: max(0.0, now_s - node.told_at_s) for node_id, node in self._nodes.items() if node.behind}
+        return {node.shown: max(0.0, now_s - node.told_at_s) for node in self._nodes.values() if node.behind}
 
     def close(self) -> None:
         self._store.close()
@@ -101,8 +109,8 @@ class StoreFacts(FactSource):
 class _NodeReader:
     """How far a node's stream was read."""
 
-    def __init__(self, node_id: str) -> None:
-        self._node_id = node_id
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
         self.behind = ""
         """Id of the last entry."""
         self.skipped = 0
@@ -129,7 +137,7 @@ class _NodeReader:
             if record is None:
                 self.skipped += 1
             else:
-                facts.append(Fact(self._node_id, dict(record)))
+                facts.append(Fact(self.shown, dict(record)))
         return facts
 
 

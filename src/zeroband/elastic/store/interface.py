@@ -11,11 +11,21 @@ from typing import Protocol
 
 from zeroband.config.shared import REMARK
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import (
+    Evidence,
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    View,
+)
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -155,6 +165,10 @@ class Store(Protocol):
         """What the members know of their links, as of this node's last look."""
         ...
 
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        """An opening with this member as its proposer, and its signature: nodes take none without."""
+        ...
+
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
@@ -172,6 +186,14 @@ class Store(Protocol):
 
         The view need have the others' votes only if all members of the opening have voted.
         """
+        ...
+
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
+        """Say what a member saw of an opening that failed; the first word counts."""
+        ...
+
+    def evidence(self, opening: Opening) -> Mapping[str, Evidence]:
+        """What members have testified on an opening."""
         ...
 
     def expect_verdict(self, verdict: Verdict) -> None:

@@ -1,17 +1,23 @@
 """Which of the store's records count: sealed by a node of this run, in this session, as what they are read as.
 
-What does not count is said in the log and remembered, so that the scripts can be told to write over it. Any thread.
+What a member says for itself counts if that member signed it and is not banned. What does not count is said in the log
+and remembered, so that the scripts can be told to write over it. Any thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.loss_record import LossRecord
+from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -20,12 +26,15 @@ from zeroband.elastic.membership.records import (
     RestartPoint,
     Verdict,
     from_json,
+    problem_of,
     to_json,
 )
-from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.membership.succession import Account, Meeting, Whereabouts
 from zeroband.elastic.store.fact_records import FactBatch
-from zeroband.elastic.store.seals import Label, Record, Seals
+from zeroband.elastic.store.seals import Label, Record, Seals, id_of
+from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
+from zeroband.observe.view import node_id_of_member, public_key_in
 
 _R = TypeVar("_R")
 
@@ -34,6 +43,9 @@ _REPEAT_S = 60.0
 """Between two lines about one key, whoever writes into it how often."""
 _UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
+_UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
+_NOT_IN_IT = "it is about an opening that does not list the member which wrote it"
+_OF_A_BANNED_NODE = "a node whose key is banned proposed it"
 _MALFORMED = "it is sealed by a node of this run, but says nothing that this version understands"
 
 _log = get_logger(__name__)
@@ -49,6 +61,12 @@ class Judge:
         self._lineage: tuple[str, ...] = ()
         self._junk: dict[str, bytes] = {}
         self._said_at_s: dict[str, float] = {}
+        self._malformed: dict[str, str] = {}
+        """Why a record that a node of this run sealed did not count, by where it stands."""
+        self.on_forgery: Callable[[str, str], object] = lambda name, member: None
+        """Told, once a minute at most for each place, where a record stands that another than this member wrote."""
+        self._orders = Orders()
+        """As they were read last."""
 
     @property
     def token_check(self) -> str:
@@ -59,27 +77,39 @@ class Judge:
         """What stood at this place when it was looked at last and does not count; empty if it did."""
         return self._junk.get(name, b"")
 
-    def reject(self, name: str, raw: bytes, reason: str) -> None:
-        """Have a value not count from now on."""
+    def malformed(self, name: str) -> str | None:
+        """Why what stands at this place is no record, though a node of this run sealed it; None: it is not so."""
+        return self._malformed.get(name) if name in self._junk else None
+
+    def reject(self, name: str, raw: bytes, reason: str) -> bool:
+        """Have a value not count from now on. Whether that was said in the log now."""
         if len(self._junk) >= _MOST_JUNK:
             self._junk.clear()
             self._said_at_s.clear()
+            self._malformed.clear()
         self._junk[name] = raw
         now_s = time.monotonic()
-        if now_s - self._said_at_s.get(name, -_REPEAT_S) >= _REPEAT_S:
-            self._said_at_s[name] = now_s
-            fields = {"key": name, "reason": reason, "begins_with": repr(raw[:40])}
-            _log.warning(
-                "a record of the store does not count; it is as if it were not there", extra={"fields": fields}
-            )
+        if now_s - self._said_at_s.get(name, -_REPEAT_S) < _REPEAT_S:
+            return False
+        self._said_at_s[name] = now_s
+        fields = {"key": name, "reason": reason, "begins_with": repr(raw[:40])}
+        _log.warning("a record of the store does not count; it is as if it were not there", extra={"fields": fields})
+        return True
 
-    def _open(self, name: str, raw: bytes | None, *scope: str) -> Record | None:
-        """A record that was sealed for this place and belongs to this session, or to none."""
-        if not raw:
+    def _open(self, name: str, raw: bytes | None, *scope: str, by: str = "") -> Record | None:
+        """A record that was sealed for this place and belongs to this session, or to none.
+
+        `by`: the node that says it for itself; empty: any node of the run may have written it.
+        """
+        if not raw or (by and self._orders.bans(by)):
             return None
-        record = self._seals.open(raw, *scope)
+        record = self._seals.open(raw, *scope, by=by)
         if record is None:
             self.reject(name, raw, _UNSEALED)
+        elif not record.is_signed:
+            if self.reject(name, raw, _UNSIGNED):
+                self.on_forgery(name, by)
+            return None
         elif self.session and record.label.sessions and self.session not in record.label.sessions:
             self.reject(name, raw, _FOREIGN)
             return None
@@ -92,21 +122,31 @@ class Judge:
         if raw is None or record is None:
             return None
         try:
-            return from_json(kind, record.text)
-        except ValueError:
-            self.reject(name, raw, _MALFORMED)
+            value = from_json(kind, record.text)
+            if isinstance(value, Verdict):
+                _require_sound(value)
+            return value
+        except ValueError as error:
+            self._malformed[name] = problem_of(error) or "it is no such record"
+            self.reject(name, raw, f"{_MALFORMED}: {self._malformed[name]}")
             return None
 
     def _all(self, kind: type[_R], name: str, said: Mapping[str, bytes], *scope: str) -> dict[str, _R]:
         """What each member says for itself, in a record that names it behind `scope`."""
         names = {member: f"{name} {member}" for member in said}
-        read = {m: self._read(kind, names[m], raw, self._open(names[m], raw, *scope, m)) for m, raw in said.items()}
+        opened = {m: self._open(names[m], raw, *scope, m, by=m) for m, raw in said.items()}
+        read = {m: self._read(kind, names[m], raw, opened[m]) for m, raw in said.items()}
         return {member: value for member, value in read.items() if value is not None}
 
-    def _seal(self, text: str, *scope: str, version: int = 0) -> str:
-        return self._seals.seal(text, *scope, label=Label(version=version, sessions=self._lineage))
+    def _seal(self, text: str, *scope: str, version: int = 0, by: str = "") -> str:
+        return self._seals.seal(text, *scope, label=Label(version=version, sessions=self._lineage), by=by)
 
     # -- what decides -------------------------------------------------------------------------------------------
+
+    def signed(self, opening: Opening, member: str) -> Opening:
+        """An opening as this node proposes it, with its signature."""
+        opening = replace(opening, proposer=member, signature="")
+        return replace(opening, signature=self._seals.sign(opening.unsigned_text, "opening", by=member))
 
     def seal_opening(self, opening: Opening | None) -> str:
         """The text that the store keeps; empty where there is none."""
@@ -152,7 +192,7 @@ class Judge:
             self.reject(name, raw, _UNSEALED)
             return None
         opening = self._read(Opening, name, raw, record)
-        if opening is None:
+        if opening is None or not self._is_of_its_proposer(name, raw, opening):
             return None
         if committed is None:
             counts = not self.session or self.session in opening.sessions
@@ -163,6 +203,17 @@ class Judge:
             return None
         self._junk.pop(name, None)
         return opening
+
+    def _is_of_its_proposer(self, name: str, raw: bytes, opening: Opening) -> bool:
+        by = opening.proposer
+        if not self._seals.is_signed(opening.unsigned_text, opening.signature, "opening", by=by):
+            if self.reject(name, raw, _UNSIGNED):
+                self.on_forgery(name, by)
+            return False
+        if self._orders.bans(by) and opening.orders == self._orders.version:  # it knew that it is banned
+            self.reject(name, raw, _OF_A_BANNED_NODE)
+            return False
+        return True
 
     def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
         """The text that the store keeps; empty where there is none."""
@@ -183,77 +234,97 @@ class Judge:
     # -- what each says for itself ------------------------------------------------------------------------------
 
     def seal_ready(self, member: str, ready: Ready) -> str:
-        return self._seal(to_json(ready), "ready", str(ready.round), member)
+        return self._seal(to_json(ready), "ready", str(ready.round), member, by=member)
 
     def ready(self, name: str, round: int, said: Mapping[str, bytes]) -> dict[str, Ready]:
         """Those that stand at the boundary of a round."""
         return self._all(Ready, name, said, "ready", str(round))
 
     def seal_vote(self, member: str, opening: Opening, digest: str) -> str:
-        return self._seal(digest, "vote", opening.id, member)
+        return self._seal(digest, "vote", opening.id, member, by=member)
 
     def votes(self, name: str, opening: Opening | None, said: Mapping[str, bytes]) -> dict[str, str]:
         """The digests that members hold after an opening."""
         if opening is None:
             return {}
-        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m) for m, raw in said.items()}
+        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m, by=m) for m, raw in said.items()}
         return {m: record.text for m, record in records.items() if record is not None}
 
-    def seal_failure(self, opening: Opening, reason: str) -> str:
-        return self._seal(reason, "failed", opening.id)
+    def seal_evidence(self, member: str, opening: Opening, evidence: Evidence) -> str:
+        return self._seal(to_json(evidence), "evidence", opening.id, member, by=member)
+
+    def evidence(self, name: str, opening: Opening, said: Mapping[str, bytes]) -> dict[str, Evidence]:
+        """What members saw of an opening that failed."""
+        return self._all(Evidence, name, said, "evidence", opening.id)
+
+    def seal_failure(self, opening: Opening, reason: str, *, by: str = "") -> str:
+        label = Label(id=by or Label.id, sessions=self._lineage)
+        return self._seals.seal(reason, "failed", opening.id, label=label, by=label.id)
 
     def failure(self, name: str, opening: Opening | None, raw: bytes | None) -> str | None:
-        """Why an opening cannot be finished."""
-        record = None if opening is None else self._open(name, raw, "failed", opening.id)
+        """Why an opening cannot be finished, as one of its members says."""
+        if opening is None or not raw:
+            return None
+        member = id_of(raw)
+        record = self._open(name, raw, "failed", opening.id, by=member)
+        if record is not None and public_key_in(member) is not None and member not in opening.members:
+            self.reject(name, raw, _NOT_IN_IT)
+            return None
         return None if record is None else record.text
 
     def seal_peer(self, member: str, peer: Peer) -> str:
         """Seal for the run only: a guardian knows no session, and a member's id is in no other one."""
-        return self._seals.seal(to_json(peer), "peer", member)
+        return self._seals.seal(to_json(peer), "peer", member, by=member)
 
     def peers(self, name: str, said: Mapping[str, bytes]) -> dict[str, Peer]:
-        """Where members are found."""
-        return self._all(Peer, name, said, "peer")
+        """Where members are found. A record of another node than the one that the member's id names does not count."""
+        peers = self._all(Peer, name, said, "peer")
+        return {m: p for m, p in peers.items() if public_key_in(m) is None or p.node_id == node_id_of_member(m)}
 
     def seal_holding(self, member: str, holding: Holding) -> str:
         """Seal for the run only: a node tells it before it is in a session, and a member's id is in no other one."""
-        return self._seals.seal(to_json(holding), "holding", member)
+        return self._seals.seal(to_json(holding), "holding", member, by=member)
 
     def holdings(self, name: str, said: Mapping[str, bytes]) -> dict[str, Holding]:
         """What nodes have at their ckpt.path."""
         return self._all(Holding, name, said, "holding")
 
     def seal_links(self, member: str, links: LinkRates) -> str:
-        return self._seal(to_json(links), "links", member)
+        return self._seal(to_json(links), "links", member, by=member)
 
     def links(self, name: str, said: Mapping[str, bytes]) -> dict[str, LinkRates]:
         """What members know of their links."""
         return self._all(LinkRates, name, said, "links")
 
     def seal_leaving(self, member: str) -> str:
-        return self._seals.seal("leaving", "leaving", member)
+        return self._seals.seal("leaving", "leaving", member, by=member)
 
     def leaving(self, name: str, said: Mapping[str, bytes]) -> set[str]:
         """Members on their way out."""
-        return {m for m, raw in said.items() if self._open(f"{name} {m}", raw, "leaving", m) is not None}
+        return {m for m, raw in said.items() if self._open(f"{name} {m}", raw, "leaving", m, by=m) is not None}
 
-    def seal_saving(self, name: str, node_id: str, word: str) -> str:
-        return self._seals.seal(word, "saving", name, node_id)
+    def seal_saving(self, name: str, node: str, word: str) -> str:
+        return self._seals.seal(word, "saving", name, node, by=node)
 
-    def saving(self, name: str, said: Mapping[str, bytes]) -> dict[str, str]:
-        """What the writers of a checkpoint said, by node id."""
-        opened = {node: self._open(f"{name} {node}", raw, "saving", name, node) for node, raw in said.items()}
-        return {node: record.text for node, record in opened.items() if record is not None}
+    def saving(self, name: str, said: Mapping[str, bytes], living: Mapping[str, str]) -> dict[str, str]:
+        """What the writers of a checkpoint said, by node id.
+
+        `living`: by node id, the living member: another key of that id does not count.
+        """
+        opened = {node: self._open(f"{name} {node}", raw, "saving", name, node, by=node) for node, raw in said.items()}
+        found = {node: record.text for node, record in opened.items() if record is not None}
+        words = ((node_id_of_member(node), node, word) for node, word in found.items())
+        return {node_id: word for node_id, node, word in words if is_of_key(node, living.get(node_id, node))}
 
     # -- what nodes recorded ------------------------------------------------------------------------------------
 
-    def seal_facts(self, name: str, node_id: str, batch: FactBatch) -> str:
+    def seal_facts(self, name: str, node: str, batch: FactBatch) -> str:
         """Seal for the run only: a node records before it is in a session, and its files know none."""
-        return self._seals.seal(batch.to_text(), "facts", name, node_id)
+        return self._seals.seal(batch.to_text(), "facts", name, node, by=node)
 
-    def facts(self, name: str, node_id: str, raw: bytes | None) -> FactBatch | None:
+    def facts(self, name: str, node: str, raw: bytes | None) -> FactBatch | None:
         """What a node recorded; `name`: of the key, so that an entry of one is none of another."""
-        record = self._open(name, raw, "facts", name, node_id)
+        record = self._open(name, raw, "facts", name, node, by=node)
         if record is None or raw is None:
             return None
         try:
@@ -274,17 +345,21 @@ class Judge:
 
     def seal_whereabouts(self, whereabouts: Whereabouts) -> str:
         label = Label(0, whereabouts.generation.number, whereabouts.generation.store)
-        return self._seals.seal(whereabouts.store, "whereabouts", label=label)
+        return self._seals.seal(to_json(whereabouts), "whereabouts", label=label)
 
     def whereabouts(self, name: str, raw: bytes | None) -> Whereabouts | None:
         """Where the run goes on, as a store was told that it does not use."""
-        record = self._open(name, raw, "whereabouts")
-        if record is None:
-            return None
-        return Whereabouts(Generation(record.label.version, record.label.id), record.text)
+        return self._read(Whereabouts, name, raw, self._open(name, raw, "whereabouts"))
+
+    def seal_meeting(self, meeting: Meeting) -> str:
+        return self._seals.seal(to_json(meeting), "meeting")
+
+    def meeting(self, name: str, raw: bytes | None) -> Meeting | None:
+        """What was written down of two lines of history that met; of the run, whatever session it is in."""
+        return self._read(Meeting, name, raw, self._open(name, raw, "meeting"))
 
     def seal_account(self, member: str, account: Account) -> str:
-        return self._seals.seal(to_json(account), "account", member)
+        return self._seals.seal(to_json(account), "account", member, by=member)
 
     def accounts(self, name: str, said: Mapping[str, bytes]) -> dict[str, Account]:
         """What members told a store that the run may go to."""
@@ -304,7 +379,8 @@ class Judge:
         if self.session and not record.label.sessions:
             self.reject(name, raw, _FOREIGN)
             return Orders()
-        return self._read(Orders, name, raw, record) or Orders()
+        self._orders = self._read(Orders, name, raw, record) or Orders()
+        return self._orders
 
     def seal_run(self, shared: Mapping[str, str], sessions: tuple[str, ...] | None = None) -> str:
         """`sessions`: those of a verdict with which another one begins; None: this node is in it already."""
@@ -336,3 +412,13 @@ class Judge:
         except ValueError:
             self.reject(key, raw, _MALFORMED)
             return None
+
+
+def _require_sound(verdict: Verdict) -> None:
+    """Raise ValueError where the progress or the losses that a verdict records cannot be read."""
+    LossRecord.of(verdict.record)
+    if "progress" in verdict.record:
+        try:
+            Progress.of_verdict(verdict)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error

@@ -43,6 +43,11 @@ class Words(Generic[_T]):
         """Those that count."""
         self._raw: dict[str, bytes] = {}
 
+    @property
+    def rejected(self) -> frozenset[str]:
+        """Members whose word was told and does not count."""
+        return frozenset(self._raw.keys() - self.read.keys())
+
     def fork(self) -> Words[_T]:
         """Give another one of the same content, to learn by itself."""
         return copy.copy(self)  # what it refers to is replaced, never changed

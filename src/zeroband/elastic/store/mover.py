@@ -5,12 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from zeroband.config.store_url import parse_store_url
-from zeroband.elastic.membership.succession import Begin, ComeBack, Enter, Promise, StayPut, next_step
+from zeroband.elastic.membership.succession import (
+    Begin,
+    ComeBack,
+    Enter,
+    Line,
+    Meeting,
+    Promise,
+    StayPut,
+    next_step,
+)
 from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.meetings import Meetings
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import Fenced
+from zeroband.errors import Fenced, LineEnds
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -46,6 +57,8 @@ class Mover:
         self._lock = threading.RLock()
         self._looked_at_s = time.monotonic()
         self._said, self._said_at_s = "", 0.0
+        self._meetings = Meetings(store)
+        self._met: Meeting | None = None
         assert store.generation is not None, "the store in use is found before there is a member"
         memory.enter(store.generation, None)
         flags.set_generation(store.generation.number)
@@ -59,11 +72,27 @@ class Mover:
         """Tell stores that are not in use where the run goes on. Who comes to one of them later is told there."""
         while True:
             try:
-                self._store.tell_whereabouts()
+                self._note(self._meetings.look(self._memory.known.committed))
             except Exception as error:  # noqa: BLE001 - a node that comes later depends on this thread
                 _log.warning("cannot tell where the run goes on", extra={"fields": {"error": repr(error)}})
             if self._closing.wait(every_s):
                 return
+
+    def _note(self, met: Meeting | None) -> None:
+        """Have the event log say once that the run has two lines of history."""
+        if met is not None and met != self._met:
+            self._met = met
+            self._on_event("lines_met", goes_on=asdict(met.goes_on), ends=asdict(met.ends))
+
+    def require_line(self) -> None:
+        """Raise LineEnds where this member's line of history met another one, which goes on in its place."""
+        met, committed = self._met, self._memory.known.committed
+        if met is not None and committed is not None and committed.session == met.ends.session:
+            raise LineEnds(
+                f"two lines of this run have met, which went on without one another: {_shown(met.goes_on)} goes on; "
+                f"{_shown(met.ends)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
+                "other one, start this node again with --run.start-over and another ckpt.path"
+            )
 
     def recover(self) -> None:
         """Take steps towards a store, since the one in use is silent or lost its record. Raises Fenced."""
@@ -121,3 +150,7 @@ class Mover:
         self._closing.set()
         self._teller.join(_CLOSE_S)
         self._store.on_silence = self._store.follow
+
+
+def _shown(line: Line) -> str:
+    return f"session {line.session} (round {line.round}, {line.tokens} tokens, {', '.join(line.members)})"

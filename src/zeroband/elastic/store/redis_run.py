@@ -99,8 +99,11 @@ class Keys:
         self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
         self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
         self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
+        self.meeting = f"{self.prefix}:meeting"  # string: two lines of history that met
         self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
-        self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
+        self.recorders = (
+            f"{self.prefix}:recorders"  # hash: name of a node, with its key -> what a late reader has to know of it
+        )
 
     def scratch(self) -> list[str]:
         """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""
@@ -116,13 +119,17 @@ class Keys:
     def gradients(self, round: int, member_id: str) -> str:
         return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
 
+    def evidence(self, opening: Opening) -> str:
+        """Hash: member -> what it saw of an opening that failed."""
+        return f"{self.prefix}:evidence:{opening.id}"
+
     def saving(self, attempt: str) -> str:
-        """Hash: node id -> what its writer last said of this save of a checkpoint."""
+        """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""
         return f"{self.prefix}:saving:{attempt}"
 
-    def facts(self, node_id: str) -> str:
+    def facts(self, node: str) -> str:
         """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
-        return f"{self.prefix}:facts:{node_id}"
+        return f"{self.prefix}:facts:{node}"
 
     def group(self, opening: Opening, lane: int) -> str:
         """The members stand in it: a store that came back with old data may give an epoch's number twice."""
@@ -168,7 +175,7 @@ class RedisRun:
         self.judge = Judge(Seals(key, run_id, self.keys.prefix))
         self.address = address
         """Address of the store in use."""
-        self._redis = connect(address, timeout_s=answer_s)
+        self._redis = connect(address, timeout_s=answer_s, key=key)
         self._patience_s, self._answer_s = patience_s, answer_s
         self._before_retry = before_retry
         self._has_answered, self._answered_at_s = False, time.monotonic()
@@ -178,6 +185,8 @@ class RedisRun:
         """Since when there were nothing but errors for answers; None: there is no answer, or a good one."""
         self._known_word = ""
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
+        self._recorders: dict[str, tuple[bytes, FactBatch | None]] = {}
+        """What stood of each node when it was read last, with the record that it was read from."""
         self._self_test = self.script(scripts.SELF_TEST, redis.ResponseError | int)
         self._add_once = self.script(scripts.ADD_ONCE, int)
         self._append_facts = self.script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
@@ -282,16 +291,24 @@ class RedisRun:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def say_saving(self, attempt: str, node_id: str, word: str, *, patience_s: float) -> None:
-        """Tell the other writers of a checkpoint something; only the newest word of a node counts."""
+    def say_saving(self, attempt: str, node: str, word: str, *, patience_s: float) -> None:
+        """Tell the other writers of a checkpoint something; only the newest word of a node counts.
+
+        `node`: its name with its key.
+        """
         key = self.keys.saving(attempt)
-        sealed = self.judge.seal_saving(key, node_id, word)
-        self.run_script(self._say, [key], [node_id, sealed, SPENT_TTL_S], patience_s)
+        sealed = self.judge.seal_saving(key, node, word)
+        self.run_script(self._say, [key], [node, sealed, SPENT_TTL_S], patience_s)
 
     def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
         """What the writers of a checkpoint last said, by node id."""
         key = self.keys.saving(attempt)
-        return self.judge.saving(key, pairs(self.run_script(self._read_said, [key], [], patience_s)))
+        said = pairs(self.run_script(self._read_said, [key], [], patience_s))
+        return self.judge.saving(key, said, self._living_nodes())
+
+    def _living_nodes(self) -> dict[str, str]:
+        """The member that lives on each node, as far as it is known."""
+        return {}
 
     # -- which checkpoints nodes have ------------------------------------------------------------------------------
 
@@ -308,47 +325,62 @@ class RedisRun:
     # -- what nodes recorded ------------------------------------------------------------------------------------
 
     def append_facts(
-        self, node_id: str, newest: str, batch: FactBatch, standing: FactBatch | None, *, is_new: bool = True
+        self, node: str, newest: str, batch: FactBatch, standing: FactBatch | None, *, is_new: bool = True
     ) -> Appended | Sequence[FactEntry]:
         """Add to the stream of a node, if its newest entry is the one of this id; empty: it has none.
+
+        `node`: its name with its key.
 
         Else the newest ones, the newest first, from which a node sees what it has told: the answer to an earlier call
         may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
         `is_new`: in place of those that are there.
         """
-        keys, seal = [self.keys.facts(node_id), self.keys.recorders], self.judge.seal_facts
-        word = "" if standing is None else seal(self.keys.recorders, node_id, standing)
-        args = [newest, seal(keys[0], node_id, batch), node_id, word, int(bool(word) and is_new)]
+        keys, seal = [self.keys.facts(node), self.keys.recorders], self.judge.seal_facts
+        word = "" if standing is None else seal(self.keys.recorders, node, standing)
+        args = [newest, seal(keys[0], node, batch), node, word, int(bool(word) and is_new)]
         args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
         is_added, said, listed = self.run_script(self._append_facts, keys, args)
         if is_added:
-            return Appended(text_of(said), self._knows_word(node_id, listed))
-        return self._entries(node_id, said)
+            return Appended(text_of(said), self._knows_word(node, listed))
+        return self._entries(node, said)
 
-    def _knows_word(self, node_id: str, said: bytes | int | None) -> bool:
+    def _knows_word(self, node: str, said: bytes | int | None) -> bool:
         """Whether a node is listed; the word is told in full only where it is not the one that was seen last."""
         if isinstance(said, int):
             return True
-        is_known = self.judge.facts(self.keys.recorders, node_id, said) is not None
+        is_known = self.judge.facts(self.keys.recorders, node, said) is not None
         self._known_word = _sha1(said) if said and is_known else ""
         return is_known
 
-    def read_facts(self, node_id: str, behind: str) -> Sequence[FactEntry]:
+    def read_facts(self, node: str, behind: str) -> Sequence[FactEntry]:
         """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
-        raw = self.run_script(self._read_facts, [self.keys.facts(node_id)], [behind, _PAGE])
-        return self._entries(node_id, raw)
+        raw = self.run_script(self._read_facts, [self.keys.facts(node)], [behind, _PAGE])
+        return self._entries(node, raw)
 
-    def _entries(self, node_id: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
-        key = self.keys.facts(node_id)
-        return [FactEntry(text_of(id), self.judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
+    def _entries(self, node: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
+        key = self.keys.facts(node)
+        return [FactEntry(text_of(id), self.judge.facts(key, node, _facts_of(parts))) for id, parts in raw]
 
     def recorders(self) -> dict[str, FactBatch | None]:
-        """The nodes that recorded something, with what stands however long ago they did; None: not with our token."""
-        name = self.keys.recorders
+        """The nodes that recorded something, with what stands however long ago they did; None: not with our token.
+
+        By their names with their keys.
+        """
+        name, before = self.keys.recorders, self._recorders
         said = pairs(self.run_script(self._read_nodes, [name], []))
-        return {node_id: self.judge.facts(name, node_id, raw) for node_id, raw in said.items()}
+        self._recorders = {
+            node: before[node]
+            if node in before and before[node][0] == raw
+            else (raw, self.judge.facts(name, node, raw))
+            for node, raw in said.items()
+        }
+        return {node: batch for node, (_, batch) in self._recorders.items()}
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
+
+    def group_prefix(self, opening: Opening, lane: int) -> str:
+        """Return what the keys of a lane's group begin with."""
+        return self.keys.group(opening, lane)
 
     def group_set(self, key: str, value: bytes) -> None:
         self.call(lambda: self._redis.set(key, self.judge.seal_value(key, value), ex=GROUP_TTL_S))

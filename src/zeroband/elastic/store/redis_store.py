@@ -17,9 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from zeroband.config.store_url import addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -35,7 +36,10 @@ from zeroband.elastic.membership.succession import (
     Account,
     Candidate,
     Legacy,
+    Line,
+    Meeting,
     Whereabouts,
+    are_different,
     in_use,
     is_nowhere_else,
     places_of_stores,
@@ -95,6 +99,8 @@ _SURVEY_S = 1.0
 """In which a store that the run may go to must answer."""
 _FRESH_MS = 3000
 """So long counts what a member told a store that the run may go to; it tells it again every moment."""
+_MEETING_LEASES = 12
+"""So long stands what was written down of two lines that met: all members of both look once a lease."""
 _ELSEWHERE_LEASES = 4
 """So long counts what a store was told that the run does not use; it is told once a lease."""
 
@@ -138,8 +144,7 @@ class RedisStore(RedisRun, Store):
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
-        password = key.store_password if key is not None and are_of_nodes(url) else ""
-        listed = addresses_in(url, password=password) or (url,)
+        listed = addresses_in(url) or (url,)
         super().__init__(
             listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
         )
@@ -155,7 +160,7 @@ class RedisStore(RedisRun, Store):
         """What all nodes share; None: this node has not compared it."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._lease_ms = int(lease_s * 1000)
-        self._password, self._listed, self._are_of_nodes = password, listed, are_of_nodes(url)
+        self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
         self.generation: Generation | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
         self.on_silence: Callable[[], None] = self.follow
@@ -188,7 +193,8 @@ class RedisStore(RedisRun, Store):
         self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
         self._read_history = self.script(scripts.READ_HISTORY, list)
         self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
-        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT))
+        self._testify = self.script(scripts.TESTIFY, _FLAG)
+        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT, _TEXT))
         self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
         self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
 
@@ -209,11 +215,11 @@ class RedisStore(RedisRun, Store):
         """Without any renewal for so long, the store itself was out of reach: a guardian renews five times a lease."""
         return self._lease_ms // 2
 
-    def reach(self, *, patience_s: float) -> None:
+    def reach(self, *, patience_s: float, least_stores: int = 1) -> None:
         """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
 
         Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
-        serve a run and none is.
+        serve a run and none is. `least_stores`: different ones that must be there for that.
         """
         if not self.has_several:
             self.require_usable(patience_s=patience_s)
@@ -232,7 +238,9 @@ class RedisStore(RedisRun, Store):
             if self._refusals and not self._are_of_nodes:  # a store of another node's may be replaced
                 raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(seen)
-            if not silent and is_nowhere_else([candidate for _, candidate in seen], None):
+            found = [candidate for _, candidate in seen]
+            sees_enough = bool(silent) or are_different(found, least_stores)
+            if not silent and sees_enough and is_nowhere_else(found, None):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
                     self._require_all_usable(seen)
@@ -240,8 +248,8 @@ class RedisStore(RedisRun, Store):
                 self._is_quiet_since_s = time.monotonic()
                 continue
             if time.monotonic() > until_s:
-                raise StoreLost(self._why_not_reached(silent))
-            self._say_waits(self._why_not_reached(silent))
+                raise StoreLost(self._why_not_reached(silent, sees_enough=sees_enough))
+            self._say_waits(self._why_not_reached(silent, sees_enough=sees_enough))
             time.sleep(PAUSE_MAX_S)
         self._require_all_usable(self.survey())
 
@@ -270,7 +278,12 @@ class RedisStore(RedisRun, Store):
             self._said = why, time.monotonic()
             _log.warning("begins nothing yet", extra={"fields": {"why": why}})
 
-    def _why_not_reached(self, silent: Sequence[str]) -> str:
+    def _why_not_reached(self, silent: Sequence[str], *, sees_enough: bool = True) -> str:
+        if not sees_enough:
+            return (
+                "this node sees no store of another machine: it may be the first of the run, or cut off from all "
+                "others, who go on; start another node of the run, or this one with --found if no other one lives"
+            )
         if not silent:
             return "the stores of the run tell that its members go on with another one, which does not answer yet"
         key = "store.peers" if self._are_of_nodes else "store.url"
@@ -333,7 +346,7 @@ class RedisStore(RedisRun, Store):
     def _find_stores_of(self, peers: Mapping[str, Peer]) -> None:
         if self._are_of_nodes:
             places = [place_of(host, port) for host, port in places_of_stores(peers)]
-            self._find(*(f"redis://:{self._password}@{place}" for place in places))
+            self._find(*map(address_of_node, places))
 
     def _silent(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> list[str]:
         """The stores that are listed and do not answer."""
@@ -344,20 +357,25 @@ class RedisStore(RedisRun, Store):
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, judge = self.keys, self.judge
         names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
+        names.append(keys.meeting)
         word = "" if account is None else judge.seal_account(member_id, account)
         args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed, elsewhere = self.run_script(self._tell_account, names, args)
+        id, generation, said, committed, elsewhere, met = self.run_script(self._tell_account, names, args)
         verdict = judge.verdict(keys.committed, committed)
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
         told = judge.whereabouts(keys.elsewhere, elsewhere)
-        return Candidate(text_of(id), judge.generation(keys.generation, generation), round, accounts, told)
+        return Candidate(
+            *(text_of(id), judge.generation(keys.generation, generation), round, accounts, told),
+            line=Line.of(verdict),
+            meeting=judge.meeting(keys.meeting, met),
+        )
 
-    def tell_whereabouts(self) -> None:
+    def tell_whereabouts(self, line: Line | None = None) -> None:
         """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
         if self.generation is None:
             return
-        word = Whereabouts(self.generation, _shown(self.address))
+        word = Whereabouts(self.generation, _shown(self.address), line)
         listed = {*map(_shown, self._listed)} - {word.store}
         idle = [store for store in self.candidates if _shown(store.address) in listed]
 
@@ -375,6 +393,20 @@ class RedisStore(RedisRun, Store):
         self.run_script(
             self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self.judge.junk(key)]
         )
+
+    def take_meeting(self, meeting: Meeting) -> Meeting:
+        """Write down here that two lines of history met, unless somebody has. Returns what stands there.
+
+        Raises StoreLost, ConfigError.
+        """
+        key, sealed = self.keys.meeting, self.judge.seal_meeting(meeting)
+        px = _MEETING_LEASES * self._lease_ms
+        if self.call(lambda: self._redis.set(key, sealed, nx=True, px=px)):
+            return meeting
+        if (standing := self.judge.meeting(key, self.call(lambda: self._redis.get(key)))) is not None:
+            return standing
+        self.call(lambda: self._redis.set(key, sealed, px=px))
+        return meeting
 
     def find_run(self) -> None:
         """Go to the store that the run uses, if this one tells that it has several: one address of them is enough."""
@@ -437,7 +469,9 @@ class RedisStore(RedisRun, Store):
     def enter(self, store: RedisStore, generation: Generation) -> None:
         """Use this one of the candidates from now on."""
         if store.address != self.address:
-            self._redis.connection_pool = connect(store.address, timeout_s=self._answer_s).connection_pool
+            self._redis.connection_pool = connect(
+                store.address, timeout_s=self._answer_s, key=self._key
+            ).connection_pool
             self.address = store.address
         self.generation = generation
         self._answered_at_s = time.monotonic()
@@ -562,6 +596,13 @@ class RedisStore(RedisRun, Store):
         self._keep(known)
         return {member: peer for member, peer in known.peers.read.items() if member in known.alive}
 
+    def _living_nodes(self) -> dict[str, str]:
+        with self._seeing:
+            view = self._seen.view
+        if view is None:
+            return {}
+        return {peer.node_id: member for member, peer in view.peers.items() if member in view.alive}
+
     def release_lease(self, member_id: str) -> None:
         self._end(member_id, forget=True)
 
@@ -602,6 +643,15 @@ class RedisStore(RedisRun, Store):
         self._own = member_id
         said = _Said(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
+
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
+        key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
+        args = [member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} {member_id}")]
+        self.run_script(self._testify, [key], args)
+
+    def evidence(self, opening: Opening) -> dict[str, Evidence]:
+        key = self.keys.evidence(opening)
+        return self.judge.evidence(key, opening, pairs(self.run_script(self._read_said, [key], [])))
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
         self._own = member_id
@@ -714,7 +764,7 @@ class RedisStore(RedisRun, Store):
             is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
         if known.view is not None and not any(is_new) and known.view.is_settling == bool(is_settling):
             return known.view
-        known.view = View(
+        view = View(
             opening=opening,
             committed=known.committed,
             alive=known.alive,
@@ -729,12 +779,15 @@ class RedisStore(RedisRun, Store):
             unseen_ready=known.ready.unseen,
             unseen_votes=known.votes.unseen if opening is not None else 0,
             generation=known.generation,
+            refused={m: why for m in known.ready.rejected if (why := judge.malformed(f"{ready_key} {m}"))},
         )
+        known.view = view.counted()
         return known.view
 
     def _judge_records(self, known: Known) -> None:
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
+        known.orders = judge.orders(keys.orders, raw("orders"))
         committed = judge.verdict(keys.committed, raw("committed"))
         opening = judge.opening(keys.opening, raw("opening"), committed)
         if opening != known.opening:
@@ -742,7 +795,6 @@ class RedisStore(RedisRun, Store):
         known.committed, known.opening, known.view = committed, opening, None
         known.failed = judge.failure(keys.failed, opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
-        known.orders = judge.orders(keys.orders, raw("orders"))
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
 
@@ -768,6 +820,9 @@ class RedisStore(RedisRun, Store):
             self._keep(known)
         return known.links.read
 
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        return self.judge.signed(opening, member_id)
+
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
@@ -782,7 +837,8 @@ class RedisStore(RedisRun, Store):
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         judge, keys = self.judge, [self.keys.committed, self.keys.failed]
-        args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys), opening.id]
+        word = judge.seal_failure(opening, reason, by=self._own)
+        args = [opening.version, word, ROUND_TTL_S, *map(judge.junk, keys), opening.id]
         return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
 
     def expect_verdict(self, verdict: Verdict) -> None:

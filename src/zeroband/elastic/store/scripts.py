@@ -467,11 +467,11 @@ return changed and 1 or 0
 )
 
 TELL_ACCOUNT = _script(
-    "string string hash hash string string",
+    "string string hash hash string string string",
     """
--- KEYS: id generation accounts told_at committed elsewhere   ARGV: new_id member account ttl fresh_ms
+-- KEYS: id generation accounts told_at committed elsewhere meeting   ARGV: new_id member account ttl fresh_ms
 -- What a member tells that may go to this store; empty: it only looks. Returns the store's id, its generation, what was
--- told within the last moments, the newest verdict, and where the run goes on.
+-- told within the last moments, the newest verdict, where the run goes on, and two lines that met.
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local now, found = time_ms(), {}
 if ARGV[3] ~= '' then
@@ -491,7 +491,7 @@ for i = 1, #at, 2 do
   end
 end
 return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), found, redis.call('GET', KEYS[5]),
-        redis.call('GET', KEYS[6])}
+        redis.call('GET', KEYS[6]), redis.call('GET', KEYS[7])}
 """,
 )
 
@@ -655,6 +655,15 @@ SAY = _script(
     """
 -- KEYS: said   ARGV: who word ttl
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+""",
+)
+
+TESTIFY = _script(
+    "hash",
+    """
+-- KEYS: evidence   ARGV: member word ttl junk   the first word counts
+if not judged(redis.call('HGET', KEYS[1], ARGV[1]), ARGV[4]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
 return redis.call('EXPIRE', KEYS[1], ARGV[3])
 """,
 )

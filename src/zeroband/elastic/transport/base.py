@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.engine import Encoded
+from zeroband.kernels.robust import Robustly
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,22 @@ class Transfer:
     """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
+    borders: tuple[int, ...] = ()
+    """As `Moved` has them."""
+    agreement: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Cosine of members' contributions and the result, as far as it was measured; the same on all members."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What the newest operation lacked when it failed; empty where it did not, or where parts come through others."""
+
+    lacks: tuple[str, ...] = ()
+    """Members whose own contribution stopped coming."""
+    lacks_mean: tuple[str, ...] = ()
+    """Members whose contribution came, and whose part of the mean stopped coming."""
+    refused: tuple[str, ...] = ()
+    """Members that sent what cannot be taken."""
 
 
 class Moved(NamedTuple):
@@ -34,6 +51,8 @@ class Moved(NamedTuple):
     received_bytes: int
     wide_bytes: int | None = None
     """Part of those sent that went to other sites; None: there are no sites."""
+    borders: tuple[int, ...] = ()
+    """Borders of the parts of the result that each member made, where all come directly from there; else empty."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -68,6 +87,8 @@ class RoundRequest:
     residual: Tensor | None = None
     """(n,) float32: gets what encoding took from this node's part in the mean, in units of `sent`, unless its share is
     0; after PeerLost it holds nothing of use."""
+    robust: Robustly | None = None
+    """How contributions are combined, where it is not their weighted mean; not at sites."""
     encoded: Encoded | None = None
     """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
 
@@ -82,6 +103,8 @@ class Gathering:
     """The one member that gets them. None: all do."""
     number: int = 0
     """Counts the gatherings of one opening, in their order."""
+    is_report: bool = False
+    """It is a few bytes about another transfer, by which no link is measured nor paced."""
 
     @property
     def total_bytes(self) -> int:
@@ -120,6 +143,10 @@ class DataPlane(Protocol):
 
     def measured(self) -> Rates:
         """What the links were seen to carry; on local rank 0."""
+        ...
+
+    def gaps(self) -> Gaps:
+        """What the newest operation lacked, if it failed; on local rank 0."""
         ...
 
     def leave_behind(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import resource
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from zeroband.elastic.transport.tuning import MOST_STREAMS
 from zeroband.observe.log import get_logger
@@ -17,6 +19,12 @@ _OWN = 256
 _PER_PEER = 4
 """Descriptors for each peer beside its streams: a probe each way, requests for state, a burst."""
 _REMIND_S = 30.0
+
+PATIENCE_S = 30.0
+"""So long a process waits for descriptors that its other threads give back, before it gives up."""
+_AGAIN_S = 0.1
+
+_T = TypeVar("_T")
 
 _log = get_logger(__name__)
 
@@ -54,7 +62,7 @@ class Complaints:
 
     def say(self, what: str, error: OSError | None = None) -> None:
         """`error`: what the system answered; of another kind, it is left alone. None: the descriptor just vanished."""
-        if error is not None and error.errno not in (errno.EMFILE, errno.ENFILE):
+        if error is not None and not is_short(error):
             return
         if time.monotonic() - self._said_at_s < _REMIND_S:
             return
@@ -62,3 +70,36 @@ class Complaints:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         reason = "too many open files" if error is None else error.strerror
         _log.warning(f"{what}: {reason} (the limit is {limit}); raise it with `ulimit -n`, it is tried again")
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether this process, or this machine, has no descriptor left."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+_complaints = Complaints()
+
+
+def with_descriptors(
+    what: str,
+    make: Callable[[], _T],
+    *,
+    is_aborted: Callable[[], bool] = lambda: False,
+    patience_s: float = PATIENCE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> _T:
+    """Return what `make` makes, which opens descriptors; where there are none, say so and try again for a while.
+
+    `what`: fails meanwhile, for the log. `is_aborted`: nobody wants it any more. Raises what `make` raises, the want of
+    descriptors when `patience_s` are over or it is aborted.
+    """
+    until_s = clock() + patience_s
+    while True:
+        try:
+            return make()
+        except OSError as error:
+            if not is_short(error) or is_aborted() or clock() >= until_s:
+                raise
+            _complaints.say(what, error)
+        sleep(_AGAIN_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.elastic.transport.meeting import SIGHT_BYTES, may_meet, meet, note_met, share_port
 from zeroband.errors import HandshakeFailed
@@ -24,6 +26,8 @@ _T = TypeVar("_T")
 
 Address = tuple[str, int]
 
+_OF_LOOP = 3
+"""Descriptors of an event loop: its selector and the two ends that wake it."""
 _ANSWER_S = 5.0
 _MET_S = 2.0
 _NEXT_WAY_S = 0.5
@@ -50,14 +54,35 @@ class Called:
     """The two ends have dialled one another at once, as a relay had told them: nothing passes there."""
 
 
-def run_here(calling: Coroutine[Any, Any, _T]) -> _T:
-    """Call, and wait for the result; also in a thread that has an event loop at work, as a notebook's has."""
+def run_here(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool] = lambda: False) -> _T:
+    """Call, and wait for the result; also in a thread that has an event loop at work, as a notebook's has.
+
+    `is_aborted`: asked while there are no descriptors for it. Raises OSError where there are none for too long.
+    """
+
+    def run() -> _T:
+        try:
+            loop = with_descriptors("no other node can be called", _new_loop, is_aborted=is_aborted)
+        except BaseException:
+            calling.close()
+            raise
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(calling)
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(calling)
+        return run()
     with ThreadPoolExecutor(1, "zeroband-dial") as beside:
-        return beside.submit(asyncio.run, calling).result()
+        return beside.submit(run).result()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop. Raises OSError where there are no descriptors for it, before half of it is made."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(_OF_LOOP):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+    return asyncio.new_event_loop()
 
 
 def keep_alive(connection: socket.socket) -> None:

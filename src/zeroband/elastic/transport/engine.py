@@ -17,6 +17,7 @@ from torch import Tensor
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.kernels import native
 from zeroband.kernels.codec import Codec
+from zeroband.kernels.robust import Robustly
 
 
 class State(enum.IntEnum):
@@ -31,6 +32,8 @@ class State(enum.IntEnum):
     """A member sent something twice; the detail is the member."""
     PEER_LOST = 5
     """The link to a member broke; the detail is the member."""
+    OUT_OF_RANGE = 6
+    """A member sent a value that is not finite, or larger than the members announced; the detail is the member."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Shape:
     chunk_numel: int
     chain: tuple[int, ...]
     """The next member on each one's way to who speaks for its site, itself where it does."""
+    largest: tuple[float, ...] = ()
+    """Largest size of a value of each member's contribution, which bounds what is taken; empty: not known."""
 
     def partners(self, member: int) -> frozenset[int]:
         """Members with whom one exchanges bytes, by their places."""
@@ -111,6 +116,8 @@ class Traffic:
     to_send_bytes: int
     received_bytes: int
     to_receive_bytes: int
+    missing_part_bytes: int
+    """Part of what is still to be received that the member has had from the start: its own contribution or payload."""
     sending_s: float
     silent_s: float | None
     """Seconds since something came last; None where nothing has come."""
@@ -156,7 +163,10 @@ class Engine:
 
     def __init__(self, threads: int, *, beat_s: float = 1.0) -> None:
         self._library = native.load()
-        self._handle: int = self._library.zb_engine_open(threads, beat_s)
+        handle = self._library.zb_engine_open(threads, beat_s)
+        if not handle:
+            raise ValueError(f"no engine with {threads} threads and beat_s={beat_s}: {native.last_problem()}")
+        self._handle: int = handle
         weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
@@ -212,6 +222,7 @@ class Engine:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
+        robust: Robustly | None = None,
     ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
@@ -220,20 +231,17 @@ class Engine:
         node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
-        took. Its result is what `result` was decoded from.
+        took. Its result is what `result` was decoded from. `robust`: how this node combines what comes for its shard,
+        the same on all members; then `errors` leaves out what the encoding of the result took. All-to-all, without
+        sites.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
-        for tensor in buffers:
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
-                raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
+        _require_values(buffers, shape.bounds[-1])
         if encoded is not None:
             _require_encodings(encoded, shape)
             buffers = (*buffers, encoded.contribution, encoded.result)
-        arrays = (
-            np.array(shape.bounds, np.uint64),
-            np.array(shape.shares, np.float32),
-            *(np.array(places, np.uint32) for places in (shape.order, links, shape.chain)),
-        )
+        buffers = buffers if robust is None else (*buffers, robust.measured.values)
+        *arrays, sizes = _arrays_of(shape, links)
         spec = native.ReduceSpec(
             operation.run,
             operation.opening,
@@ -253,10 +261,12 @@ class Engine:
             None if encoded is None else encoded.contribution.data_ptr(),
             None if encoded is None else encoded.result.data_ptr(),
             allowed,
+            sizes.ctypes.data if shape.largest else None,
+            *((0, 0, 0.0, None) if robust is None else robust.as_fields()),
         )
         handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(f"no reduction has this shape: {shape}")
+            raise ValueError(f"no reduction has this shape: {native.last_problem()}: {shape}")
         return Running(self, handle, buffers)
 
     def gather(
@@ -305,7 +315,8 @@ class Engine:
         )
         handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
         if not handle:
-            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes} on this route: {route}")
+            shown = f"{lengths} bytes in pieces of {chunk_bytes}"
+            raise ValueError(f"no gathering of {shown} on this route: {native.last_problem()}: {route}")
         return Running(self, handle, (payload, result))
 
     @property
@@ -337,6 +348,22 @@ def _marks(places: Iterable[int], world: int) -> np.ndarray[Any, np.dtype[np.uin
     marks = np.zeros(world, np.uint8)
     marks[list(places)] = 1
     return marks
+
+
+def _arrays_of(shape: Shape, links: Sequence[int]) -> Sequence[np.ndarray[Any, Any]]:
+    """The lists of a shape as the library reads them: bounds, shares, order, links, chain, largest."""
+    return (
+        np.array(shape.bounds, np.uint64),
+        np.array(shape.shares, np.float32),
+        *(np.array(places, np.uint32) for places in (shape.order, links, shape.chain)),
+        np.minimum(np.array(shape.largest, np.float64), np.finfo(np.float32).max).astype(np.float32),
+    )
+
+
+def _require_values(buffers: Iterable[Tensor], numel: int) -> None:
+    for tensor in buffers:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != numel:
+            raise ValueError(f"a reduction needs {numel} contiguous float32 values, not {tensor.shape}")
 
 
 def _require_encodings(encoded: Encoded, shape: Shape) -> None:
@@ -378,12 +405,13 @@ class Running:
 
     def traffic(self, member: int) -> Traffic:
         record = native.TrafficRecord()
-        self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record))
+        native.require_done(self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record)))
         return Traffic(
             record.sent_bytes,
             record.to_send_bytes,
             record.received_bytes,
             record.to_receive_bytes,
+            record.missing_part_bytes,
             record.sending_s,
             record.silent_s if record.silent_s >= 0 else None,
         )

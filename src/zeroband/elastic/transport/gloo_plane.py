@@ -6,6 +6,7 @@ group that still has operations when its epoch ends is left behind together with
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.rendezvous import GroupRendezvous, GroupStore
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
+from zeroband.kernels.scan import largest
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 
@@ -108,7 +109,7 @@ class LaneGroups:
 
     def __init__(
         self,
-        store: RedisStore,
+        store: GroupStore,
         flags: SharedFlags,
         ownership: LaneOwnership,
         faults: FaultPoints,
@@ -148,8 +149,20 @@ class LaneGroups:
                 part.zero_()
             parts.append((lane, part))
         self.all_reduce(parts, opening)
+        self._require_in_range(parts, opening)
         moved = ring_bytes(result.numel(), len(opening.members))
         return Moved(moved, moved)
+
+    def _require_in_range(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+        """Raise PeerLost where a mean is not finite, or larger than the members' values: gloo does not tell by whom."""
+        for lane, part in parts:
+            size = largest(part)
+            if not (math.isfinite(size) and size <= opening.most_value):
+                members = ", ".join(opening.members)
+                raise PeerLost(
+                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}; what the members "
+                    f"announced allows {opening.most_value:.3g}; one of {members} sent others"
+                )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
@@ -187,8 +200,8 @@ class LaneGroups:
             return self._flags.aborted_version >= opening.version
 
         def build() -> dist.ProcessGroup:
-            prefix = self._store.keys.group(opening, lane)
-            rendezvous = RedisRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
+            prefix = self._store.group_prefix(opening, lane)
+            rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
             options._timeout = timedelta(seconds=self._transfer_s)
@@ -251,6 +264,9 @@ class LaneGroups:
     def stall_limit_s(self) -> float:
         """For so long no piece of the next transfer may end before it is given up."""
         return self._moving.limit_s
+
+    def gaps(self) -> Gaps:
+        return Gaps()  # gloo tells neither bytes nor members
 
     def measured(self) -> Rates:
         return Rates()

@@ -18,6 +18,10 @@ from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 
 _MESSAGE_BYTES = 4096
 
+POSES = "poses"
+"""Kind of a connection whose caller does not have the key of the member that it says it is. It is handed over to be
+recorded and closed; `session` is the address that it came from. No caller can ask for this kind."""
+
 
 @dataclass(frozen=True)
 class HandedOver:

@@ -1,8 +1,9 @@
-"""The handshake of two nodes that know the run's token: they prove it to each other and agree on keys.
+"""The handshake of two nodes that know the run's token: they prove it and their identities, and agree on keys.
 
 X25519 for forward secrecy, HKDF-SHA256 over the whole exchange with the token's key mixed in, HMAC-SHA256 as proof: the
-pattern of Noise's NNpsk0. Pure functions of bytes; sockets and time belong to the callers. Messages have a fixed size,
-so that nobody makes a node read more than that before the proof.
+pattern of Noise's NNpsk0. With its proof each end signs the exchange with the Ed25519 key that its name carries: the
+token admits, the signature says who it is. Pure functions of bytes; sockets and time belong to the callers. Messages
+have a fixed size, so that nobody makes a node read more than that before the proof.
 """
 
 from __future__ import annotations
@@ -20,20 +21,27 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from zeroband.elastic.membership.node_key import SIGNATURE_BYTES
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.errors import HandshakeFailed
+from zeroband.errors import HandshakeFailed, PosesAsAnother
 
-DATA_CALL = b"zbd1"
+DATA_CALL = b"zbd2"
 """What a connection begins with that goes through a handshake."""
 
-HELLO_BYTES = 512
-"""The caller's first message: `DATA_CALL`, its public key, the introduction, and a proof that it knows the token,
-without which it gets no answer."""
+STORE_CALL = b"zbs1"
+"""What it begins with where it is for the node's store, which is there before the node is a member of its run."""
 
-ANSWER_BYTES = 64
-PROOF_BYTES = 32
+HELLO_BYTES = 512
+"""The caller's first message: `DATA_CALL` or `STORE_CALL`, its public key, the introduction, and a proof that it knows
+the token, without which it gets no answer."""
+
 _KEY_BYTES = 32
-_BODY_BYTES = HELLO_BYTES - PROOF_BYTES
+MAC_BYTES = 32
+PROOF_BYTES = MAC_BYTES + SIGNATURE_BYTES
+"""The caller's second message: its proof of the agreed keys, and its signature."""
+ANSWER_BYTES = _KEY_BYTES + PROOF_BYTES
+"""The callee's message: its public key of this exchange, its proof and its signature."""
+_BODY_BYTES = HELLO_BYTES - MAC_BYTES
 
 
 class Purpose(enum.StrEnum):
@@ -51,6 +59,13 @@ class Purpose(enum.StrEnum):
     """A call to be passed on to the member that `session` names: its own handshake follows on the same connection."""
     ANSWER = "answer"
     """A member takes the call that `session` numbers, which the callee passes on to it."""
+    STORE = "store"
+    """Commands for the callee's store."""
+
+    @property
+    def call(self) -> bytes:
+        """What a connection for it begins with."""
+        return STORE_CALL if self is Purpose.STORE else DATA_CALL
 
 
 @dataclass(frozen=True)
@@ -90,43 +105,58 @@ class Caller:
         self._private = X25519PrivateKey.generate()
         record = json.dumps(introduction.to_record(), separators=(",", ":")).encode()
         public = self._private.public_key().public_bytes_raw()
-        body = DATA_CALL + public + len(record).to_bytes(2, "big") + record
+        body = introduction.purpose.call + public + len(record).to_bytes(2, "big") + record
         if len(body) > _BODY_BYTES:
             raise HandshakeFailed(f"the names of {introduction.caller} and {introduction.callee} are too long")
         body = body.ljust(_BODY_BYTES, b"\0")
         self.hello = body + hmac.digest(key.secret, body, "sha256")
-        self._is_sealed = introduction.is_sealed
+        self._introduction = introduction
 
     def take(self, answer: bytes) -> tuple[bytes, StreamKeys]:
-        """This end's proof and keys. Raises HandshakeFailed when the other end does not know the token."""
-        public, proof = answer[:32], answer[32:]
-        secrets = _secrets(self._key, _agree(self._private, public), self.hello + public)
-        if not hmac.compare_digest(proof, _proof(secrets, b"callee", self.hello + public)):
+        """This end's proof and keys.
+
+        Raises HandshakeFailed when the other end does not know the token, and PosesAsAnother when it is not the member
+        that was called.
+        """
+        public, proof, signature = answer[:32], answer[32:64], answer[64:]
+        transcript = self.hello + public
+        secrets = _secrets(self._key, _agree(self._private, public), transcript)
+        if not hmac.compare_digest(proof, _proof(secrets, b"callee", transcript)):
             raise HandshakeFailed("the other end does not know the run's token, or is not of this run")
-        keys = StreamKeys(secrets.from_caller, secrets.from_callee) if self._is_sealed else OPEN
-        return _proof(secrets, b"caller", self.hello + public), keys
+        _require_identity(self._key, self._introduction.callee, b"callee", transcript, signature)
+        keys = StreamKeys(secrets.from_caller, secrets.from_callee) if self._introduction.is_sealed else OPEN
+        return _proof(secrets, b"caller", transcript) + _signature(self._key, b"caller", transcript), keys
 
 
 class Callee:
     """The end that was called: read HELLO_BYTES, send `answer`, read PROOF_BYTES, give them to `take`."""
 
     def __init__(self, key: RunKey, hello: bytes) -> None:
-        if len(hello) != HELLO_BYTES or not hello.startswith(DATA_CALL):
+        if len(hello) != HELLO_BYTES or not hello.startswith((DATA_CALL, STORE_CALL)):
             raise HandshakeFailed("not a call to the data plane")
         body, proof = hello[:_BODY_BYTES], hello[_BODY_BYTES:]
+        self._key = key
         if not hmac.compare_digest(proof, hmac.digest(key.secret, body, "sha256")):
             raise HandshakeFailed("the caller does not know the run's token, or is not of this run")
         private = X25519PrivateKey.generate()
         public = private.public_key().public_bytes_raw()
         self._transcript = hello + public
         self.introduction = _introduction(hello)
+        if not hello.startswith(self.introduction.purpose.call):
+            raise HandshakeFailed("the call is for something else than it began with")
         self._secrets = _secrets(key, _agree(private, hello[4:36]), self._transcript)
-        self.answer = public + _proof(self._secrets, b"callee", self._transcript)
+        proof = _proof(self._secrets, b"callee", self._transcript)
+        self.answer = public + proof + _signature(key, b"callee", self._transcript)
 
     def take(self, proof: bytes) -> StreamKeys:
-        """Raises HandshakeFailed when the caller does not know the token."""
-        if not hmac.compare_digest(proof, _proof(self._secrets, b"caller", self._transcript)):
+        """Return this end's keys.
+
+        Raises HandshakeFailed when the caller does not know the token, and PosesAsAnother when it is not the member
+        that its introduction names.
+        """
+        if not hmac.compare_digest(proof[:MAC_BYTES], _proof(self._secrets, b"caller", self._transcript)):
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
+        _require_identity(self._key, self.introduction.caller, b"caller", self._transcript, proof[MAC_BYTES:])
         if not self.introduction.is_sealed:
             return OPEN
         return StreamKeys(self._secrets.from_callee, self._secrets.from_caller)
@@ -146,7 +176,7 @@ class _Secrets:
 
 def _secrets(key: RunKey, agreed: bytes, transcript: bytes) -> _Secrets:
     salt = hashlib.sha256(transcript).digest()
-    derive = HKDF(hashes.SHA256(), length=3 * _KEY_BYTES, salt=salt, info=b"zeroband data plane 1")
+    derive = HKDF(hashes.SHA256(), length=3 * _KEY_BYTES, salt=salt, info=b"zeroband data plane 2")
     derived = derive.derive(agreed + key.secret)
     return _Secrets(*(derived[i * _KEY_BYTES : (i + 1) * _KEY_BYTES] for i in range(3)))
 
@@ -160,6 +190,21 @@ def _agree(private: X25519PrivateKey, public: bytes) -> bytes:
 
 def _proof(secrets: _Secrets, who: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secrets.proof, who + transcript, "sha256")
+
+
+def _signed(who: bytes, transcript: bytes) -> bytes:
+    return b"zeroband handshake 2 " + who + hashlib.sha256(transcript).digest()
+
+
+def _signature(key: RunKey, who: bytes, transcript: bytes) -> bytes:
+    return key.sign(_signed(who, transcript))
+
+
+def _require_identity(key: RunKey, name: str, who: bytes, transcript: bytes, signature: bytes) -> None:
+    if len(signature) != SIGNATURE_BYTES:
+        raise HandshakeFailed("a proof of another size")
+    if not key.accepts(name, _signed(who, transcript), signature):
+        raise PosesAsAnother(name)
 
 
 def _introduction(hello: bytes) -> Introduction:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.descriptors import Complaints
+from zeroband.elastic.transport.descriptors import Complaints, is_short
 from zeroband.elastic.transport.dial import keep_alive, reach, run_here
 from zeroband.elastic.transport.engine import Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
@@ -126,7 +126,12 @@ class Links:
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
         self._forget_all_but({*others, *keep})
-        return run_here(self._connect(own, others, is_aborted, ways_now))
+        try:
+            return run_here(self._connect(own, others, is_aborted, ways_now), is_aborted=is_aborted)
+        except OSError as error:
+            if not is_short(error):
+                raise
+            return self._away(others)
 
     def drop(self, member: str) -> None:
         """Hang up on a member; whoever of the two dials begins anew when both want a link again."""

@@ -9,12 +9,13 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NoReturn
 
 from zeroband.elastic.membership.reach import Ways, dials
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.transport.base import Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
@@ -32,6 +33,13 @@ from zeroband.observe.log import get_logger
 _POLL_S = 0.0005
 _LOOK_S = 0.005
 _ASK_S = 1.0
+
+_FAULTS = {
+    State.PEER_LOST: "the link broke",
+    State.FOREIGN_FRAME: "it sent the same part twice",
+    State.OUT_OF_RANGE: "it sent a value that is not finite, or larger than any that the members announced",
+}
+"""What ends an operation by a member that it names."""
 
 _log = get_logger(__name__)
 
@@ -87,6 +95,7 @@ class NativePlane:
         """Members whose links had a pace in the last transfer, or have one in that which runs."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
+        self._gaps = Gaps()
         self._shortage: str | None = None
         """The shortage of descriptors, as it was said last."""
         self._learned = LearnedRates()
@@ -102,14 +111,18 @@ class NativePlane:
         if len(opening.members) == 1:
             self._take_alone(request)
             return Moved(0, 0)
-        shape = shape_of(numel, self._codec, opening.shares, opening.network, opening.sites)
+        network, may_be_ring = opening.network, request.robust is None and not opening.is_flat
+        shape = shape_of(numel, self._codec, opening.shares, network, opening.sites, may_be_ring=may_be_ring)
+        shape = replace(shape, largest=opening.largest)
         partners = shape.partners(opening.members.index(request.member_id))
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             place, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
-            return engine.start(*place, *buffers, allowed=allowed, errors=request.residual, encoded=request.encoded)
+            errors, encoded, robust = request.residual, request.encoded, request.robust
+            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded, robust=robust)
 
-        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners)
+        borders = () if shape.is_ring or opening.sites else shape.bounds
+        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners, borders=borders)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         opening = request.opening
@@ -124,7 +137,7 @@ class NativePlane:
             opening.sites or range(world),
             receiver=None if gathering.receiver is None else opening.members.index(gathering.receiver),
             behind=opening.network.behind,
-            turn=opening.divergences,  # one that altered what it passed on is not asked again
+            turn=opening.retries,  # one that altered what it passed on is not asked again
         )
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
@@ -140,21 +153,28 @@ class NativePlane:
                 allowed=allowed,
             )
 
-        kind = (gathering.total_bytes, gathering.number)
+        kind = None if gathering.is_report else (gathering.total_bytes, gathering.number)
         partners = route.partners(place, gathering.lengths)
-        return self._operate(self._reach, start, request, kind, partners, lane=gathering.number)
+        borders = () if opening.sites else (0, *accumulate(gathering.lengths))
+        return self._operate(self._reach, start, request, kind, partners, lane=gathering.number, borders=borders)
 
     def _operate(
         self,
         reach: Reach,
         start: Callable[[Engine, _Place, float], Running],
         request: RoundRequest,
-        kind: Kind,
+        kind: Kind | None,
         partners: Iterable[int],
         *,
         lane: int = 0,
+        borders: tuple[int, ...],
     ) -> Moved:
-        """Start an operation with the opening's members and wait for its end; the bytes moved."""
+        """Start an operation with the opening's members and wait for its end; the bytes moved. `borders`: as `Moved`'s.
+
+        Each part then waits for its member alone, so what is missing when it fails tells of that one. `kind`: of what
+        rate control learns; None: it learns nothing.
+        """
+        self._gaps = Gaps()
         opening, member_id = request.opening, request.member_id
         others = {opening.members[place]: place for place in sorted(partners)}
         self._connect(reach, opening, member_id, tuple(others))
@@ -167,27 +187,41 @@ class NativePlane:
         try:
             wide = frozenset(member for member in others if not opening.is_near(member_id, member))
             run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
-            meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
+            meter, began_s = Meter(), time.monotonic()
+            if kind is None:
+                self._await(run, meter)
+                traffic = run.traffic().values()
+                return Moved(sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic))
+            self._took_ms = 0
             self._pace(run, kind)
-            self._await(run, meter)
+            try:
+                self._await(run, meter)
+            except PeerLost:
+                self._gaps = run.gaps() if borders else Gaps(refused=run.refused)
+                raise
             run.learn_pauses()
-            took_s = time.monotonic() - began_s if self._paced or opening.sites else run.middle.whole_s
             traffic = run.traffic()
-            self._tunings = {m: self._tuning(m) for m in traffic}
-            if not self._paced:
-                for m in wide:  # what goes back inside a site comes as fast as it does from outside
-                    self._tunings[m] = self._tunings[m].after(traffic[m].sent_bytes, traffic[m].sending_s)
-            self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
-            self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
-            is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
-            self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
+            took_s = time.monotonic() - began_s if self._paced or opening.sites else run.middle.whole_s
+            self._learn(traffic, wide, meter, took_s)
             return Moved(
                 sum(t.sent_bytes for t in traffic.values()),
                 sum(t.received_bytes for t in traffic.values()),
                 sum(traffic[m].sent_bytes for m in wide) if opening.sites else None,
+                borders,
             )
         finally:
             running.close()
+
+    def _learn(self, traffic: Mapping[str, Traffic], wide: frozenset[str], meter: Meter, took_s: float) -> None:
+        """Adapt streams and pace to what an operation showed of the links. `wide`: members of other sites."""
+        self._tunings = {m: self._tuning(m) for m in traffic}
+        if not self._paced:
+            for m in wide:  # what goes back inside a site comes as fast as it does from outside
+                self._tunings[m] = self._tunings[m].after(traffic[m].sent_bytes, traffic[m].sending_s)
+        self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
+        self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
+        is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
+        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
 
     def _take_alone(self, request: RoundRequest) -> None:
         """The mean of one node: what it contributes, unless it has no share."""
@@ -234,6 +268,7 @@ class NativePlane:
         if away and self._is_aborted(opening):
             raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
+            self._gaps = Gaps(away)
             reason = f"round {opening.round}: no connection to {', '.join(away)} within {bound_s:g} s"
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
@@ -286,9 +321,12 @@ class NativePlane:
             for member, link in run.ask_links().items():
                 if not self._paced:
                     self._choose_senders(run.links, member, link)
-        if state in (State.PEER_LOST, State.FOREIGN_FRAME):
-            member = opening.members[running.detail]
-            what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
+        if state in _FAULTS:
+            member, what = opening.members[running.detail], _FAULTS[state]
+            if state == State.PEER_LOST:
+                run.broken = (member,)
+            else:
+                run.refused = (member,)
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
@@ -298,6 +336,9 @@ class NativePlane:
     def stall_limit_s(self) -> float:
         """For so long no byte of the next transfer may move before it is given up."""
         return self._limits.transfer.limit_s
+
+    def gaps(self) -> Gaps:
+        return self._gaps
 
     def measured(self) -> Rates:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
@@ -343,6 +384,11 @@ class _Run:
     progress: StallWatch = field(init=False)
     silences_s: dict[str, float] = field(default_factory=dict[str, float])
     """The longest of each member's link."""
+    refused: tuple[str, ...] = ()
+    """Members that sent what cannot be taken."""
+    broken: tuple[str, ...] = ()
+    """Members to which the link broke."""
+    began_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
@@ -423,7 +469,8 @@ class _Run:
         moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())
         if self.progress.see(moved, now_s) <= self.limits.transfer.limit_s:
             return
-        waiting_for = [m for m, t in traffic.items() if not t.is_over]
+        gaps = self.gaps()
+        waiting_for = gaps.lacks or gaps.lacks_mean or tuple(m for m, t in traffic.items() if not t.is_over)
         if not waiting_for:
             return
         self.limits.transfer.stalled()
@@ -451,6 +498,21 @@ class _Run:
             round(since_s, 3),
             came,
             of,
+        )
+
+    def gaps(self) -> Gaps:
+        """What is missing that has not moved for half of what a standstill may last, and what cannot come any more."""
+        now_s, least_s = time.monotonic(), self.limits.bounds.stall_s / 2
+
+        def stopped(traffic: Traffic) -> bool:
+            silent_s = now_s - self.began_at_s if traffic.silent_s is None else traffic.silent_s
+            return traffic.received_bytes < traffic.to_receive_bytes and silent_s >= least_s
+
+        missing = {member: t.missing_part_bytes > 0 for member, t in self.traffic().items() if stopped(t)}
+        return Gaps(
+            (*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
+            tuple(member for member, lacks_part in missing.items() if not lacks_part),
+            self.refused,
         )
 
     def learn_pauses(self) -> None:

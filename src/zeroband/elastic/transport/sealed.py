@@ -1,4 +1,4 @@
-"""A connection to another node as a stream of sealed records, with as much of a socket as HTTP needs; and how to call.
+"""A connection to another node as a stream of sealed records, with as much of a socket as its clients need; the call.
 
 A record is the length of what follows (4 bytes, big-endian) and at most RECORD_BYTES sealed with AES-256-GCM. Its
 nonce is its number, its length is sealed along, and each direction has a key of its own: what was changed, repeated,
@@ -30,20 +30,26 @@ RECORD_BYTES = 1 << 16
 
 Bytes = bytes | bytearray | memoryview
 
-_LENGTH_BYTES, _TAG_BYTES, _NONCE_BYTES = 4, 16, 12
+LENGTH_BYTES = 4
+"""Bytes of a record's length, which it begins with."""
+
+_TAG_BYTES, _NONCE_BYTES = 16, 12
 
 
 class SealedSocket:
     """A connected socket whose other end is one too. One thread reads and one writes; `shutdown` is for any.
 
-    What is read raises ConnectionAbortedError where a record does not open or the stream ends without saying so. After
-    an error in one direction nothing more goes that way.
+    A read that is given up (TimeoutError, BlockingIOError) may be repeated. What is read raises ConnectionAbortedError
+    where a record does not open or the stream ends without saying so. After an error in one direction nothing more goes
+    that way.
     """
 
     def __init__(self, connection: socket.socket, seal_key: bytes, open_key: bytes) -> None:
         self._connection = connection
-        self._sealing = _Sealing(seal_key)
-        self._opening = _Sealing(open_key)
+        self._sealing = Sealing(seal_key)
+        self._opening = Sealing(open_key)
+        self._came, self._came_bytes = bytearray(LENGTH_BYTES + RECORD_BYTES + _TAG_BYTES), 0
+        """What was read and belongs to no opened record: its first bytes count."""
         self._opened = memoryview(b"")
         self._is_at_end = False
         self._users = 1
@@ -76,22 +82,30 @@ class SealedSocket:
         self._opened = self._opened[n:]
         return n
 
-    def _receive_record(self) -> bytes:
-        with self._opening.spoilt_by_errors():
-            length = self._receive(_LENGTH_BYTES)
-            sealed_bytes = int.from_bytes(length, "big")
-            if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES + _TAG_BYTES:
-                raise ConnectionAbortedError("what came is no sealed record")
-            return self._opening.opened(length, self._receive(sealed_bytes))
+    def recv(self, size: int) -> bytes:
+        """What has come, at most `size` bytes and at least one; empty at the end."""
+        room = bytearray(size)
+        return bytes(memoryview(room)[: self.recv_into(room)])
 
-    def _receive(self, size: int) -> bytearray:
-        room, done = bytearray(size), 0
-        while done < size:
-            n = self._connection.recv_into(memoryview(room)[done:])
+    def _receive_record(self) -> bytes:
+        self._fill(LENGTH_BYTES)
+        with self._opening.spoilt_by_errors():
+            record_bytes = record_size(self._came)
+        self._fill(record_bytes)
+        with self._opening.spoilt_by_errors(), memoryview(self._came) as came:
+            opened = self._opening.opened(came[:LENGTH_BYTES], came[LENGTH_BYTES:record_bytes])
+        left = self._came[record_bytes : self._came_bytes]
+        self._came[: len(left)], self._came_bytes = left, len(left)
+        return opened
+
+    def _fill(self, size: int) -> None:
+        """Have read this many bytes; more may come along."""
+        while self._came_bytes < size:
+            n = self._connection.recv_into(memoryview(self._came)[self._came_bytes :])
             if n == 0:
-                raise ConnectionAbortedError("the sealed stream was cut")
-            done += n
-        return room
+                with self._opening.spoilt_by_errors():
+                    raise ConnectionAbortedError("the sealed stream was cut")
+            self._came_bytes += n
 
     # -- as of any socket ---------------------------------------------------------------------------------------
 
@@ -135,7 +149,15 @@ class SealedSocket:
 Connection = socket.socket | SealedSocket
 
 
-class _Sealing:
+def record_size(came: Bytes) -> int:
+    """Size in bytes of the record that begins like this. Raises ConnectionAbortedError where none does."""
+    sealed_bytes = int.from_bytes(came[:LENGTH_BYTES], "big")
+    if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES + _TAG_BYTES:
+        raise ConnectionAbortedError("what came is no sealed record")
+    return LENGTH_BYTES + sealed_bytes
+
+
+class Sealing:
     """The key of one direction, and the number of its next record."""
 
     def __init__(self, key: bytes) -> None:
@@ -149,10 +171,12 @@ class _Sealing:
         return self._number.to_bytes(_NONCE_BYTES, "big")
 
     def record(self, data: Bytes) -> bytes:
-        length = (memoryview(data).nbytes + _TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
+        """Seal at most RECORD_BYTES; none are the end of the stream."""
+        length = (memoryview(data).nbytes + _TAG_BYTES).to_bytes(LENGTH_BYTES, "big")
         return length + self._cipher.encrypt(self._nonce(), data, length)
 
     def opened(self, length: Bytes, sealed: Bytes) -> bytes:
+        """Open what follows the length of a record. Raises ConnectionAbortedError."""
         try:
             return self._cipher.decrypt(self._nonce(), sealed, length)
         except InvalidTag as error:

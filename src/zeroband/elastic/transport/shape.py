@@ -35,11 +35,14 @@ def shape_of(
     shares: Sequence[float],
     network: LinkTable | None = None,
     sites: Sequence[int] = (),
+    *,
+    may_be_ring: bool = True,
 ) -> Shape:
     """The shape for these members.
 
     `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
-    `sites`: place of the member that speaks for each one's site; empty: each speaks for itself.
+    `sites`: place of the member that speaks for each one's site; empty: each speaks for itself. `may_be_ring`: whether
+    contributions may be added up on their way to the owner.
     """
     network, sites = network or LinkTable(), tuple(sites) or tuple(range(len(shares)))
     speakers, encoded_bytes = sorted(set(sites)), codec.encoded_size(numel)
@@ -54,7 +57,7 @@ def shape_of(
         bounds=bounds,
         shares=tuple(shares),
         order=network.order or tuple(speakers),
-        is_ring=WORTH_A_RING * ring_s(len(speakers), encoded_bytes, wide) < all_to_all,
+        is_ring=may_be_ring and WORTH_A_RING * ring_s(len(speakers), encoded_bytes, wide) < all_to_all,
         chunk_numel=chunk_numel(longest),
         chain=chain_of(sites),
     )

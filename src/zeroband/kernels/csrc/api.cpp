@@ -1,7 +1,12 @@
-// The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error.
+// The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error, and
+// `zb_problem` says which. Every number is looked at, since what Python is given may come from other members.
 
+#include <exception>
+#include <limits>
 #include <new>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "codec.h"
 #include "engine.h"
@@ -11,11 +16,49 @@ using namespace zeroband;
 
 namespace {
 
+constexpr int INVALID = -2;
+constexpr int MOST_THREADS = 1024;
+constexpr double LONGEST_S = 1e6;
+
+thread_local std::string problem;
+
+// Notes what is wrong. Gives whether anything is.
+bool refuses(const char* why) {
+    if (why != nullptr) problem = why;
+    return why != nullptr;
+}
+
+// Runs what may throw; null where it did.
+template <class Make>
+auto guarded(Make make) -> decltype(make()) {
+    try {
+        return make();
+    } catch (const std::exception& error) {
+        problem = error.what();
+    } catch (...) {
+        problem = "an unknown exception";
+    }
+    return {};
+}
+
 bool is_codec(int codec) { return codec >= 0 && codec < CODEC_COUNT; }
+
+const char* problem_of_values(int codec, int variant, uint64_t n, const void* from, const void* to) {
+    if (!is_codec(codec)) return "there is no such codec";
+    if (variant >= variant_count()) return "there is no such variant";
+    if (n > MOST_NUMEL) return "there are 2^40 values at most";
+    return n > 0 && (from == nullptr || to == nullptr) ? "a buffer is missing" : nullptr;
+}
 
 const Codec& variant_of(int codec, int variant) {
     const auto id = static_cast<CodecId>(codec);
     return variant < 0 ? codec_of(id) : codec_of(id, variant);
+}
+
+bool is_rule(int rule, double trim) { return rule >= PLAIN && rule < RULE_COUNT && trim >= 0 && trim < 0.5; }
+
+Robust robust_of(int rule, double trim, uint32_t iterations) {
+    return {static_cast<RobustRule>(rule), trim, iterations};
 }
 
 }  // namespace
@@ -40,6 +83,11 @@ struct zb_spec {
     const uint8_t* encoded;  // may be null: of all values, in place of `in`
     uint8_t* encoded_out;    // may be null
     double allowed;
+    const float* largest;  // world: |value| that each member announced; may be null
+    int32_t rule;  // a RobustRule
+    uint32_t iterations;
+    double trim;
+    double* measured;  // 2 * world + 1 where the rule is not PLAIN: dots, squares, those of the result
 };
 
 struct zb_gather_spec {
@@ -58,7 +106,7 @@ struct zb_gather_spec {
 };
 
 struct zb_traffic {
-    uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes;
+    uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes, missing_part_bytes;
     double sending_s, silent_s;  // silent: since something arrived last; negative: nothing yet
 };
 
@@ -68,14 +116,48 @@ struct zb_link {
 };
 
 // Whether every frame holds whole blocks of one encoding of all values.
-static bool is_aligned(const zb_spec& spec) {
-    const size_t block = block_of(static_cast<CodecId>(spec.codec));
+static bool is_aligned(const ReduceSpec& spec) {
+    const size_t block = block_of(spec.codec);
     bool is_whole = spec.chunk_numel % block == 0;
-    for (uint32_t shard = 0; shard < spec.world; ++shard) is_whole = is_whole && spec.bounds[shard] % block == 0;
+    for (uint32_t shard = 0; shard < spec.world(); ++shard) is_whole = is_whole && spec.bounds[shard] % block == 0;
     return is_whole;
 }
 
-int zb_abi() { return 13; }
+static const char* problem_of_arrays(const zb_spec& spec) {
+    if (spec.world < 2 || spec.world > MOST_MEMBERS || spec.speakers > spec.world) return "a reduction has 2 to 65536 members";
+    if (!is_codec(spec.codec)) return "there is no such codec";
+    if (spec.lane > UINT16_MAX) return "there are 65536 lanes at most";
+    if (!is_rule(spec.rule, spec.trim)) return "there is no such robust rule";
+    if (spec.rule != PLAIN && (spec.is_ring || spec.measured == nullptr)) return "a robust rule takes all contributions, and room for measures";
+    if (!(spec.bounds && spec.shares && spec.order && spec.links && spec.next)) return "a list is missing";
+    for (uint32_t member = 0; spec.rule != PLAIN && member < spec.world; ++member)
+        if (spec.next[member] != member) return "a robust rule takes no sums of sites";
+    return nullptr;
+}
+
+static const char* problem_of_buffers(const zb_spec& spec, const ReduceSpec& made) {
+    if (made.numel() > 0 && ((spec.in == nullptr && spec.encoded == nullptr) || spec.out == nullptr)) return "a buffer is missing";
+    const bool is_encoded = spec.encoded != nullptr || spec.encoded_out != nullptr;
+    return is_encoded && !is_aligned(made) ? "the frames of an encoding must hold whole blocks" : nullptr;
+}
+
+static const char* problem_of_gather_arrays(const zb_gather_spec& spec) {
+    if (spec.world < 2 || spec.world > MOST_MEMBERS) return "a gathering has 2 to 65536 members";
+    if (spec.lane > UINT16_MAX) return "there are 65536 lanes at most";
+    const bool has_lists = spec.lengths && spec.links && spec.sources && spec.receivers && spec.near;
+    return has_lists ? nullptr : "a list is missing";
+}
+
+static const char* problem_of_gather_buffers(const zb_gather_spec& spec, const GatherSpec& made) {
+    if (made.lengths[made.self] > 0 && spec.in == nullptr) return "a buffer is missing";
+    for (uint32_t sender = 0; sender < made.world(); ++sender)
+        if (made.lengths[sender] > 0 && made.sources[sender] != NOBODY && spec.out == nullptr) return "a buffer is missing";
+    return nullptr;
+}
+
+int zb_abi() { return 14; }
+// What was wrong with the last call of this thread that failed.
+const char* zb_problem() { return problem.c_str(); }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -83,21 +165,51 @@ const char* zb_variant_name(int variant) {
 }
 
 int64_t zb_encoded_size(int codec, uint64_t n) {
-    return is_codec(codec) ? static_cast<int64_t>(encoded_size(static_cast<CodecId>(codec), n)) : -1;
+    return is_codec(codec) && n <= MOST_NUMEL ? static_cast<int64_t>(encoded_size(static_cast<CodecId>(codec), n)) : -1;
 }
+// The index of the first value that is not finite; -1: all are.
 int64_t zb_encode(int codec, int variant, const float* x, uint64_t n, uint8_t* out) {
+    if (refuses(problem_of_values(codec, variant, n, x, out))) return INVALID;
     return variant_of(codec, variant).encode(x, n, out);
 }
-void zb_decode(int codec, int variant, const uint8_t* in, uint64_t n, float* x) {
+int zb_decode(int codec, int variant, const uint8_t* in, uint64_t n, float* x) {
+    if (refuses(problem_of_values(codec, variant, n, in, x))) return INVALID;
     variant_of(codec, variant).decode(in, n, x);
+    return 0;
 }
-void zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight, float* sum) {
+int zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight, float* sum) {
+    if (refuses(problem_of_values(codec, variant, n, in, sum))) return INVALID;
+    if (!(weight >= 0 && weight <= std::numeric_limits<float>::max()) && refuses("a weight must be finite and not negative"))
+        return INVALID;
     variant_of(codec, variant).add(in, n, weight, sum);
+    return 0;
+}
+int zb_largest(int codec, int variant, const uint8_t* in, uint64_t n, float* found) {
+    if (refuses(problem_of_values(codec, variant, n, in, found)) || found == nullptr) return INVALID;
+    *found = variant_of(codec, variant).largest(in, n);
+    return 0;
+}
+
+// What an owner makes of `count` contributions of n values each. `measured`: 2 * count + 1 zeros, then as in zb_spec.
+// Gives 0; another number where it asks for what there is not.
+int zb_combine(int codec, int variant, int rule, double trim, uint32_t iterations, uint32_t count,
+               const uint8_t* const* parts, const float* shares, uint64_t n, float* out, double* measured) {
+    if (!is_codec(codec) || variant >= variant_count() || !is_rule(rule, trim)) return 1;
+    std::vector<Contribution> contributions;
+    for (uint32_t member = 0; member < count; ++member)
+        if (shares[member] > 0) contributions.push_back({member, shares[member], parts[member]});
+    combine(robust_of(rule, trim, iterations), static_cast<CodecId>(codec), variant, std::move(contributions), n, out,
+            {measured, measured + count, measured + 2 * count});
+    return 0;
 }
 
 const char* zb_sealing_problem() { return sealing_problem(); }
 
-Engine* zb_engine_open(int threads, double beat_s) { return new (std::nothrow) Engine(threads < 1 ? 1 : threads, beat_s); }
+Engine* zb_engine_open(int threads, double beat_s) {
+    if (threads > MOST_THREADS && refuses("an engine has 1024 threads at most")) return nullptr;
+    if (!(beat_s > 0 && beat_s <= LONGEST_S) && refuses("a beat comes after more than 0 s and 10^6 s at most")) return nullptr;
+    return guarded([&] { return new Engine(threads < 1 ? 1 : threads, beat_s); });
+}
 // Afterwards every link is down and nothing runs; the engine stays until it is freed, after its operations.
 void zb_engine_close(Engine* engine) { engine->close(); }
 void zb_engine_free(Engine* engine) { delete engine; }
@@ -112,7 +224,9 @@ void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
             state.silent_ms,       state.stalest_ms, state.received_bytes, state.sent_packets,  state.resent_packets};
 }
 
-void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }
+void zb_link_congestion(Engine* engine, uint32_t link, const char* name) {
+    if (name != nullptr) engine->set_congestion(link, name);
+}
 void zb_link_pace(Engine* engine, uint32_t link, uint64_t bytes_per_s) { engine->set_pace(link, bytes_per_s); }
 void zb_link_senders(Engine* engine, uint32_t link, uint32_t senders) { engine->set_senders(link, senders); }
 
@@ -120,62 +234,68 @@ uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }
 void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }
 
 RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
-    if (!is_codec(spec->codec) || spec->world < 2 || spec->self >= spec->world || spec->chunk_numel == 0) return nullptr;
-    if (encoded_size(static_cast<CodecId>(spec->codec), spec->chunk_numel) > LARGEST_PAYLOAD) return nullptr;
-    if ((spec->encoded != nullptr || spec->encoded_out != nullptr) && !is_aligned(*spec)) return nullptr;
-    ReduceSpec made;
-    made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
-    made.codec = static_cast<CodecId>(spec->codec);
-    made.is_ring = spec->is_ring != 0;
-    made.self = spec->self;
-    made.bounds.assign(spec->bounds, spec->bounds + spec->world + 1);
-    made.shares.assign(spec->shares, spec->shares + spec->world);
-    made.order.assign(spec->order, spec->order + spec->speakers);
-    made.next.assign(spec->next, spec->next + spec->world);
-    made.chunk_numel = spec->chunk_numel;
-    made.in = spec->in;
-    made.out = spec->out;
-    made.error = spec->shares[spec->self] > 0 ? spec->error : nullptr;
-    made.encoded = spec->encoded;
-    made.encoded_out = spec->encoded_out;
-    made.allowed = spec->allowed;
-    if (!has_chains(made)) return nullptr;
-    return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
+    if (refuses(problem_of_arrays(*spec))) return nullptr;
+    return guarded([&]() -> RunningPtr* {
+        ReduceSpec made;
+        made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+        made.codec = static_cast<CodecId>(spec->codec);
+        made.is_ring = spec->is_ring != 0;
+        made.self = spec->self;
+        made.bounds.assign(spec->bounds, spec->bounds + spec->world + 1);
+        made.shares.assign(spec->shares, spec->shares + spec->world);
+        made.order.assign(spec->order, spec->order + spec->speakers);
+        made.next.assign(spec->next, spec->next + spec->world);
+        if (spec->largest != nullptr) made.largest.assign(spec->largest, spec->largest + spec->world);
+        made.chunk_numel = spec->chunk_numel;
+        made.in = spec->in;
+        made.out = spec->out;
+        made.encoded = spec->encoded;
+        made.encoded_out = spec->encoded_out;
+        made.allowed = spec->allowed;
+        made.robust = robust_of(spec->rule, spec->trim, spec->iterations);
+        if (spec->rule != PLAIN) made.measured = {spec->measured, spec->measured + spec->world, spec->measured + 2 * spec->world};
+        if (refuses(problem_of(made)) || refuses(problem_of_buffers(*spec, made))) return nullptr;
+        made.error = spec->shares[spec->self] > 0 ? spec->error : nullptr;
+        return new RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
+    });
 }
 
 RunningPtr* zb_gather_start(Engine* engine, const zb_gather_spec* spec) {
-    if (spec->world < 2 || spec->self >= spec->world) return nullptr;
-    if (spec->chunk_bytes == 0 || spec->chunk_bytes > LARGEST_PAYLOAD) return nullptr;
-    GatherSpec made;
-    made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
-    made.self = spec->self;
-    made.lengths.assign(spec->lengths, spec->lengths + spec->world);
-    made.sources.assign(spec->sources, spec->sources + spec->world);
-    made.receivers.assign(spec->receivers, spec->receivers + spec->world);
-    made.near.assign(spec->near, spec->near + spec->world);
-    made.chunk_bytes = spec->chunk_bytes;
-    made.in = spec->in;
-    made.out = spec->out;
-    made.allowed = spec->allowed;
-    if (!has_routes(made)) return nullptr;
-    return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
+    if (refuses(problem_of_gather_arrays(*spec))) return nullptr;
+    return guarded([&]() -> RunningPtr* {
+        GatherSpec made;
+        made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+        made.self = spec->self;
+        made.lengths.assign(spec->lengths, spec->lengths + spec->world);
+        made.sources.assign(spec->sources, spec->sources + spec->world);
+        made.receivers.assign(spec->receivers, spec->receivers + spec->world);
+        made.near.assign(spec->near, spec->near + spec->world);
+        made.chunk_bytes = spec->chunk_bytes;
+        made.in = spec->in;
+        made.out = spec->out;
+        made.allowed = spec->allowed;
+        if (refuses(problem_of(made)) || refuses(problem_of_gather_buffers(*spec, made))) return nullptr;
+        return new RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
+    });
 }
 
 // Waits for at most so long; gives the TransferState.
 int zb_transfer_wait(RunningPtr* running, double seconds) {
-    if (seconds > 0) (*running)->transfer->wait(seconds);
+    if (seconds > 0) (*running)->transfer->wait(seconds < LONGEST_S ? seconds : LONGEST_S);
     return (*running)->transfer->state();
 }
 void zb_transfer_allow(Engine* engine, RunningPtr* running, double share) { engine->allow(*running, share); }
 int zb_transfer_is_held(RunningPtr* running) { return (*running)->transfer->has_sent_what_is_allowed() ? 1 : 0; }
 int64_t zb_transfer_detail(RunningPtr* running) { return (*running)->transfer->detail(); }
 
-void zb_transfer_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
+int zb_transfer_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
+    if (member >= (*running)->link_of.size() && refuses("there is no such member")) return INVALID;
     const Traffic traffic = (*running)->transfer->traffic(member);
     const double sending_s = traffic.last_sent_s - traffic.first_sent_s;
     const double silent_s = traffic.last_received_s > 0 ? monotonic_s() - traffic.last_received_s : -1;
     *out = {traffic.sent_bytes, traffic.to_send_bytes, traffic.received_bytes, traffic.to_receive_bytes,
-            sending_s > 0 ? sending_s : 0, silent_s};
+            traffic.missing_part_bytes, sending_s > 0 ? sending_s : 0, silent_s};
+    return 0;
 }
 
 // Stops it where it still runs. Afterwards its buffers are the caller's again; the handle stays until it is freed.

@@ -78,6 +78,15 @@ struct Fp32Values {
     const uint8_t* values;
 };
 
+float largest_fp32(const uint8_t* in, size_t n) {
+    int32_t top = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const int32_t bits = bits_of(load_scale(in + 4 * i)) & 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+    return float_of(top);
+}
+
 void add_fp32(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_scale(in + 4 * i);
 }
@@ -111,6 +120,17 @@ struct Bf16Values {
     }
     const uint8_t* values;
 };
+
+float largest_bf16(const uint8_t* in, size_t n) {
+    uint16_t top = 0;
+    for (size_t i = 0; i < n; ++i) {
+        uint16_t word;
+        __builtin_memcpy(&word, in + 2 * i, 2);
+        word &= 0x7fff;
+        top = word > top ? word : top;
+    }
+    return float_of(static_cast<int32_t>(static_cast<uint32_t>(top) << 16));
+}
 
 void add_bf16(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_bf16(in + 2 * i);
@@ -175,6 +195,30 @@ struct Fp16Values {
     }
     const uint8_t *scales, *words;
 };
+
+// The larger of two sizes; one that is not a number stays.
+inline float larger(float top, float scale, float level) {
+    const int32_t bits = bits_of(scale * level) & 0x7fffffff;
+    return bits > bits_of(top) ? float_of(bits) : top;
+}
+
+float largest_fp16(const uint8_t* in, size_t n) {
+    const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
+    const uint8_t* words = in + 4 * blocks;
+    float found = 0.0f;
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t stop = n < (block + 1) * FP16_BLOCK ? n : (block + 1) * FP16_BLOCK;
+        uint16_t top = 0;
+        for (size_t i = block * FP16_BLOCK; i < stop; ++i) {
+            uint16_t word;
+            __builtin_memcpy(&word, words + 2 * i, 2);
+            word &= 0x7fff;
+            top = word > top ? word : top;
+        }
+        found = larger(found, load_scale(in + 4 * block), half_value(top));
+    }
+    return found;
+}
 
 void add_fp16(const uint8_t* in, size_t n, float weight, float* sum) {
     const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
@@ -246,6 +290,23 @@ void add_int8(const uint8_t* in, size_t n, float weight, float* sum) {
     }
 }
 
+float largest_int8(const uint8_t* in, size_t n) {
+    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
+    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
+    float found = 0.0f;
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t stop = n < (block + 1) * INT8_BLOCK ? n : (block + 1) * INT8_BLOCK;
+        int8_t least = 0, most = 0;
+        for (size_t i = block * INT8_BLOCK; i < stop; ++i) {
+            least = q[i] < least ? q[i] : least;
+            most = q[i] > most ? q[i] : most;
+        }
+        const int32_t level = -least > most ? -least : most;
+        found = larger(found, load_scale(in + 4 * block), static_cast<float>(level));
+    }
+    return found;
+}
+
 // Of a block of m values, byte j holds value j in its low half and value ceil(m / 2) + j in its high half, each plus 8.
 inline void pack_block(const float* x, size_t m, float inverse, uint8_t* bytes) {
     const size_t half = (m + 1) / 2, pairs = m / 2;
@@ -303,6 +364,32 @@ void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
     }
 }
 
+float largest_int4(const uint8_t* in, size_t n) {
+    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
+    const uint8_t* bytes = in + 4 * blocks;
+    float found = 0.0f;
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t start = block * INT4_BLOCK;
+        const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
+        const size_t half = (size + 1) / 2, pairs = size / 2;
+        const uint8_t* packed = bytes + start / 2;
+        uint8_t least = 8, most = 8;
+        for (size_t j = 0; j < half; ++j) {
+            const uint8_t low = packed[j] & 15;
+            least = low < least ? low : least;
+            most = low > most ? low : most;
+        }
+        for (size_t j = 0; j < pairs; ++j) {
+            const uint8_t high = packed[j] >> 4;
+            least = high < least ? high : least;
+            most = high > most ? high : most;
+        }
+        const int32_t level = 8 - least > most - 8 ? 8 - least : most - 8;
+        found = larger(found, load_scale(in + 4 * block), static_cast<float>(level));
+    }
+    return found;
+}
+
 // -- every codec ---------------------------------------------------------------------------------------------------
 
 // `Values` finds the blocks of an encoding and decodes them.
@@ -328,9 +415,9 @@ void decode_away(const uint8_t* in, size_t n, float* x) {
 }
 
 const Codec CODECS[CODEC_COUNT] = {
-    {encode_fp32, decode<Fp32Values>, decode_away<Fp32Values>, add_fp32},
-    {encode_bf16, decode<Bf16Values>, decode_away<Bf16Values>, add_bf16},
-    {encode_fp16, decode<Fp16Values>, decode_away<Fp16Values>, add_fp16},
-    {encode_int8, decode<Int8Values>, decode_away<Int8Values>, add_int8},
-    {encode_int4, decode<Int4Values>, decode_away<Int4Values>, add_int4},
+    {encode_fp32, decode<Fp32Values>, decode_away<Fp32Values>, add_fp32, largest_fp32},
+    {encode_bf16, decode<Bf16Values>, decode_away<Bf16Values>, add_bf16, largest_bf16},
+    {encode_fp16, decode<Fp16Values>, decode_away<Fp16Values>, add_fp16, largest_fp16},
+    {encode_int8, decode<Int8Values>, decode_away<Int8Values>, add_int8, largest_int8},
+    {encode_int4, decode<Int4Values>, decode_away<Int4Values>, add_int4, largest_int4},
 };

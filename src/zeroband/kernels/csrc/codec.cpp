@@ -37,6 +37,7 @@ namespace {
 inline void store_away(const float* block, size_t n, float* x) { std::memcpy(x, block, n * sizeof(float)); }
 inline void stored_away() {}
 #include "blocks.inl"
+#include "robust.inl"
 }
 }  // namespace generic
 
@@ -55,6 +56,7 @@ inline void store_away(const float* block, size_t n, float* x) {
 }
 inline void stored_away() { _mm_sfence(); }
 #include "blocks.inl"
+#include "robust.inl"
 }
 }  // namespace avx2
 #if defined(__clang__)
@@ -73,6 +75,7 @@ inline void store_away(const float* block, size_t n, float* x) {
 }
 inline void stored_away() { _mm_sfence(); }
 #include "blocks.inl"
+#include "robust.inl"
 }
 }  // namespace avx512
 #if defined(__clang__)
@@ -140,6 +143,15 @@ const Codec& codec_of(CodecId codec, int variant) {
 #endif
     (void)variant;
     return generic::CODECS[codec];
+}
+
+const RobustKernels& robust_kernels_of(int variant) {
+#ifdef ZEROBAND_X86
+    if (variant == 2) return avx512::ROBUST;
+    if (variant == 1) return avx2::ROBUST;
+#endif
+    (void)variant;
+    return generic::ROBUST;
 }
 
 const Codec& codec_of(CodecId codec) { return codec_of(codec, variant_count() - 1); }

@@ -20,6 +20,19 @@ struct Codec {
     void (*decode_away)(const uint8_t* in, size_t n, float* x);
     // sum[i] += weight * decoded[i], the weight multiplied into the scale first.
     void (*add)(const uint8_t* in, size_t n, float weight, float* sum);
+    // The largest |decoded|; infinite or not a number where one is. In a fraction of the time that decoding takes.
+    float (*largest)(const uint8_t* in, size_t n);
+};
+
+// What combinations that bear liars are made of (robust.h); a variant for each instruction set, all equal in bits.
+struct RobustKernels {
+    double (*dot)(const float* a, const float* b, size_t n);
+    double (*squared_distance)(const float* a, const float* b, size_t n);
+    void (*add_scaled)(const float* x, size_t n, float weight, float* sum);
+    void (*add_difference)(const float* x, const float* from, size_t n, float weight, float* sum);
+    // `room`: 64 values for each row.
+    void (*middle)(const float* const* rows, size_t count, size_t trim, const uint32_t (*network)[2], size_t pairs,
+                   size_t n, float* room, float* out);
 };
 
 // Bytes that n values take.
@@ -37,6 +50,8 @@ void put_part(CodecId codec, const uint8_t* part, size_t start, size_t n, uint8_
 int variant_count();
 const char* variant_name(int variant);
 const Codec& codec_of(CodecId codec, int variant);
+
+const RobustKernels& robust_kernels_of(int variant);
 
 // Of the best variant.
 const Codec& codec_of(CodecId codec);

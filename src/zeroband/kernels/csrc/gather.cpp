@@ -5,6 +5,12 @@
 
 namespace zeroband {
 
+namespace {
+
+constexpr size_t MOST_MEMBERS = 1 << 16;
+constexpr uint64_t MOST_BYTES = uint64_t{1} << 42;
+
+// Whether it names members alone, and has this one neither send to itself nor take its own payload from another one.
 bool has_routes(const GatherSpec& spec) {
     const uint32_t world = spec.world();
     for (const uint32_t source : spec.sources)
@@ -13,6 +19,26 @@ bool has_routes(const GatherSpec& spec) {
         if (member != spec.self && spec.sources[member] == spec.self) return false;
     const uint32_t own = spec.sources[spec.self];
     return (own == spec.self || own == NOBODY) && !spec.receivers[spec.self] && !spec.near[spec.self];
+}
+
+}  // namespace
+
+const char* problem_of(const GatherSpec& spec) {
+    const size_t world = spec.lengths.size();
+    if (world < 2 || world > MOST_MEMBERS) return "a gathering has 2 to 65536 members";
+    if (spec.self >= world) return "this node is none of the members";
+    if (spec.sources.size() != world || spec.receivers.size() != world || spec.near.size() != world)
+        return "the route says something of each member";
+    if (spec.chunk_bytes == 0 || spec.chunk_bytes > LARGEST_PAYLOAD) return "a frame holds 1 byte to 16 MiB";
+    uint64_t bytes = 0, chunks = 0;
+    for (const uint64_t length : spec.lengths) {
+        if (length > MOST_BYTES || (bytes += length) > MOST_BYTES) return "payloads have 2^42 bytes at most";
+        chunks += (length + spec.chunk_bytes - 1) / spec.chunk_bytes;
+    }
+    if (chunks > Gather::MOST_CHUNKS) return "the frames are too many";
+    if (!has_routes(spec)) return "the route names no member, or leads back to this node";
+    if (!(spec.allowed >= 0)) return "the share of the frames to be sent must not be negative";
+    return nullptr;
 }
 
 Gather::Gather(GatherSpec spec, std::shared_ptr<PacketPool> pool)
@@ -35,7 +61,7 @@ Gather::Gather(GatherSpec spec, std::shared_ptr<PacketPool> pool)
         for (uint32_t chunk = 0; chunk < chunks_of(sender); ++chunk) {
             if (sender == spec_.self) count_sent(spec_.receivers, sender, chunk);
             if (sender == spec_.self || spec_.sources[sender] == NOBODY) continue;
-            count(spec_.sources[sender], chunk_size(sender, chunk), false);
+            count(spec_.sources[sender], chunk_size(sender, chunk), false, true);
             ++to_write;
             if (spec_.is_relayed(sender)) count_sent(spec_.near, sender, chunk);
         }

@@ -27,8 +27,8 @@ struct GatherSpec {
     bool is_relayed(uint32_t sender) const { return sender != self && sources[sender] == sender && !near[sender]; }
 };
 
-// Whether it names members alone, and has this one neither send to itself nor take its own payload from another one.
-bool has_routes(const GatherSpec& spec);
+// What keeps a gathering from having this shape; null: nothing. Its buffers are not looked at.
+const char* problem_of(const GatherSpec& spec);
 
 class Gather : public Transfer {
   public:

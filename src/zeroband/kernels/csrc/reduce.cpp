@@ -1,7 +1,9 @@
 #include "reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace zeroband {
@@ -27,6 +29,9 @@ uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
 
 }  // namespace
 
+namespace {
+
+// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
 bool has_chains(const ReduceSpec& spec) {
     const uint32_t world = spec.world();
     std::vector<uint32_t> before(world, 0), in_ring(world, 0);
@@ -47,6 +52,52 @@ bool has_chains(const ReduceSpec& spec) {
         if (spec.next_of(at) != at) return false;  // a circle
     }
     return true;
+}
+
+bool are_sizes(const std::vector<float>& values, float most) {
+    return std::all_of(values.begin(), values.end(), [most](float value) { return value >= 0 && value <= most; });
+}
+
+// Whether the scales of an encoding alone tell that no value is larger than this: they are few.
+bool have_small_scales(CodecId codec, const uint8_t* in, uint64_t n, float limit) {
+    if (codec != INT8 && codec != INT4) return false;
+    const float most_level = codec == INT8 ? 128.0f : 8.0f;
+    for (uint64_t start = 0; start < n; start += block_of(codec), in += sizeof(float)) {
+        float scale;
+        std::memcpy(&scale, in, sizeof scale);
+        if (!(std::fabs(scale) * most_level <= limit)) return false;
+    }
+    return true;
+}
+
+// Rounding makes values larger: a bfloat16 by 1/512 at most, a partial sum in a ring once at each member.
+constexpr float SLACK = 2.0f;
+constexpr float LARGEST_FLOAT = std::numeric_limits<float>::max();
+
+}  // namespace
+
+const char* problem_of(const ReduceSpec& spec) {
+    const size_t world = spec.shares.size();
+    const float any = std::numeric_limits<float>::infinity();
+    if (world < 2 || world > MOST_MEMBERS) return "a reduction has 2 to 65536 members";
+    if (spec.self >= world) return "this node is none of the members";
+    if (spec.codec < 0 || spec.codec >= CODEC_COUNT) return "there is no such codec";
+    if (spec.bounds.size() != world + 1 || spec.bounds[0] != 0) return "the bounds of the shards begin with 0";
+    if (!std::is_sorted(spec.bounds.begin(), spec.bounds.end())) return "the bounds of the shards must ascend";
+    if (spec.numel() > MOST_NUMEL) return "a reduction has 2^40 values at most";
+    if (spec.chunk_numel == 0 || spec.chunk_numel > LARGEST_PAYLOAD ||
+        encoded_size(spec.codec, spec.chunk_numel) > LARGEST_PAYLOAD || encoded_size(FP32, spec.chunk_numel) > LARGEST_PAYLOAD)
+        return "a frame holds 1 value to 16 MiB";
+    const uint64_t chunks = spec.numel() / spec.chunk_numel + world;
+    if (chunks > Reduce::MOST_CHUNKS || chunks * (1 + world) > Reduce::MOST_FRAMES) return "the frames are too many";
+    if (!are_sizes(spec.shares, LARGEST_FLOAT)) return "shares must be finite and not negative";
+    if (!spec.largest.empty() && (spec.largest.size() != world || !are_sizes(spec.largest, any)))
+        return "the largest sizes of the members' values must not be negative";
+    if (!spec.next.empty() && spec.next.size() != world) return "each member has one next in its site's chain";
+    if (!has_chains(spec)) return "the chains of the sites, their shards and the ring do not fit together";
+    if (spec.is_ring && spec.order.size() < 2) return "a ring has at least 2 members";
+    if (!(spec.allowed >= 0)) return "the share of the frames to be sent must not be negative";
+    return nullptr;
 }
 
 Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
@@ -83,8 +134,38 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         parts_.assign(chunks_of(spec_.self), std::vector<PacketPtr>(world));
         missing_.assign(chunks_of(spec_.self), contributors);
     }
+    limit_values();
     count_traffic();
     counted(first_chunk_.back(), (1 + world) * first_chunk_.back(), spec_.allowed);
+}
+
+// What the values that come may be, as far as the members announced theirs: a mean is no larger than the largest of them.
+void Reduce::limit_values() {
+    const uint32_t world = spec_.world();
+    part_limits_.assign(world, spec_.largest.empty() ? LARGEST_FLOAT : 0.0f);
+    limit_ = LARGEST_FLOAT;
+    if (spec_.largest.empty()) return;
+    double all = 0, shares = 0;
+    for (uint32_t member = 0; member < world; ++member) {
+        if (spec_.shares[member] == 0) continue;
+        float& part = part_limits_[speaker_of(spec_, member)];
+        part = std::max(part, std::min(SLACK * spec_.largest[member], LARGEST_FLOAT));
+        all = std::max(all, static_cast<double>(spec_.largest[member]));
+        shares += spec_.shares[member];
+    }
+    for (uint32_t member = 0; member < world; ++member) part_limits_[member] = part_limits_[speaker_of(spec_, member)];
+    limit_ = static_cast<float>(std::min(SLACK * all * std::max(1.0, shares), static_cast<double>(LARGEST_FLOAT)));
+}
+
+// Whoever passes a mean on has refused it where it is not, so the one who sent it is the one to blame.
+bool Reduce::is_within_limits(uint32_t peer, const PacketPtr& packet) const {
+    const Frame& frame = packet->frame;
+    const bool is_part = frame.kind == PARTIAL && (peer == behind_ || !spec_.is_ring);
+    if (is_part && spec_.robust.rule != PLAIN) return true;  // the rule bounds it, and drops what is not finite
+    const auto codec = static_cast<CodecId>(frame.codec);
+    const uint64_t n = chunk_size(frame.shard, frame.chunk);
+    const float limit = is_part ? part_limits_[peer] : limit_;
+    return have_small_scales(codec, packet->payload(), n, limit) || codec_of(codec).largest(packet->payload(), n) <= limit;
 }
 
 uint64_t Reduce::chunk_start(uint32_t shard, uint32_t chunk) const {
@@ -115,14 +196,14 @@ uint32_t Reduce::ring_neighbour(uint32_t step) const {
 
 void Reduce::count_traffic() {
     const uint32_t world = spec_.world(), self = spec_.self;
-    const auto add = [&](uint32_t peer, uint32_t shard, bool sends) {
+    const auto add = [&](uint32_t peer, uint32_t shard, bool sends, FrameKind kind = FINAL) {
         for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
-            count(peer, frame_of(FINAL, shard, chunk).payload_bytes, sends);
+            count(peer, frame_of(kind, shard, chunk).payload_bytes, sends, kind == PARTIAL);
     };
     const auto add_chain = [&](uint32_t peer, bool sends) {
         for (uint32_t shard = 0; shard < world; ++shard)
             for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
-                count(peer, chain_frame(shard, chunk).payload_bytes, sends);
+                count(peer, chain_frame(shard, chunk).payload_bytes, sends, true);
     };
     if (behind_ < world) {
         if (share_behind_ > 0) add_chain(behind_, false);
@@ -139,7 +220,7 @@ void Reduce::count_traffic() {
         for (uint32_t shard = 0; shard < world; ++shard) {
             if (shard != self) add(after, shard, true);     // its partial sum
             if (shard != after) add(after, shard, true);    // its mean
-            if (shard != before) add(before, shard, false);
+            if (shard != before) add(before, shard, false, PARTIAL);
             if (shard != self) add(before, shard, false);
         }
         return;
@@ -147,7 +228,7 @@ void Reduce::count_traffic() {
     for (uint32_t peer = 0; peer < world; ++peer) {
         if (peer == self || spec_.next_of(peer) != peer) continue;
         if (site_share_ > 0) add(peer, peer, true);
-        if (site_shares_[peer] > 0) add(peer, self, false);
+        if (site_shares_[peer] > 0) add(peer, self, false, PARTIAL);
         add(peer, self, true);
         add(peer, peer, false);
     }
@@ -318,6 +399,7 @@ uint64_t Reduce::number_of(uint32_t peer, const Frame& frame) const {
 }
 
 void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
+    if (!is_within_limits(peer, packet)) return fail(OUT_OF_RANGE, peer);
     if (packet->frame.kind == FINAL)
         adopt(packet, awakened);
     else if (peer == behind_)
@@ -354,16 +436,44 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
     const uint64_t n = chunk_size(spec_.self, chunk);
     float* sum = scratch<Room::SUM>(n);
     std::memset(sum, 0, n * sizeof(float));
+    std::vector<PacketPtr> all = parts;
     for (uint32_t member = 0; member < spec_.world(); ++member) {
         if (site_shares_[member] == 0) continue;
-        PacketPtr part = parts[member];
-        if (member == spec_.self) {
-            part = own_part(spec_.self, chunk);
-            if (part == nullptr) return;
-        }
-        codec_.add(part->payload(), n, site_shares_[member], sum);
+        if (member == spec_.self && (all[member] = own_part(spec_.self, chunk)) == nullptr) return;
+        if (spec_.robust.rule == PLAIN) codec_.add(all[member]->payload(), n, site_shares_[member], sum);
     }
-    publish(chunk, sum, awakened);
+    if (spec_.robust.rule != PLAIN) combine_robustly(all, n, sum);
+    const int64_t bad = publish(chunk, sum, awakened);
+    if (bad >= 0) blame(parts, n, bad);
+}
+
+// A mean has no encoding: whose part is not finite, or which of its values where all are.
+void Reduce::blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t bad) {
+    float* values = scratch<Room::DECODED>(n);
+    for (uint32_t member = 0; member < spec_.world(); ++member) {
+        if (parts[member] == nullptr) continue;
+        codec_.decode(parts[member]->payload(), n, values);
+        for (uint64_t i = 0; i < n; ++i)
+            if (!std::isfinite(values[i])) return fail(OUT_OF_RANGE, member);
+    }
+    fail(NOT_FINITE, bad);
+}
+
+// The parts of a chunk, by member; what was measured on them is added to what the caller gets.
+void Reduce::combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, float* result) {
+    const uint32_t world = spec_.world();
+    std::vector<Contribution> contributions;
+    for (uint32_t member = 0; member < world; ++member)
+        if (site_shares_[member] > 0) contributions.push_back({member, site_shares_[member], parts[member]->payload()});
+    std::vector<double> seen(2 * world + 1, 0.0);
+    combine(spec_.robust, spec_.codec, -1, std::move(contributions), n, result,
+            {seen.data(), seen.data() + world, seen.data() + 2 * world});
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (uint32_t member = 0; member < world; ++member) {
+        spec_.measured.dots[member] += seen[member];
+        spec_.measured.squares[member] += seen[world + member];
+    }
+    *spec_.measured.result += seen[2 * world];
 }
 
 // Into the buffers of the mean.
@@ -376,14 +486,18 @@ void Reduce::write(const PacketPtr& packet) {
         put_part(spec_.codec, packet->payload(), start, n, spec_.encoded_out, spec_.numel());
 }
 
-// The mean of an own chunk: encoded once, adopted as decoded, sent on.
-void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
+// The mean of an own chunk: encoded once, adopted as decoded, sent on. The index of a value
+// that has no encoding, or -1.
+int64_t Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
     const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
     PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
-    if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
+    const int64_t bad = codec_.encode(mean, n, packet->payload());
+    if (bad >= 0) return static_cast<int64_t>(start) + bad;
     write(packet);
     const float share = spec_.shares[spec_.self];
-    for (uint64_t i = 0; spec_.error != nullptr && i < n; ++i) {  // all-to-all: beside that of the own part
+    // A robust combination would take what this adds to one member's contribution for a lie.
+    const bool notes_error = spec_.error != nullptr && spec_.robust.rule == PLAIN;
+    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: beside that of the own part
         const float taken = (mean[i] - spec_.out[start + i]) / share;
         spec_.error[start + i] = spec_.is_ring ? taken : spec_.error[start + i] + taken;
     }
@@ -397,6 +511,7 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     }
     send_back(packet, awakened);
     settle(0, 1);
+    return -1;
 }
 
 // Ring: a partial sum, to be added to and sent on; at its owner it becomes the mean.
@@ -414,7 +529,11 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     float* sum = scratch<Room::SUM>(n);
     codec_.decode(packet->payload(), n, sum);
     add_site(frame.shard, frame.chunk, sum);
-    if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
+    if (frame.shard == spec_.self) {
+        const int64_t bad = publish(frame.chunk, sum, awakened);
+        if (bad >= 0) fail(NOT_FINITE, bad);
+        return;
+    }
     if (site_share_ > 0) {
         if (!encode(sum, packet, n, static_cast<int64_t>(start))) return;
         note_error(sum, packet, n, start, spec_.shares[spec_.self]);

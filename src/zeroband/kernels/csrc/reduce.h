@@ -10,9 +10,13 @@
 #pragma once
 
 #include "codec.h"
+#include "robust.h"
 #include "transfer.h"
 
 namespace zeroband {
+
+constexpr uint32_t MOST_MEMBERS = 1 << 16;
+constexpr uint64_t MOST_NUMEL = uint64_t{1} << 40;
 
 struct ReduceSpec {
     Operation operation;
@@ -29,15 +33,18 @@ struct ReduceSpec {
     float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
     const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
     uint8_t* encoded_out = nullptr;    // gets the mean as it travels
+    std::vector<float> largest;      // |value| that each member announced; empty: not known
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
+    Robust robust;       // all-to-all without sites: how the owner of a shard combines what came
+    Measured measured{};  // where not PLAIN: on the values of the own shard, from zeros
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
     uint64_t numel() const { return bounds.back(); }
     uint32_t next_of(uint32_t member) const { return next.empty() ? member : next[member]; }
 };
 
-// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
-bool has_chains(const ReduceSpec& spec);
+// What keeps a reduction from having this shape; null: nothing. Its buffers are not looked at.
+const char* problem_of(const ReduceSpec& spec);
 
 class Reduce : public Transfer {
   public:
@@ -59,6 +66,8 @@ class Reduce : public Transfer {
     Frame frame_of(FrameKind kind, uint32_t shard, uint32_t chunk) const;
     uint32_t ring_neighbour(uint32_t step) const;
     void count_traffic();
+    void limit_values();
+    bool is_within_limits(uint32_t peer, const PacketPtr& packet) const;
 
     // The site's chain.
     bool is_speaker() const { return spec_.next_of(spec_.self) == spec_.self; }
@@ -82,8 +91,10 @@ class Reduce : public Transfer {
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
+    void combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, float* result);
     void write(const PacketPtr& packet);
-    void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
+    void blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t bad);
+    int64_t publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);
     void note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share);
 
@@ -93,6 +104,8 @@ class Reduce : public Transfer {
     std::vector<float> site_shares_;             // of each site in the mean, by its speaker; 0 for everybody else
     float site_share_ = 0;                       // of this member's site
     float share_behind_ = 0;                     // of those who stand behind this member in its chain, together
+    std::vector<float> part_limits_;             // |value| of the part of each site, by all of its members
+    float limit_ = 0;                            // |value| of a mean, and of a partial sum
     uint32_t behind_;                            // who stands behind it; none: `world`
     std::vector<uint32_t> next_partial_;         // by shard: of those that start here
     std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that nobody was sent yet

@@ -13,7 +13,8 @@ double monotonic_s() {
 Transfer::Transfer(const Operation& operation, uint32_t self, uint32_t world, std::shared_ptr<PacketPool> pool)
     : pool_(std::move(pool)), operation_(operation), self_(self), outgoing_(world), traffic_(world) {}
 
-void Transfer::count(uint32_t peer, uint64_t payload_bytes, bool sends) {
+void Transfer::count(uint32_t peer, uint64_t payload_bytes, bool sends, bool is_part) {
+    if (is_part && !sends) traffic_[peer].missing_part_bytes += payload_bytes;
     (sends ? traffic_[peer].to_send_bytes : traffic_[peer].to_receive_bytes) += payload_bytes;
     to_send_ += sends;
 }
@@ -27,6 +28,7 @@ void Transfer::counted(uint64_t to_write, uint64_t to_see, double allowed) {
 
 void Transfer::allow(double share) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!(share >= 0)) return;  // no number
     allowed_ = share >= 1 ? all_frames_ : static_cast<uint64_t>(share * static_cast<double>(all_frames_));
 }
 
@@ -70,6 +72,7 @@ void Transfer::receive(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& a
             return;
         }
         seen_[number] = true;
+        if (packet->frame.kind != FINAL) traffic_[peer].missing_part_bytes -= packet->frame.payload_bytes;
     }
     take(peer, std::move(packet), awakened);
 }

@@ -14,17 +14,21 @@
 
 namespace zeroband {
 
-enum TransferState : int { RUNNING = 0, DONE = 1, ABORTED = 2, NOT_FINITE = 3, FOREIGN_FRAME = 4, PEER_LOST = 5 };
+enum TransferState : int { RUNNING = 0, DONE = 1, ABORTED = 2, NOT_FINITE = 3, FOREIGN_FRAME = 4, PEER_LOST = 5, OUT_OF_RANGE = 6 };
 
 // What moved between this node and one other.
 struct Traffic {
     uint64_t sent_bytes = 0, to_send_bytes = 0;
     uint64_t received_bytes = 0, to_receive_bytes = 0;
+    uint64_t missing_part_bytes = 0;  // of what is to be received: contributions, for which it waits for nobody
     double first_sent_s = 0, last_sent_s = 0, last_received_s = 0;  // monotonic clock; 0: never
 };
 
 class Transfer {
   public:
+    // Of one operation: its chunks, and the frames that may come; the tables of both have to fit into memory.
+    static constexpr uint64_t MOST_CHUNKS = uint64_t{1} << 31, MOST_FRAMES = uint64_t{1} << 34;
+
     virtual ~Transfer() = default;
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
@@ -58,7 +62,7 @@ class Transfer {
     bool wait(double seconds);
 
     TransferState state() const { return static_cast<TransferState>(state_.load()); }
-    // NOT_FINITE: index of the value; FOREIGN_FRAME and PEER_LOST: the member.
+    // NOT_FINITE: index of the value; FOREIGN_FRAME, PEER_LOST and OUT_OF_RANGE: the member.
     int64_t detail() const { return detail_.load(); }
     Traffic traffic(uint32_t peer) const;
 
@@ -74,7 +78,7 @@ class Transfer {
     Transfer(const Operation& operation, uint32_t self, uint32_t world, std::shared_ptr<PacketPool> pool);
 
     // For the constructors: frames that are exchanged with a member, and then what there is of them in all.
-    void count(uint32_t peer, uint64_t payload_bytes, bool sends);
+    void count(uint32_t peer, uint64_t payload_bytes, bool sends, bool is_part = false);
     void counted(uint64_t to_write, uint64_t to_see, double allowed);
 
     // With the lock held: takes the next frame of its own for a member, that nobody has made yet; false: there is none.

@@ -88,10 +88,13 @@ def combined_bytes(codec: SparseCodec, sources: int, *, divisor: Divisor = "none
     return HEADER.size + sum(combined_size(*shape, sources, **flags) for shape in shapes)
 
 
-def check_combined(codec: SparseCodec, data: Tensor) -> Combined:
-    """Accept bytes from elsewhere as a combined payload. Raises MalformedPayload; reads no byte that is not there."""
+def check_combined(codec: SparseCodec, data: Tensor, *, most_sources: int = MOST_SOURCES) -> Combined:
+    """Accept bytes from elsewhere as a combined payload. Raises MalformedPayload; reads no byte that is not there.
+
+    `most_sources`: payloads that there are to combine, at most.
+    """
     kind, sources = codec.check_header(data, (_VALUES, _SIGNS, _SIGNS_AND_SENDERS), None)
-    if sources > MOST_SOURCES or (kind != _VALUES and codec.rule.values != "sign"):
+    if sources > min(most_sources, MOST_SOURCES) or (kind != _VALUES and codec.rule.values != "sign"):
         raise MalformedPayload(f"combined payload: kind {kind} of {sources} nodes with values as {codec.rule.values}")
     at, unions = HEADER.size, list[Union]()
     for section in codec.sections:

@@ -8,7 +8,7 @@ nodes get the same bits from the same payloads in the same order, whatever their
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +21,7 @@ from zeroband.config.outer import Uneven, ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
 from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
+from zeroband.kernels.robust import Measured
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
 from zeroband.outer.compression.chunk_records import Chosen, RecordFormat
@@ -33,6 +34,8 @@ KIND_OWN = 0
 """Kind of a node's own payload; `combine` has kinds of its own."""
 
 _NORM_BITS = 20
+
+_TOO_FEW_FOR_A_MEDIAN = 2
 
 BLOCK_NUMEL = 1 << 22
 """Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
@@ -224,20 +227,32 @@ class SparseCodec:
         weights: Sequence[float] | None = None,
         parts: Sequence[float] | None = None,
         divisor: Divisor = "none",
+        clips: bool = False,
+        measured: Measured | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         """Write the weighted sum of payloads, or their mean over the senders of each value, into a flat buffer.
 
         `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1. `parts`: what
-        each counts in the divisor, where it is not its weight.
+        each counts in the divisor, where it is not its weight. `clips`: what a payload says of a chunk counts as at
+        most as long as the median payload says of it; from 3 payloads on. `measured`: what was seen of each is added to
+        it.
         Ranks of a node write their shares of the chunks. Raises MalformedPayload where a sum is not finite.
         """
         with self._beside_training():
             for section in self.sections:
                 for first, stop in section.blocks(rank, world_size):
-                    total, weight = self.sums_of(section, first, stop, payloads, weights, parts, device=self._device)
+                    each: Iterable[Chosen] = self._each(section, first, stop, payloads, self._device)
+                    held, scales = (), None
+                    if clips:
+                        each = held = list(each)
+                        scales = clip_scales([one.values for one in held])
+                    room = self._room(section, stop - first, payloads, self._device)
+                    total, weight = _summed(room, each, weights or [1.0] * len(payloads), parts, scales)
                     coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
+                    if measured is not None:
+                        _measure(held, coefficients, measured)
                     self.write(section, first, stop, coefficients, out)
 
     def write(self, section: PayloadSection, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
@@ -272,15 +287,26 @@ class SparseCodec:
 
         Shapes: both (stop - first, numel) float32. `device`: where they are made; None: where the payloads lie.
         """
+        each = self._each(section, first, stop, payloads, device)
+        room = self._room(section, stop - first, payloads, device)
+        return _summed(room, each, weights or [1.0] * len(payloads), parts, None)
+
+    @staticmethod
+    def _each(
+        section: PayloadSection, first: int, stop: int, payloads: Sequence[Payload], device: torch.device | None
+    ) -> Iterator[Chosen]:
+        """What each payload says of a range of chunks, decoded when it is asked for."""
+        for payload in payloads:
+            data = payload.data[section.bytes_of(first, stop)]
+            yield section.record.decode(data.to(device or data.device), stop - first)
+
+    @staticmethod
+    def _room(
+        section: PayloadSection, chunks: int, payloads: Sequence[Payload], device: torch.device | None
+    ) -> tuple[Tensor, Tensor]:
+        """Zeros for sums of values and of weights, (chunks, numel) each, where payloads lie or on `device`."""
         device = device or (payloads[0].data.device if payloads else None)
-        total, weight = torch.zeros(2, stop - first, section.group.numel, device=device).unbind()
-        shares = weights or [1.0] * len(payloads)
-        for payload, share, part in zip(payloads, shares, parts or shares, strict=True):
-            chosen = section.record.decode(payload.data[section.bytes_of(first, stop)].to(device), stop - first)
-            places, values = chosen.indices.long(), chosen.values
-            # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
-            total.scatter_(1, places, total.gather(1, places) + values * share)
-            weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * part)
+        total, weight = torch.zeros(2, chunks, section.group.numel, device=device).unbind()
         return total, weight
 
     def header(self, kind: int, sources: int, body_bytes: int) -> Tensor:
@@ -309,6 +335,58 @@ class SparseCodec:
         if sources < 1 or (kind == KIND_OWN and sources != 1):
             raise MalformedPayload(f"payload: of {sources} nodes")
         return kind, sources
+
+
+def _summed(
+    room: tuple[Tensor, Tensor],
+    payloads: Iterable[Chosen],
+    weights: Sequence[float],
+    parts: Sequence[float] | None,
+    scales: Sequence[Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Add payloads up in `room`, as `sums_of` says. `scales`: what their values of a chunk count; None: 1."""
+    total, weight = room
+    each = zip(payloads, weights, parts or weights, scales or [None] * len(weights), strict=True)
+    for chosen, share, part, scale in each:
+        places, values = chosen.indices.long(), chosen.values
+        scaled = values if scale is None else values * scale
+        # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
+        total.scatter_(1, places, total.gather(1, places) + scaled * share)
+        weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * part)
+    return total, weight
+
+
+def clip_scales(values: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """What each payload's values of a chunk count, so that none is longer than the median one; None: as they are.
+
+    Shapes: values (chunks, k) of each payload; gives (chunks, 1) float32 of each. The same bits on every device.
+    """
+    if len(values) <= _TOO_FEW_FOR_A_MEDIAN:
+        return None
+    norms = torch.stack([_norms_by_chunk(of_one) for of_one in values])  # (payloads, chunks)
+    most = norms.sort(dim=0).values[(len(values) - 1) // 2]
+    scales = torch.where(norms > most, most / norms, 1.0).float()
+    return [scale[:, None] for scale in scales]
+
+
+def _norms_by_chunk(values: Tensor) -> Tensor:
+    """(chunks,) float64 of (chunks, k): whole numbers are summed up, as in `norm_of`, with a unit for each chunk."""
+    largest = values.abs().amax(dim=1, keepdim=True).double()
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - _NORM_BITS)
+    whole = (values.double() / unit).round().to(torch.int64).square().sum(dim=1)
+    return unit[:, 0] * whole.double().sqrt()
+
+
+def _measure(payloads: Sequence[Chosen], result: Tensor, measured: Measured) -> None:
+    """Add what is seen of payloads' values and of their result, (chunks, numel)."""
+    count, exact = len(payloads), result.double()
+    seen = torch.zeros(2 * count + 1, dtype=torch.float64)
+    for number, chosen in enumerate(payloads):
+        values = chosen.values.double()
+        seen[number] = (values * exact.gather(1, chosen.indices.long())).sum()
+        seen[count + number] = values.square().sum()
+    seen[-1] = exact.square().sum()
+    measured.values.add_(seen)
 
 
 def mean_over_senders(total: Tensor, weight: Tensor) -> Tensor:

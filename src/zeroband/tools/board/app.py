@@ -10,6 +10,7 @@ import math
 import mimetypes
 import re
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -27,13 +28,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zeroband.observe.history import Axis
 from zeroband.observe.log import get_logger
+from zeroband.tools.board.connections import STREAM_PATH
 from zeroband.tools.board.document import Answer
 from zeroband.tools.board.orders import OrderDesk, OrderRefused
 from zeroband.tools.board.state import RunWatch
 
 STATIC = Path(__file__).parent / "static"
-STREAMS = 16
-"""Most pages that are told of changes at a time."""
+STREAMS, STREAMS_OF_ADDRESS = 16, 8
+"""Most pages that are told of changes at a time, in all and of one address."""
 HEARTBEAT_S = 15.0
 _LONGEST_ORDER_BYTES = 4096
 _MOST_POINTS = 2000
@@ -129,7 +131,7 @@ def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", stat
         Route("/healthz", page.healthz),
         Route("/api/state", page.state),
         Route("/api/series", page.series),
-        Route("/api/stream", page.stream),
+        Route(STREAM_PATH, page.stream),
         Route("/api/orders", page.order, methods=["POST"]),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={Exception: _failed}), is_ours=names_of(host))
@@ -147,13 +149,24 @@ def _static_files(static: Path) -> dict[str, Path]:
     return files
 
 
+class _Stream:
+    """One page that is told of changes."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.news, self.is_over = address, asyncio.Event(), False
+
+    def end(self) -> None:
+        self.is_over = True
+        self.news.set()
+
+
 class _Page:
     def __init__(self, watch: RunWatch, desk: OrderDesk, files: Mapping[str, Path]) -> None:
         self._watch = watch
         self._desk = desk
         self._files = files
         self._kept: dict[str, tuple[int, Answer]] = {}
-        self._streams = 0
+        self._streams: list[_Stream] = []
 
     async def index(self, request: Request) -> Response:
         return await self._send_file(request, "index.html")
@@ -196,23 +209,29 @@ class _Page:
         return _answer(request, await run_in_threadpool(self._watch.series, by, int(points)), "application/json")
 
     async def stream(self, request: Request) -> Response:
-        if self._streams >= STREAMS:
-            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{STREAMS} pages are open already; close one")
+        address = "" if request.client is None else request.client.host
+        living = [stream for stream in self._streams if not stream.is_over]
+        of_address = Counter(stream.address for stream in living)
+        if of_address[address] >= STREAMS_OF_ADDRESS:
+            refusal = f"{STREAMS_OF_ADDRESS} pages of {address} are open already; close one"
+            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
+        if len(living) >= STREAMS:  # the first one of the address that has the most makes room
+            max(living, key=lambda stream: of_address[stream.address]).end()
         headers = {"x-accel-buffering": "no"}
-        return StreamingResponse(self._changes(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._changes(_Stream(address)), media_type="text/event-stream", headers=headers)
 
-    async def _changes(self) -> AsyncIterator[bytes]:
+    async def _changes(self, stream: _Stream) -> AsyncIterator[bytes]:
         """An event for each new document, and a comment where there was none for long."""
-        loop, news, told = asyncio.get_running_loop(), asyncio.Event(), -1
+        loop, news, told = asyncio.get_running_loop(), stream.news, -1
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the server ends
                 loop.call_soon_threadsafe(news.set)
 
-        self._streams += 1
+        self._streams.append(stream)
         try:
             with self._watch.telling(tell):
-                while True:
+                while not stream.is_over:
                     news.clear()
                     if self._watch.edition != told:
                         told = self._watch.edition
@@ -223,7 +242,7 @@ class _Page:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(news.wait(), HEARTBEAT_S)
         finally:
-            self._streams -= 1
+            self._streams.remove(stream)
 
     async def order(self, request: Request) -> Response:
         """An order to the run, from a page of this server only."""

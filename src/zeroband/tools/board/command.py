@@ -91,6 +91,7 @@ def serve(arguments: argparse.Namespace) -> None:
     require_installed()
     app_module: Any = import_module("zeroband.tools.board.app")  # starlette
     uvicorn: Any = import_module("uvicorn")
+    connections: Any = import_module("zeroband.tools.board.connections")
     host: str = arguments.host
     listener = listen(host, arguments.port) if arguments.fd is None else socket.socket(fileno=arguments.fd)
     port: int = listener.getsockname()[1]
@@ -109,8 +110,8 @@ def serve(arguments: argparse.Namespace) -> None:
     if not app_module.is_loopback(host):
         print(f"zeroband: {exposure(takes_orders=desk.is_open)}", file=sys.stderr, flush=True)
     config = uvicorn.Config(
-        app, log_level="critical", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
-        timeout_graceful_shutdown=1, timeout_keep_alive=30,
+        app, log_level="critical", access_log=False, server_header=False, lifespan="off", ws="none",
+        http=connections.Connections, timeout_graceful_shutdown=1, timeout_keep_alive=round(connections.SILENT_S),
         forwarded_allow_ips="127.0.0.1,::1",  # a proxy of this machine says who asks it, nobody else
     )  # fmt: skip
     os.nice(_NICE)

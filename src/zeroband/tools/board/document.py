@@ -391,6 +391,7 @@ def _node(known: RunHistory, node: NodeView, span: Span | None, at_s: float | No
     is_at_work = standing in _AT_WORK
     return {
         "id": node.node_id,
+        "key": node.key,
         "state": standing,
         "why": "" if span is None else span.why,
         "join": None if join is None else _join(join),

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import zeroband
-from zeroband.config.store_url import NODES
+from zeroband.config.store_url import NODE_PORT, NODES
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processors import usable_processors
 from zeroband.node.shm import NodeFolder
@@ -83,7 +83,7 @@ class LocalCluster:
         self.arguments = tuple(arguments)
         self._founders = nodes
         self._store_ports: dict[str, int] = {}
-        """Where the nodes' own stores listen, by node."""
+        """Where the nodes that hold stores listen, by node."""
         self._script = script
         self._env = {**os.environ, **(env or {})}
         self._gpus = visible_gpus(self._env)
@@ -159,7 +159,9 @@ class LocalCluster:
         if self.store_url == NODES:
             founders = [f"node{number}" for number in range(min(self._founders, _PEERS))]
             env["ZERO_BAND_STORE__PEERS"] = json.dumps([self.store_place(founder) for founder in founders])
-            env["ZERO_BAND_STORE__PORT"] = self.store_place(node_id).rpartition(":")[2]
+            if self._founders == 1 and node_id == founders[0]:
+                env["ZERO_BAND_FOUND"] = "true"
+            env["ZERO_BAND_NODE__PORT"] = self.store_place(node_id).rpartition(":")[2]
         if self.network is not None:
             env["ZERO_BAND_NODE__ADVERTISE_HOST"] = self.network.address(node_id)
         first_rank = sum(node.spec.ranks for other, node in self.nodes.items() if other != node_id)
@@ -168,9 +170,9 @@ class LocalCluster:
         return env
 
     def store_place(self, node_id: str) -> str:
-        """Host and port of the store that a node holds itself, with `store_url` = "nodes"."""
+        """Host and port under which others reach the store that a node holds, with `store_url` = "nodes"."""
         if self.network is not None:
-            return f"{self.network.address(node_id)}:6379"
+            return f"{self.network.address(node_id)}:{NODE_PORT}"
         if node_id not in self._store_ports:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))

@@ -10,9 +10,12 @@ from contextlib import ExitStack, closing
 from zeroband.checks.finding import Finding
 from zeroband.config import RunConfig
 from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.connection import rehearsal_of
+from zeroband.elastic.store.local_server import find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
@@ -35,11 +38,13 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
         try:
             host = config.node.advertise_host or address_towards(url)
             findings = [look_at_address(host, config)]
-            run_id, waits_s = f"{config.run.id}.doctor", _STORE_PATIENCE_S
+            run_id, waits_s, port = rehearsal_of(config.run.id), _STORE_PATIENCE_S, None
             if config.store.are_of_nodes:
                 waits_s = wait_s
                 if config.node.dialable:
+                    findings += look_at_server()
                     own = OwnStore(config, host, Departure(0.0))
+                    port = own.port
                     stack.push(own.close)
                     stack.callback(own.outlast_others, run_id, lambda view: True)
             if config.store.are_several:
@@ -52,13 +57,20 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
             stack.callback(store.close)
             findings.insert(0, _time_store(store, waits_s))
             if nodes > 1 and native.problem() is None:
-                findings += _look_at_pairs(config, store, host, nodes, wait_s)
+                findings += _look_at_pairs(config, store, listen_address_of(config, host, key, port), nodes, wait_s)
             elif nodes > 1:
                 seen = "links are measured with the native library, which is missing"
                 findings.append(Finding("nodes", "not met", seen))
             return findings
         except (StoreLost, ConfigError, OSError) as error:
             return [Finding("store and network", "failed", str(error), stops="start")]
+
+
+def look_at_server() -> Iterator[Finding]:
+    """Whether the server that this node would run has a known hole. Raises ConfigError where there is none."""
+    if old := outdated(find_redis_server()):
+        what, _, advice = old.partition("; ")
+        yield Finding("this node's store", what, advice)
 
 
 def _look_at_stores(config: RunConfig, url: str, key: RunKey) -> Finding:
@@ -82,9 +94,10 @@ def _time_store(store: RedisStore, waits_s: float) -> Finding:
     return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
 
 
-def _look_at_pairs(config: RunConfig, store: RedisStore, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
-    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
-    listen = listen_address_of(config, host, key)
+def _look_at_pairs(
+    config: RunConfig, store: RedisStore, listen: ListenAddress, nodes: int, wait_s: float
+) -> Iterable[Finding]:
+    key = RunKey(bytes.fromhex(listen.run_key))
     with (
         Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting,
         folder_check(config, store, meeting.member_id) as folder,

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -106,6 +107,7 @@ class Meeting:
             detect_s=LEASE_S,
             on_gone=lambda member: None,
             listens=listen.is_open,
+            door=Path(listen.door) if listen.door else None,
         )
         self._is_first = True
         self._is_behind, self._lines = not listen.is_open, ()

@@ -155,9 +155,21 @@ def _transfer_stalled(node_id: str, fields: Mapping[str, Any]) -> _Told:
     return (node_id, fields["round"]), f"{text}, in outer step {fields['round']}"
 
 
+def _blamed(_node_id: str, fields: Mapping[str, Any]) -> _Told:
+    who, how = names(fields["member_ids"]), fields["consequence"]
+    text = {"named": f"{who} kept it from its end", "apart": f"{who} contradict each other and take turns"}
+    said = text.get(how, f"{who} is put out")
+    return (fields["round"], who, how), f"outer step {fields['round']}: {said}: {fields['reason']}"
+
+
 def _left_out(node_id: str, fields: Mapping[str, Any]) -> _Told:
     who = names([fields["member_id"]]) if "member_id" in fields else node_id
     return (who, fields["round"]), f"outer step {fields['round']} leaves out what {who} learned: {fields['reason']}"
+
+
+def _impostor(_node_id: str, fields: Mapping[str, Any]) -> _Told:
+    who = names([fields["member_id"]])
+    return (who, fields["where"]), f"another node posed as {who} ({fields['where']}), without effect"
 
 
 def _paused(_node_id: str, fields: Mapping[str, Any]) -> _Told:
@@ -215,8 +227,10 @@ _WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], _Told]] = {
     "run_failed": _run_failed,
     "round_retried": _round_retried,
     "transfer_stalled": _transfer_stalled,
+    "blamed": _blamed,
     "update_refused": _left_out,
     "payload_refused": _left_out,
+    "impostor": _impostor,
     "paused": _paused,
     "resumed": _resumed,
     "drained": _drained,

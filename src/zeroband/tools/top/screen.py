@@ -36,7 +36,7 @@ _COUNTED_FROM = 8
 _CALM = ("training", "finished")
 _DIGEST_CHARS = 8
 _WIDE = 100
-"""Columns from which nodes with long names show their digests, too."""
+"""Columns from which nodes show their keys, and those with long names their digests, too."""
 _ID_CHARS = 16
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SPINS_PER_S = 4
@@ -231,9 +231,9 @@ def _nodes(scene: Scene, lines: int, width: int) -> RenderableType:
     rows = [_node_cells(node, scene) for node in nodes if node.node_id not in doing]
     id_width = min(_ID_CHARS, max((len(node.node_id) for node in nodes), default=0))
     state_width = max((cell_len(_state(node, scene)) + 2 * (node.node_id in scene.down) for node in nodes), default=0)
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    if width < _WIDE and id_width > _DIGEST_CHARS:
-        widths.pop()
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
+    if width < _WIDE:  # no keys there, and no digests next to long names
+        widths = widths[: 3 if id_width > _DIGEST_CHARS else 4]
     lined: list[RenderableType] = []
     for node in nodes:
         line = _grid([id_width, state_width], 2)
@@ -300,6 +300,7 @@ def _node_cells(node: NodeView, scene: Scene) -> list[Text]:
         Text("" if node.loss is None else f"loss {node.loss:.2f}"),
         Text(f"{human_count(node.tokens_per_s or 0.0)} tok/s" if is_fast else ""),
         Text((node.digest or "")[:_DIGEST_CHARS], style="magenta"),
+        Text(node.key or "", style="dim"),
     ]
 
 

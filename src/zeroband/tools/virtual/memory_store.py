@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Evidence,
     Generation,
     LinkRates,
     Opening,
@@ -68,6 +69,8 @@ class MemoryRecord:
     ready: dict[int, dict[str, Said[Ready]]] = field(default_factory=lambda: defaultdict(dict))
     """By round and member."""
     votes: dict[Opening, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
+    """By opening and member."""
+    evidence: dict[Opening, dict[str, Evidence]] = field(default_factory=lambda: defaultdict(dict))
     """By opening and member."""
     failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
     generation: Generation | None = None
@@ -321,7 +324,7 @@ class MemoryStore(Store):
             committed, opening = self._committed(), self._opening()
             votes = self._read_all({} if opening is None else record.votes[opening])
             ready = self._read_all(record.ready[round])
-            return View(
+            view = View(
                 opening=opening,
                 committed=committed,
                 alive=self._alive(),
@@ -335,6 +338,7 @@ class MemoryStore(Store):
                 restart_point=self._restart_point(),
                 generation=record.generation,
             )
+            return view.counted()
 
     def await_change(
         self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
@@ -379,6 +383,9 @@ class MemoryStore(Store):
             record.changed.notify_all()
             return True
 
+    def signed(self, opening: Opening, member_id: str) -> Opening:
+        return replace(opening, proposer=member_id)
+
     def propose_opening(
         self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
     ) -> bool:
@@ -396,6 +403,15 @@ class MemoryStore(Store):
             record.openings.append(opening)
             record.changed.notify_all()
             return True
+
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
+        with self.record.changed:
+            self.record.evidence[opening].setdefault(member_id, evidence)
+            self.record.changed.notify_all()
+
+    def evidence(self, opening: Opening) -> Mapping[str, Evidence]:
+        with self.record.changed:
+            return dict(self.record.evidence[opening])
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         with self.record.changed:

@@ -15,25 +15,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench.fuzz_port import FRAME, MAGIC, Call, Target, kinds, opened_by
+from bench.fuzz_port import FRAME, GUARDED, MAGIC, Call, Target, kinds, opened_by
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from tests.held_stores import HeldStore
 from torch import Tensor
 
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress, run_guardian
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
+from zeroband.elastic.transport.store_call import STORE
 from zeroband.errors import HandshakeFailed
 from zeroband.node.shared_flags import SharedFlags
 
@@ -119,7 +122,28 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_there_is_a_kind_of_message_for_each_purpose() -> None:
-    assert all(f"{purpose.value}: speak" in kinds() for purpose in Purpose)
+    assert all(f"{purpose.value}: speak" in kinds(tuple(Purpose)) for purpose in Purpose)
+
+
+@pytest.mark.slow
+def test_member_is_answered_by_a_held_store_after_every_kind_of_message(caplog: pytest.LogCaptureFixture) -> None:
+    chance, said, calls = random.Random(1), Counter[str](), list[Call]()
+    with HeldStore(KEY, RUN) as held:
+        target, before = Target(STORE, ("127.0.0.1", held.port), ("b#1",), KEY, RUN, None), opened_by(os.getpid())
+        known = kinds((Purpose.STORE,))
+        for name in sorted(known) * TIMES:
+            calls.append(Call(target, chance))
+            with suppress(OSError, EOFError, HandshakeFailed):
+                known[name](calls[-1])
+                said[name] += 1
+        assert {name: said[name] for name in known if name.startswith("store: ") and said[name] == 0} == {}
+        with closing(connect(f"node://{held.place}", timeout_s=DEADLINE_S, key=KEY)) as member:
+            assert member.set(f"zeroband:{{{RUN}}}:run", "1") and held.server.is_running
+        for call in calls:
+            call.socket.close()
+        until(lambda: opened_by(os.getpid())[0] <= before[0] + 2, f"{before} and {opened_by(os.getpid())} are open")
+    gc.collect()  # asyncio complains of a task that failed when it is collected
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.parametrize("spoilt", ["", "header", "seal"])
@@ -170,7 +194,7 @@ def test_honest_node_is_answered_after_every_kind_of_message(
             continue
         said[name] += 1
     assert {name: said[name] for name in known if said[name] == 0} == {}
-    for purpose in Purpose:
+    for purpose in GUARDED:
         honest = Call(target, chance)
         assert honest.shake_hands(purpose).seal is not None
         calls.append(honest)

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from zeroband.elastic.guardian import process
-from zeroband.elastic.guardian.link_report import LinkReader, PartnersWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
     Guardian,
@@ -357,7 +357,7 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
         lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
     )
     guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
-    writer = PartnersWriter(Path(guarded.order.shm_dir))
+    writer = NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE)
     near = neighbours(MEMBER, many)
     far = sorted(set(many) - near)
     store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
@@ -385,7 +385,7 @@ def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
     try:
         for number in range(members):
             store.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-        PartnersWriter(Path(guarded.order.shm_dir)).tell(())
+        NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
         _until(lambda: guarded.said().doubted == doubted)
     finally:
         store.close()

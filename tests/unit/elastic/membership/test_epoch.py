@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.epoch import (
     LEAST_GRACE_S,
+    Hearing,
     Patience,
     Rules,
     Wait,
@@ -23,6 +24,8 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    Blame,
+    Evidence,
     LinkRates,
     Opening,
     Peer,
@@ -88,8 +91,10 @@ def boundary(*members: str, **fields: Any) -> View:
     return a_view(**{**usual, **fields})
 
 
-def decide(view: View, round: int = 3, patience: Patience = PATIENT, **rules: Any) -> Opening | Wait:
-    return next_opening(view, round, Rules(**rules), patience)
+def decide(
+    view: View, round: int = 3, patience: Patience = PATIENT, hearing: Hearing | None = None, **rules: Any
+) -> Opening | Wait:
+    return next_opening(view, round, Rules(**rules), patience, hearing=hearing)
 
 
 def members_of(decision: Opening | Wait) -> tuple[str, ...]:
@@ -124,7 +129,7 @@ def test_next_opening_replaces_one_whose_members_all_voted_and_died() -> None:
 
 def test_next_opening_replaces_a_failed_one_with_new_groups_even_for_the_same_members() -> None:
     view = boundary(A, B, opening=an_opening(A, B), failed="a lane broke")
-    assert decide(view) == an_opening(A, B, version=6, epoch=3)
+    assert decide(view) == an_opening(A, B, version=6, epoch=3, retries=1)
 
 
 def test_next_opening_keeps_epoch_and_groups_when_nobody_came_or_went() -> None:
@@ -589,44 +594,86 @@ def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
 # -- results that differ ----------------------------------------------------------------------------------------------
 
 
-def disputed(votes: Mapping[str, str], divergences: int) -> View:
-    current = an_opening(*votes, divergences=divergences)
+def disputed(votes: Mapping[str, str], retries: int) -> View:
+    current = an_opening(*votes, retries=retries)
     return boundary(*votes, opening=current, votes=votes, failed="the members hold different results")
 
 
-def test_round_whose_results_differed_is_tried_again_with_all() -> None:
-    decision = decide(disputed({A: "d", B: "d", C: "odd"}, divergences=0))
-    assert decision == an_opening(A, B, C, version=6, epoch=3, divergences=1)
+def hearing(*silent: str, is_over: bool = False) -> Hearing:
+    """All members but these have testified that they saw nothing."""
+
+    def hear(opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
+        return {m: Evidence() for m in opening.members if m not in silent}, is_over
+
+    return hear
 
 
-def test_round_whose_results_differ_twice_goes_on_without_the_minority() -> None:
-    decision = decide(disputed({A: "odd", B: "d", C: "d"}, divergences=1))
-    assert decision == an_opening(B, C, version=6, epoch=3, divergences=2)
+def test_round_whose_results_differed_is_tried_again_with_all_so_that_parts_tell() -> None:
+    decision = decide(disputed({A: "d", B: "d", C: "odd"}, retries=0))
+    assert decision == an_opening(A, B, C, version=6, epoch=3, retries=1, is_flat=True)
 
 
-def test_of_two_that_differ_twice_the_first_goes_on() -> None:
-    assert members_of(decide(disputed({A: "z", B: "a"}, divergences=1))) == (A,)
+def test_round_that_fails_waits_for_what_its_members_saw() -> None:
+    view = boundary(A, B, C, opening=an_opening(A, B, C), failed="a lane broke")
+    decision = decide(view, hearing=hearing(B))
+    assert isinstance(decision, Wait) and decision.waiting_for == (B,)
+    assert members_of(decide(view, hearing=hearing())) == (A, B, C)
 
 
-def test_of_two_that_differ_twice_the_one_that_stays_goes_on() -> None:
-    """The other one would have nobody left to take the state from, and the run would end."""
-    view = replace(disputed({A: "z", B: "a"}, divergences=1), ready={**ready(A, steps_requested=0), **ready(B)})
-    assert members_of(decide(view)) == (B,)
+def test_who_does_not_testify_is_named_and_put_out_in_the_end() -> None:
+    decisions = [
+        decide(
+            boundary(A, B, C, opening=an_opening(A, B, C, retries=retries), failed="a lane broke"),
+            hearing=hearing(B, is_over=True),
+        )
+        for retries in (0, 1, 2)
+    ]
+    assert [members_of(decision) for decision in decisions] == [(A, B, C), (A, B, C), (A, C)]
+    found = [decision.blames[0] for decision in decisions if isinstance(decision, Opening)]
+    assert [(b.members, b.consequence) for b in found] == [((B,), "named"), ((B,), "named"), ((B,), "out")]
 
 
-def test_dispute_counts_in_its_own_round_only() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, divergences=1), votes={A: "d", B: "odd"})
+def test_two_whose_words_differ_sit_out_in_turn() -> None:
+    apart = Blame((A, B), "why", is_lie=True, consequence="apart", round=2)
+    openings = [
+        decide(
+            boundary(
+                *(A, B, C),
+                opening=an_opening(A, B, C, version=4, round=round - 1, blames=(apart,)),
+                committed=a_verdict(A, B, C, round=round - 1),
+            ),
+            round=round,
+        )
+        for round in (3, 4)
+    ]
+    assert {(members_of(opening), opening.late) for opening in openings if isinstance(opening, Opening)} == {
+        ((B, C), (A,)),
+        ((A, C), (B,)),
+    }
+
+
+def test_who_was_put_out_for_a_lie_does_not_come_back_as_another_member() -> None:
+    out = Blame(("a#0",), "why", is_lie=True, consequence="out", round=2)
+    view = boundary("a#1", B, C, opening=an_opening(B, C, version=4, round=2, blames=(out,)))
+    assert members_of(decide(view)) == (B, C)
+
+
+def test_failure_counts_in_its_own_round_only() -> None:
+    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, retries=1), votes={A: "d", B: "odd"})
     assert decide(view) == an_opening(A, B)
 
 
-def test_round_that_fails_otherwise_keeps_its_count_of_disputes() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, divergences=1), failed="a lane broke")
-    assert decide(view) == an_opening(A, B, version=6, epoch=3, divergences=1)
+def test_round_that_loses_a_member_keeps_its_count() -> None:
+    view = boundary(A, B, opening=an_opening(A, B, C, retries=1), failed="a lane broke")
+    assert decide(view, hearing=hearing()) == an_opening(A, B, version=6, epoch=3, retries=1)
 
 
-def test_votes_that_are_missing_make_no_dispute() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, divergences=1), votes={A: "d"}, failed="a lane broke")
-    assert members_of(decide(view)) == (A, B)
+def test_round_that_fails_again_is_flat_every_second_time() -> None:
+    flat = [
+        decide(boundary(A, B, opening=an_opening(A, B, retries=n, is_flat=was_flat), failed="a lane broke"))
+        for n, was_flat in ((0, False), (1, False), (2, True), (3, False))
+    ]
+    assert [opening.is_flat for opening in flat if isinstance(opening, Opening)] == [False, True, False, True]
 
 
 # -- next_verdict -----------------------------------------------------------------------------------------------------
@@ -744,11 +791,6 @@ def test_share_of_the_next_round_follows_from_what_is_known_of_this_one(
     assert opening.expected_share(A, 0) == 0.0
 
 
-def test_share_of_the_next_round_is_clipped_as_in_this_one() -> None:
-    opening = an_opening(A, B, C, weights=(1, 1, 1), norms=(4.0, 1.0, 1.0), steps_requested=(1, 1, 1))
-    assert [opening.expected_share(m, 1) for m in (A, B)] == pytest.approx([1 / 12, 1 / 3])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -756,7 +798,7 @@ def test_share_of_the_next_round_is_clipped_as_in_this_one() -> None:
         {"version": 6},
         {"weights": (1, 2)},
         {"late": (C,)},
-        {"divergences": 1},
+        {"retries": 1},
         {"steps_requested": (0, 6)},
     ],
     ids=lambda change: next(iter(change)),
@@ -769,7 +811,7 @@ def test_opening_that_differs_in_anything_has_another_id(change: dict[str, Any])
 
 
 def test_records_survive_json() -> None:
-    opening = an_opening(A, B, late=(C,), divergences=1)
+    opening = an_opening(A, B, late=(C,), retries=1)
     verdict = Verdict(opening, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
     word = Ready(3, 10, "s", 4, 6)
     peer = Peer("a", "host", 1, False, (B,))
@@ -784,9 +826,9 @@ def test_equal_records_have_equal_text() -> None:
     assert to_json(from_json(Opening, to_json(opening))) == to_json(opening)
 
 
-def opening_of(weights: Sequence[int], norms: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
+def opening_of(weights: Sequence[int], trust: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
     members = tuple(f"m{i}" for i in range(len(weights)))
-    return Opening(1, 1, 1, members, tuple(weights), norms=tuple(norms), trained=tuple(trained))
+    return Opening(1, 1, 1, members, tuple(weights), trust=tuple(trust), trained=tuple(trained))
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
@@ -816,17 +858,35 @@ def test_opening_names_the_documents_of_its_members_where_they_have_their_own() 
     assert opening.corpus_of() == {A: "", B: "b/7"}
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.01, 1e6)), min_size=3, max_size=9))
-def test_no_contribution_counts_for_more_than_the_median_one(contributions: list[tuple[int, float]]) -> None:
-    weights, norms = [w for w, _ in contributions], [n for _, n in contributions]
-    clipped, plain = opening_of(weights, norms).shares, opening_of(weights).shares
-    counted = sorted(norm for weight, norm in contributions if weight)
-    if len(counted) < 3:
-        assert clipped == plain
-        return
-    median = counted[(len(counted) - 1) // 2]
-    for share, whole, norm in zip(clipped, plain, norms, strict=True):
-        assert share * norm == pytest.approx(whole * min(norm, median))
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 1.0)), min_size=1, max_size=9))
+def test_no_member_says_for_itself_that_it_counts_more_than_the_median_one(members: list[tuple[int, float]]) -> None:
+    weights, trust = [weight for weight, _ in members], [part for _, part in members]
+    shares = opening_of(weights, trust).shares
+    counted = sorted(weight for weight in weights if weight)
+    most = counted[(len(counted) - 1) // 2] if counted else 0
+    expected = [min(weight, most) * part for weight, part in members]
+    assert list(shares) == pytest.approx([count / (sum(expected) or 1.0) for count in expected])
+    assert opening_of(weights, [1.0] * len(weights)).total_weight == sum(weights)
+
+
+def test_members_count_by_the_trust_that_the_last_verdict_recorded() -> None:
+    view = boundary(A, B)
+    assert view.committed is not None
+    record = {**view.committed.record, "agreement": {A: 0.5, B: -0.08, C: -1.0}}
+    told = replace(view, committed=replace(view.committed, record=record))
+    opening = next_opening(told, 3, Rules(is_robust=True))
+    assert isinstance(opening, Opening) and opening.trust == pytest.approx((1.0, 0.7))
+    plain = next_opening(told, 3, Rules())
+    assert isinstance(plain, Opening) and plain.trust == ()
+
+
+def test_nobody_is_believed_how_much_it_trained_where_members_may_lie() -> None:
+    """One that claims a thousand phases would take all others out of the mean."""
+    view = boundary(A, B)
+    claims = replace(view, ready=view.ready | {B: replace(view.ready[B], weight=5, trained=1000.0)})
+    honest, lying = next_opening(claims, 3, Rules()), next_opening(claims, 3, Rules(is_robust=True))
+    assert isinstance(honest, Opening) and honest.trained[1] == 1000.0
+    assert isinstance(lying, Opening) and lying.trained == ()
 
 
 @pytest.mark.parametrize(
@@ -853,20 +913,9 @@ def test_members_that_trained_alike_have_shares_that_add_up_to_one(trained: tupl
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_clipping_is_of_what_was_trained() -> None:
-    opening = opening_of((1, 1, 1), (1.0, 1.0, 4.0), (1.0, 1.0, 0.5))
-    assert opening.shares == pytest.approx((0.4, 0.4, 0.1))
-    assert [opening.clip(member) for member in opening.members] == pytest.approx([1.0, 1.0, 0.25])
-
-
 def test_opening_says_what_members_trained_only_where_it_differs() -> None:
     words = {A: Ready(3, 5, "s", trained=0.5), B: Ready(3, 5, "s", trained=0.5), C: Ready(3, 0, "s")}
     opening = next_opening(boundary(A, B, C, ready=words), 3, Rules())
     assert isinstance(opening, Opening) and opening.trained == ()
     opening = next_opening(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
     assert isinstance(opening, Opening) and opening.trained == (0.5, 1.0, 1.0)
-
-
-def test_members_say_norms_only_where_the_run_asks_for_them() -> None:
-    assert opening_of([1, 1, 1], [1.0, 1.0, 4.0]).shares == pytest.approx((1 / 3, 1 / 3, 1 / 12))
-    assert opening_of([1, 1], [1.0, 4.0]).shares == (0.5, 0.5)

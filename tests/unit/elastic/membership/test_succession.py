@@ -21,9 +21,13 @@ from zeroband.elastic.membership.succession import (
     Candidate,
     ComeBack,
     Enter,
+    Line,
+    Meeting,
     Promise,
+    are_different,
     electors,
     may_commit,
+    meeting_of,
     next_step,
 )
 from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
@@ -285,3 +289,50 @@ def test_there_is_one_line_of_history_whatever_is_cut_off_and_lost(first: int) -
     moved = [max([0, *(p.record.generation.number for p in game.places if p.record.generation)]) for game in games]
     assert sum(rounds) > 300 and sum(number > 1 for number in moved) > 20, (rounds, moved)
     assert sum(game.mistakes for game in games) > 20
+
+
+def a_line(session: str, *, round: int = 5, tokens: int = 100) -> Line:
+    return Line(session, round, tokens, ("a#1",))
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "ends"),
+    [
+        (a_line("b", tokens=101), a_line("a")),
+        (a_line("b", round=6), a_line("a")),
+        (a_line("b", tokens=101), a_line("a", round=9)),
+        (a_line("a"), a_line("b")),
+    ],
+)
+def test_of_two_lines_all_members_let_the_same_one_go_on(goes_on: Line, ends: Line) -> None:
+    for meeting in (Meeting(goes_on, ends), Meeting(ends, goes_on)):
+        assert (meeting.goes_on, meeting.ends) == (goes_on, ends)
+    assert meeting.concerns(a_line(ends.session, round=99)) and not meeting.concerns(a_line("c"))
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "met"),
+    [
+        ("a", "", ""),
+        ("a", "a", ""),
+        ("a", "b", "ab"),
+        ("b", "a", ""),  # it is for those of a to write down
+        ("b", "acd", ""),
+        ("a", "dcab", "ab"),
+    ],
+)
+def test_a_meeting_is_written_down_by_the_line_whose_session_sorts_first(own: str, others: str, met: str) -> None:
+    seen = meeting_of(a_line(own), [a_line(other) for other in others])
+    assert (seen and (seen.one.session, seen.other.session)) == (tuple(met) or None)
+
+
+def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
+    opening = Opening(1, 1, 3, ("a#1", "b#1"), (8, 8), (1, 1), (1, 1))
+    verdict = Verdict(opening, "d", {"session": "s", "progress": {"tokens": 7}})
+    assert Line.of(verdict) == Line("s", 3, 7, ("a#1", "b#1"))
+    assert Line.of(Verdict(opening, "d", {})) is None and Line.of(None) is None
+
+
+def test_one_store_under_two_names_is_one() -> None:
+    one, again, other = Candidate("x", None), Candidate("x", None), Candidate("y", None)
+    assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.rounds import coordinator
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.phase import Travel
-from zeroband.errors import Fenced, PeerLost, RecoveryFailed
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed
 from zeroband.state.flat import FlatLayout, digest_of
 
 DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
@@ -97,9 +98,10 @@ def fail_transfers(lanes: Any, until_version: int) -> None:
 @pytest.mark.defect(11)
 @ALGORITHMS
 def test_round_whose_transfers_fail_is_committed_by_none_of_them(
-    start_run: StartRun, noise: Noise, algorithm: Algorithm
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes that failed together hold equal results, and one that has failed often still has its own update."""
+    monkeypatch.setattr(coordinator, "FIRST_PAUSE_S", 0.0)
     run = start_run(algorithm, "a", "b")
     before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
     for name in ("a", "b"):
@@ -115,6 +117,18 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
         assert report.weights == (10, 10)
     assert reports["a"].state_digest == reports["b"].state_digest
     assert torch.equal(run["a"].params, run["b"].params)
+
+
+@ALGORITHMS
+def test_round_that_fails_time_and_again_ends_the_node_with_a_sentence(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "MOST_RETRIES", 1)
+    run = start_run(algorithm, "a", "b")
+    for name in ("a", "b"):
+        fail_transfers(run[name].lanes, until_version=100)
+    with pytest.raises(RoundFailed, match="round 1 was opened 3 times to 2 members of which none was lost"):
+        run.round(a=noise(1), b=noise(2))
 
 
 @ALGORITHMS

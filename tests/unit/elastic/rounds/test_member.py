@@ -20,7 +20,7 @@ from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Evidence, Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, Stragglers, new_member_id
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
@@ -236,8 +236,10 @@ def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -
     b.vote(opening, "d")
     with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
         c.await_verdict(opening, {})
+    for member in (a, b, c):
+        member.testify(opening, Evidence())
     again = [turn_of(member, 0) for member in (a, b, c)]
-    assert again == [replace(opening, version=2, epoch=2)] * 3
+    assert again == [replace(opening, version=2, epoch=2, retries=1)] * 3
 
 
 def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,22 +264,41 @@ def test_different_results_open_the_round_again(make_member: MakeMember) -> None
     for member in (a, b):
         with pytest.raises(PeerLost, match="hold different results"):
             member.await_verdict(opening, {})
+        member.testify(opening, Evidence())
     again = turn_of(a, 0)
-    assert isinstance(again, Opening) and (again.version, again.divergences, again.members) == (2, 1, opening.members)
+    assert isinstance(again, Opening) and (again.version, again.retries, again.members) == (2, 1, opening.members)
 
 
-def test_who_differs_twice_is_left_out(make_member: MakeMember) -> None:
+def test_who_differs_time_and_again_is_left_out(make_member: MakeMember) -> None:
     """A machine that computes wrongly must not stop the run, nor write into it."""
     a, b, c = (make_member(name) for name in "abc")
     opening: Opening | Verdict = found(a, b, c)
-    for _ in range(2):
+    for _ in range(3):
         assert isinstance(opening, Opening)
         for member, digest in ((a, "odd"), (b, "d"), (c, "d")):
             member.vote(opening, digest)
+            member.testify(opening, Evidence())
         with pytest.raises(PeerLost, match="hold different results"):
             b.await_verdict(opening, {})
         opening = turn_of(b, 0)
     assert opening.members == (b.member_id, c.member_id)
+
+
+def test_vote_that_does_not_come_ends_the_round_for_those_who_voted(make_member: MakeMember) -> None:
+    now_s = [0.0]
+    a, b, c, d = (make_member(name, clock=lambda: now_s[0]) for name in "abcd")
+    opening = found(a, b, c, d)
+    decide = a.verdict_rule(opening, {}).decide
+    for member in (a, b):
+        member.vote(opening, "d")
+    for waited_s in (0.0, TIME_OUTS.hung_s):  # the others may have slower links
+        now_s[0] += waited_s
+        assert isinstance(decide(a.look(0)), Wait)
+    c.vote(opening, "d")
+    assert isinstance(decide(a.look(0)), Wait)
+    now_s[0] += TIME_OUTS.hung_s
+    with pytest.raises(PeerLost, match="1 members do not vote, although most have"):
+        decide(a.look(0))
 
 
 def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
+from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import RestartPoint, Verdict
 from zeroband.elastic.rounds.interfaces import StateCopy
-from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import LocalMesh

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.exceptions import NoPermissionError
 
-from zeroband.elastic.store.local_server import RedisServer, find_redis_server, redis_servers, sweep
+from zeroband.elastic.store.connection import rules_of_run
+from zeroband.elastic.store.local_server import Bounds, RedisServer, find_redis_server, outdated, redis_servers, sweep
 from zeroband.errors import ConfigError
 from zeroband.node.processes import parent_of
 
@@ -69,6 +71,55 @@ def test_find_redis_server_takes_the_one_in_a_wheel_when_the_path_has_none(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == package else None)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_redis_server() == bundled
+
+
+@pytest.mark.parametrize(
+    ("said", "is_outdated"),
+    [
+        ("Redis server v=6.2.19 sha=0", True),
+        ("Redis server v=6.2.20 sha=0", False),
+        ("Redis server v=7.0.15 sha=0", True),
+        ("Redis server v=8.2.1 sha=0", True),
+        ("Redis server v=8.4.0 sha=0", False),
+        ("Valkey server v=8.1.3 sha=0", True),
+        ("Valkey server v=8.1.4 sha=0", False),
+        ("Valkey server v=9.0.0 sha=0", False),
+        ("another server", False),
+    ],
+)
+def test_server_whose_scripts_may_run_any_code_is_named(tmp_path: Path, said: str, is_outdated: bool) -> None:
+    program = _program(tmp_path / "bin" / "server", f"echo '{said}'")
+    assert ("CVE-2025-49844" in outdated(program)) == is_outdated
+
+
+def test_find_redis_server_passes_over_one_with_a_known_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "a"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    old = _program(tmp_path / "a" / "redis-server", "echo 'Redis server v=6.2.14 sha=0'")
+    assert find_redis_server() == old, "there is no other one"
+    mended = _program(tmp_path / "a" / "valkey-server", "echo 'Valkey server v=9.1.2 sha=0'")
+    assert find_redis_server() == mended
+
+
+def test_bounded_server_serves_one_run_and_no_administrator_and_refuses_what_is_too_much(tmp: Path) -> None:
+    with (
+        RedisServer(bounds=Bounds(rules_of_run("first"), 16 << 20)) as server,
+        redis.Redis.from_url(server.url, protocol=2) as member,
+    ):
+        member.set("zeroband:{first}:run", "1")
+        member.set("zeroband:{first.doctor}:run", "1")
+        for command in ("SET zeroband:{second}:run 1", "GET zeroband:{first", "CONFIG SET maxmemory 0", "EVAL 1 0"):
+            with pytest.raises(NoPermissionError):
+                member.execute_command(*command.split())
+
+        def fill() -> None:
+            for number in range(64):
+                member.set(f"zeroband:{{first}}:facts:{number}", b"x" * (1 << 20))
+
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            fill()
+        assert member.exists("zeroband:{first}:facts:0"), "it is full, and was not from the beginning"
+        assert member.get("zeroband:{first}:run") == b"1", "nothing was thrown out"
 
 
 def test_find_redis_server_says_what_to_do_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Way:
 
 @pytest.fixture
 def ways(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Way]]:
-    monkeypatch.setattr(redis_run, "connect", lambda url, timeout_s: connect(url, timeout_s=ANSWER_S))
+    monkeypatch.setattr(redis_run, "connect", lambda url, timeout_s, key: connect(url, timeout_s=ANSWER_S))
     with contextlib.ExitStack() as stack:
         opened: list[Way] = []
         for _ in range(WAYS):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
+from tests.held_stores import HeldStore
+from tests.stores import RUN_ID, SHARED, a_verdict, an_opening
 
 from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.mover import Mover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.shared_flags import SharedFlags
@@ -29,7 +29,7 @@ class Node:
     """A member with a store that it holds; it knows where the first node's is, and where its own."""
 
     member: str
-    server: RedisServer
+    server: HeldStore
     store: RedisStore
     memory: LiveBackup
     events: list[dict[str, object]]
@@ -45,20 +45,12 @@ class Node:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Mapping[str, Node]]:
     with ExitStack() as stack:
-        servers = {m: stack.enter_context(a_server()) for m in (A, B, C)}
+        servers = {m: stack.enter_context(HeldStore(KEY, RUN_ID)) for m in (A, B, C)}
         yield {m: make_node(m, servers, tmp_path, stack) for m in servers}
 
 
-def a_server() -> RedisServer:
-    return RedisServer(host="127.0.0.1", port=free_port(), password=KEY.store_password)
-
-
-def place(server: RedisServer) -> str:
-    return server.url.rpartition("@")[2]
-
-
-def make_node(member: str, servers: Mapping[str, RedisServer], folder: Path, stack: ExitStack) -> Node:
-    url = f"nodes://{','.join(dict.fromkeys(place(servers[m]) for m in (A, member)))}"
+def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack: ExitStack) -> Node:
+    url = f"nodes://{','.join(dict.fromkeys(servers[m].place for m in (A, member)))}"
     store = RedisStore(url, RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
     stack.callback(store.close)
     store.reach(patience_s=5.0)
@@ -67,8 +59,7 @@ def make_node(member: str, servers: Mapping[str, RedisServer], folder: Path, sta
     memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
     mover = Mover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
     stack.callback(mover.close)
-    host, _, port = place(servers[member]).partition(":")
-    store.renew_lease(member, Peer(member, host, 4000, True, store_port=int(port)), first=True)
+    store.renew_lease(member, Peer(member, "127.0.0.1", 4000, True, store_port=servers[member].port), first=True)
     return Node(member, servers[member], store, memory, events, mover)
 
 
@@ -97,7 +88,7 @@ def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(node
     commit_a_round(nodes)
     survivors = lose(nodes[A], nodes[B], nodes[C])
     stores = {node.store.address for node in survivors}
-    assert len(stores) == 1 and stores <= {node.server.url for node in survivors}
+    assert len(stores) == 1 and stores <= {f"node://{node.server.place}" for node in survivors}
     assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
     assert [event["generation"] for event in nodes[B].events] == [1, 2]
     assert nodes[C].store.view(1).committed == a_verdict(an_opening(A, B, C))
@@ -127,9 +118,9 @@ def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
 def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(nodes: Mapping[str, Node]) -> None:
     commit_a_round(nodes)
     nodes[A].server.stop()
-    nodes[A].server.start(empty=True)
+    nodes[A].server.start()
     with ExitStack() as stack:
-        stranger = RedisStore(f"nodes://{place(nodes[A].server)}", RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
+        stranger = RedisStore(f"nodes://{nodes[A].server.place}", RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
         stack.callback(stranger.close)
         stranger.reach(patience_s=5.0)
         begun = stranger.generation

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of
 
@@ -77,3 +78,39 @@ def test_record_of_a_stranger_does_not_count() -> None:
 def test_run_without_a_token_seals_too() -> None:
     raw = STRANGERS["no token"].seal("d", "vote").encode()
     assert Seals(RunKey.of(None, "run"), "run", "zeroband:{run}").open(raw, "vote") == Record(Label(), "d")
+
+
+# -- what a node says for itself ---------------------------------------------------------------------------------------
+
+NODE, OTHER = NodeKey(b"a" * 32), NodeKey(b"b" * 32)
+MEMBER = NODE.new_member_id("a")
+SIGNING, POSING = (Seals(RunKey(b"k" * 32, key), "run", "zeroband:{run}") for key in (NODE, OTHER))
+
+
+@given(st.text(), LABELS)
+def test_what_a_node_signed_comes_back_to_all_that_have_the_token(text: str, label: Label) -> None:
+    raw = SIGNING.seal(text, "vote", label=label, by=MEMBER).encode()
+    assert raw == SIGNING.seal(text, "vote", label=label, by=MEMBER).encode()
+    for reader in (SIGNING, POSING, OURS):
+        assert reader.open(raw, "vote", by=MEMBER) == Record(label, text)
+
+
+def test_what_another_node_says_in_its_name_does_not_count() -> None:
+    """The token makes a good MAC of it."""
+    forged = POSING.seal("d", "vote", by=MEMBER).encode()
+    replayed = SIGNING.seal("d", "ready", by=MEMBER).split(" ", 5)[-1]
+    moved = POSING.seal(replayed, "vote").encode()  # signed as something else
+    relabelled = POSING.seal(replayed, "ready", label=Label(7)).encode()  # signed for another round
+    for raw, scope in ((forged, "vote"), (moved, "vote"), (relabelled, "ready")):
+        record = OURS.open(raw, scope, by=MEMBER)
+        assert record is not None and not record.is_signed
+    for text in ("d", "", "not base64 d"):
+        record = OURS.open(POSING.seal(text, "vote").encode(), "vote", by=MEMBER)
+        assert record is None or not record.is_signed
+
+
+def test_name_without_a_key_counts_with_tools_only() -> None:
+    raw = OURS.seal("d", "vote", by="a#1").encode()
+    assert OURS.open(raw, "vote", by="a#1") == Record(Label(), "d")
+    record = SIGNING.open(raw, "vote", by="a#1")
+    assert record is not None and not record.is_signed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from tests.unit.elastic.conftest import MakeNet, Net, ends_of, noise, split_into
+from tests.unit.elastic.conftest import DEADLINE_S, MakeNet, Net, ends_of, noise, split_into
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
@@ -55,6 +55,23 @@ def test_mean_has_the_bits_that_encoding_inside_gives(kept_net: KeptNet, codec: 
     assert all(torch.equal(result, expected) for result in reduce(net, shape, sources, all_encoded))
     only_one: list[Encoded | None] = [encoded_of(codec, sources[0]), *[None] * (len(sources) - 1)]
     assert all(torch.equal(result, expected) for result in reduce(net, shape, sources, only_one))
+
+
+@EACH_CODEC
+def test_part_that_is_not_finite_ends_the_reduction_and_names_its_member(kept_net: KeptNet, codec: Codec) -> None:
+    """No honest member sends one: it looks before. The owner of a shard is not to seem to have made it."""
+    net, sources = kept_net(2, False), [noise(NUMEL, seed=member) for member in range(2)]
+    shape, forged = split_into(NUMEL, codec, [1, 1], is_ring=False), encoded_of(codec, sources[1])
+    forged.contribution[:4] = 255  # its first values, or their scale: all of the shard of the other member
+    operation, results = net.next_operation(), [torch.empty(NUMEL) for _ in sources]
+    reductions = [
+        net.operate(operation, shape, m, sources[m], results[m], errors=None, encoded=forged if m == 1 else None)
+        for m in range(net.world)
+    ]
+    assert reductions[0].wait(DEADLINE_S) == State.OUT_OF_RANGE
+    assert reductions[0].detail == 1
+    for reduction in reductions:
+        reduction.close()
 
 
 @EACH_CODEC

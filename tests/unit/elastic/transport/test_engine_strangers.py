@@ -233,7 +233,7 @@ def test_member_that_sends_nan_where_it_is_no_encoding_spoils_no_result() -> Non
     with duel() as d:
         spoilt = header(PARTIAL, 0) + torch.full((SHARD,), float("nan")).numpy().tobytes()
         d.peer.sendall(spoilt)
-        assert (d.reduction.wait(DEADLINE_S), d.reduction.detail) == (State.NOT_FINITE, 0)
+        assert (d.reduction.wait(DEADLINE_S), d.reduction.detail) == (State.OUT_OF_RANGE, 1)
 
 
 # -- sealed -------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from tests.unit.elastic.conftest import until
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
+from zeroband.elastic.transport.rendezvous import GroupRendezvous
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.node.faults import FaultPoints
@@ -61,9 +61,9 @@ def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
 
 def a_rendezvous(
     store: RedisStore, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool
-) -> RedisRendezvous:
+) -> GroupRendezvous:
     prefix = store.keys.group(an_opening(*NAMES), 0)
-    return RedisRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
+    return GroupRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
 
 
 def in_threads(work: Callable[[int], object], count: int) -> list[object]:
@@ -119,7 +119,7 @@ def test_rendezvous_of_another_epoch_sees_nothing(store: RedisStore) -> None:
     """Nor does that of other members: a store that came back with old data gives an epoch's number twice."""
     a_rendezvous(store).set("key", "old")
     for opening in (an_opening(*NAMES, epoch=2), an_opening(*NAMES[:2])):
-        other = RedisRendezvous(store, store.keys.group(opening, 0), timeout_s=1.0, is_abandoned=bool)
+        other = GroupRendezvous(store, store.keys.group(opening, 0), timeout_s=1.0, is_abandoned=bool)
         assert not other.check(["key"])
 
 

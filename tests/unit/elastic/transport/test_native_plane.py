@@ -184,7 +184,7 @@ def test_ring_takes_links_between_neighbours_alone(
     members = tuple(f"{name}#1" for name in "abcde")
     opening = replace(OPENING, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
     five = [*nodes, *(Node(member, tmp_path, bounds=BOUNDS) for member in members[3:])]
-    monkeypatch.setattr(native_module, "shape_of", lambda *given: replace(shape_of(*given), is_ring=True))
+    monkeypatch.setattr(native_module, "shape_of", lambda *given, **how: replace(shape_of(*given, **how), is_ring=True))
     try:
         for one, other in zip(five, [*five[1:], five[0]], strict=True):
             join(one, other)
@@ -242,7 +242,7 @@ def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> Non
 @pytest.mark.parametrize(
     ("more", "joined", "partners"),
     [
-        ({"divergences": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
+        ({"retries": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
         ({"network": LinkTable(behind=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
     ],
     ids=["another one where results differed", "who is dialled for those who cannot be"],
@@ -264,7 +264,7 @@ def test_one_receiver_gets_payloads_directly_at_sites_too(four: list[Node]) -> N
     gatherings = [node.gather(FOUR, Gathering((900,) * 4, receiver="c#1")) for node in four]
     gathered = [gathering.result(DEADLINE_S) for gathering in gatherings]
     assert torch.equal(gathered[2][0], torch.arange(4, dtype=torch.uint8).repeat_interleave(900))
-    assert [tuple(moved) for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
+    assert [tuple(moved)[:3] for _, moved in gathered] == [(900, 0, 900), (900, 0, 900), (0, 2700, 0), (900, 0, 0)]
     assert set(a.partners) == set(d.partners) == {"c#1"}
 
 
@@ -367,7 +367,8 @@ def test_member_that_is_late_costs_no_link_and_is_waited_for_longer_each_time(no
     for reducing in [node.reduce(OPENING) for node in waiting]:
         with pytest.raises(TransferStalled, match="no byte of it moved") as raised:
             reducing.result(DEADLINE_S)
-        assert "c#1" in raised.value.member_ids
+        assert raised.value.member_ids == ("c#1",), "those who wait themselves are not named"
+    assert [(node.plane.gaps().lacks, node.plane.gaps().refused) for node in waiting] == [(("c#1",), ())] * 2
     assert all(one.links.state(other.member_id).is_up for one, other in permutations(nodes, 2))
     assert [node.plane.stall_limit_s for node in waiting] == [2 * BOUNDS.stall_s] * 2
     again = [node.reduce(replace(OPENING, version=2, epoch=2)) for node in nodes]
@@ -451,8 +452,8 @@ def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]
 
     def reduce(number: int, members: int) -> None:
         ones = (1,) * members
-        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], weights=ones)
-        opening = replace(opening, steps=ones, steps_requested=ones, network=LinkTable(took_ms=2000))
+        numbers = {"weights": ones, "steps": ones, "steps_requested": ones, "network": LinkTable(took_ms=2000)}
+        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], **numbers)
         for reducing in [node.reduce(opening) for node in nodes[:members]]:
             assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
 

@@ -18,7 +18,7 @@ from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.handshake import OPEN, Caller, Introduction
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, OPEN, Caller, Introduction
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
 from zeroband.errors import HandshakeFailed
 
@@ -62,6 +62,21 @@ def recorded(*messages: bytes, is_over: bool = True) -> Iterator[tuple[list[byte
         finally:
             sender.close()
             reader.close()
+
+
+def test_read_that_is_given_up_half_way_in_a_record_is_repeated() -> None:
+    with recorded(b"first", b"second") as (records, far, reader):
+        reader.settimeout(0.0)
+        came = b""
+        for byte in b"".join(records[:2]):
+            with pytest.raises(BlockingIOError):
+                reader.recv(100)
+            far.sendall(bytes([byte]))
+            if len(came) == 0:
+                with suppress(BlockingIOError):
+                    came = reader.recv(100)
+        reader.settimeout(DEADLINE_S)
+        assert (came, reader.recv(3), reader.recv(100)) == (b"first", b"sec", b"ond")
 
 
 def all_of(reader: SealedSocket) -> bytes:
@@ -273,12 +288,12 @@ def test_call_that_was_recorded_gets_nobody_in() -> None:
         caller = Caller(KEY, Introduction("joiner", "donor", "", is_sealed=True))
         with socket.create_connection(address) as connection:
             connection.sendall(caller.hello)
-            recorded_proof, _ = caller.take(connection.recv(64, socket.MSG_WAITALL))
+            recorded_proof, _ = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
             connection.sendall(recorded_proof)
     with guardian() as (address, again), socket.create_connection(address) as connection:
         connection.sendall(caller.hello + recorded_proof)
         connection.shutdown(socket.SHUT_WR)
-        assert len(connection.recv(100, socket.MSG_WAITALL)) == 64
+        assert len(connection.recv(2 * ANSWER_BYTES, socket.MSG_WAITALL)) == ANSWER_BYTES
     assert not isinstance(made[0], HandshakeFailed) and isinstance(again[0], HandshakeFailed)
 
 

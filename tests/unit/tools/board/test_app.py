@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from tests.made_runs import BEGIN_S, MadeFacts, joined, run_of
+from tests.made_runs import BEGIN_S, MadeFacts, event, joined, run_of
 
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import Fact
@@ -46,7 +46,7 @@ RUN_KEYS = {
 }
 NODE_KEYS = {
     *("id", "state", "why", "join", "step", "loss", "tokens_per_s", "mfu", "round", "digest", "sent_bytes", "starts"),
-    *("received_bytes", "memory_bytes", "last_at_s"),
+    *("received_bytes", "memory_bytes", "last_at_s", "key"),
 }
 
 
@@ -122,6 +122,15 @@ def test_state_says_how_the_run_goes(page: TestClient) -> None:
     assert run["cost"]["per_hour"] == 108.0
     assert run["cost"]["so_far"] == pytest.approx(3 * 40 / 3600 * 36)
     assert (state["age_s"], state["run"]["state"]) == (60.0, "training")
+
+
+def test_run_that_has_ended_shows_the_mean_rate_of_the_whole_run(static: Path) -> None:
+    ends = [event(node, 50, kind) for node in NODES for kind in ("run_finished", "left")]
+    watch = watch_of([*(fact for facts in run_of(NODES, 20) for fact in facts), *ends])
+    page = TestClient(build_app(watch, OrderDesk(None, None), static=static), base_url="http://localhost")
+    run = page.get("/api/state").json()["run"]
+    assert (run["state"], run["tokens"], run["left_s"]) == ("finished", 2000, None)
+    assert run["tokens_per_s"] == pytest.approx(2000 / 50)
 
 
 def test_earlier_moment_is_shown(page: TestClient) -> None:

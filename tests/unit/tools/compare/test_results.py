@@ -88,6 +88,7 @@ def test_learning_rates_are_added_until_the_best_is_bracketed_then_the_other_see
     assert (tmp_path / "index.html").exists() and (tmp_path / "table.md").read_text().startswith("| method |")
 
 
+@pytest.mark.soak
 def test_interrupted_comparison_makes_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Stopped):
         compared(tmp_path, monkeypatch, Machine(stops_at=6))

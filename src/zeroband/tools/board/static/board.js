@@ -131,7 +131,7 @@ function tellAge() {
   const past_s = shown.received_ms ? (Date.now() - shown.received_ms) / 1000 : null;
   const state = shown.state;
   const fact_s = shown.newest?.age_s == null ? null : shown.newest.age_s + (Date.now() - shown.made_ms) / 1000;
-  const hasEnded = state !== null && ["finished", "failed"].includes(state.run.state);
+  const hasEnded = ["finished", "failed"].includes((shown.newest ?? state)?.run.state); // a past moment may be before its end
   const notes = [];
   if (link.isLost) {
     setLink("bad", past_s === null ? "no answer yet" : `shown: ${format.age(past_s)}`);

@@ -178,13 +178,14 @@ function updateNode(card, node, now_s) {
     ["Received", format.bytes(node.received_bytes)],
     ["Memory", format.bytes(node.memory_bytes)],
     ["Digest", node.digest ? node.digest.slice(0, 8) : format.UNKNOWN],
+    ["Key", node.key ?? format.UNKNOWN],
     ["Heard", silent === null ? format.UNKNOWN : format.age(silent)],
     ["Starts", format.whole(node.starts)],
   ];
   keyed(list, rows, ([name]) => name, ([name]) => make("div", "", null, [make("dt", "", name), make("dd")]),
     (row, [name, value]) => {
       setText(row.lastChild, value);
-      row.lastChild.classList.toggle("mono", name === "Digest");
+      row.lastChild.classList.toggle("mono", name === "Digest" || name === "Key");
     });
 }
 

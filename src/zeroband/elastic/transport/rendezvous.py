@@ -1,27 +1,44 @@
-"""A `torch.distributed.Store` over the run's Redis, so that no node hosts what the others need to find each other."""
+"""A `torch.distributed.Store` over the run's store, so that no node hosts what the others need to find each other."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
-from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.membership.records import Opening
 from zeroband.errors import PeerLost
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
 
 
-class RedisRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
+class GroupStore(Protocol):
+    """The keys through which the processes of a group find each other. Raises StoreLost, ConfigError."""
+
+    def group_prefix(self, opening: Opening, lane: int) -> str:
+        """Return what the keys of a lane's group begin with."""
+        ...
+
+    def group_set(self, key: str, value: bytes) -> None: ...
+
+    def group_get(self, keys: list[str]) -> list[bytes | None]: ...
+
+    def group_add(self, key: str, amount: int) -> int: ...
+
+    def group_delete(self, key: str) -> bool: ...
+
+
+class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     """Keys of one process group; they expire by themselves.
 
     `is_abandoned` is asked while a key is awaited: True ends the wait with PeerLost, so that building a group
     with a node that died does not last until the time-out.
     """
 
-    def __init__(self, store: RedisStore, prefix: str, *, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
+    def __init__(self, store: GroupStore, prefix: str, *, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix

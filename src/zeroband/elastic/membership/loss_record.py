@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroband.config.ranges import Count, Loss
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.records import Opening, from_record, to_record
 
@@ -27,13 +28,13 @@ _LEAST_ROUNDS = 5
 class LossRecord:
     """The loss of a round beside that of the rounds before it."""
 
-    loss: float | None = None
+    loss: Loss | None = None
     """In nats, over all nodes by their tokens. None: nobody learned in this round, or nobody had a finite loss."""
     is_finite: bool = True
-    mean: float = 0.0
+    mean: Loss = 0.0
     """Running mean of the finite losses of the rounds before, and how many they are."""
-    rounds: int = 0
-    from_step: int = 0
+    rounds: Count = 0
+    from_step: Count = 0
     """Inner step with which the round began: checkpoints up to there are older than what it showed."""
 
     @staticmethod

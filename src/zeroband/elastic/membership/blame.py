@@ -1,0 +1,228 @@
+"""Who is at fault when a round fails although no member was lost: pure rules over what its members testify.
+
+A word of one member against that of another proves nothing: one of the two lies, or the way between them is bad. Such
+pairs make a graph. Where fewer than half of the members lie, whoever stands against more others than can lie is at
+fault; everybody else is at most in one pair with it. Such a pair is kept apart: one of the two sits a round out, the
+other one the next, so that no honest member is ever put out for a word against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from zeroband.elastic.membership.records import Blame, Evidence, Opening
+
+PATIENT_RETRIES = 2
+"""So often a round is opened again to the same members before something that did not come has consequences: new
+connections and longer waits help against a bad network."""
+
+_APART_ROUNDS, _OUT_ROUNDS = 8, 64
+"""For so many rounds two members are kept apart between which something got lost, and it is remembered who was put out
+for that: the network may have healed."""
+
+NO_VOTE = "members do not vote, although most have"
+"""What a failure says that is about votes which do not come."""
+
+_MOST_BLAMES = 64
+_TWICE = 2
+
+Pair = frozenset[str]
+
+
+def node_of(member: str) -> str:
+    """The node of a member, whose id names it before the `#`."""
+    return member.partition("#")[0]
+
+
+def judge(
+    opening: Opening,
+    votes: Mapping[str, str],
+    said: Mapping[str, Evidence],
+    silent: Collection[str] = (),
+    failed: str = "",
+) -> tuple[Blame, ...]:
+    """What follows from the evidence on a failed opening.
+
+    `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so.
+    """
+    lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
+    wrong = _wrong_votes(opening, votes, said)
+    found = _found(opening, {**lies, **wrong[1]}, is_lie=True, proven=wrong[0])
+    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed)
+    gaps |= _withheld_votes(opening, votes, failed) | _unexplained(opening, votes, said)
+    liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
+    rest = {pair: why for pair, why in gaps.items() if not pair & liars}
+    return (*found, *_found(opening, rest, is_lie=False, proven={}))
+
+
+def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
+    """Findings behind earlier ones, without those that are known: of the same nodes, with the same consequence."""
+
+    def key(blame: Blame) -> object:
+        return frozenset(map(node_of, blame.members)), blame.is_lie, blame.consequence
+
+    known = {key(blame) for blame in before if blame.consequence == "apart"}
+    return (*before, *(blame for blame in found if key(blame) not in known))
+
+
+def kept(opening: Opening | None, round: int) -> tuple[Blame, ...]:
+    """Earlier findings that still count for an opening of this round."""
+    blames = () if opening is None else opening.blames
+    lasts = {"named": 0, "apart": _APART_ROUNDS, "out": _OUT_ROUNDS}
+    counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < lasts[b.consequence])]
+    return tuple(counts[-_MOST_BLAMES:])
+
+
+def bars(blames: Iterable[Blame], member: str) -> Blame | None:
+    """Why a member's node does not come back: it was put out for a lie, or more than once. None: it may."""
+    of_node = [b for b in blames if b.consequence == "out" and node_of(member) in map(node_of, b.members)]
+    return of_node[-1] if any(b.is_lie for b in of_node) or len(of_node) >= _TWICE else None
+
+
+def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_wait: frozenset[str]) -> frozenset[str]:
+    """Members that go without a round so that no two that are kept apart take part in it.
+
+    Who stands in the most pairs waits; of two alike one does at each `turn`. Who cannot wait, because it leaves or
+    joins, takes part where the other one can.
+    """
+    by_node = {node_of(member): member for member in members}
+    apart = [{by_node.get(node_of(m), "") for m in b.members} for b in blames if b.consequence == "apart"]
+    pairs, out = [pair for pair in apart if len(pair) == 2 and "" not in pair], set[str]()
+    while pairs:
+        count = Counter(member for pair in pairs for member in pair)
+        able = may_wait & count.keys() or count.keys()
+        first = sorted(member for member in able if count[member] == max(count[m] for m in able))
+        out.add(first[turn % len(first)])
+        pairs = [pair for pair in pairs if not pair & out]
+    return frozenset(out)
+
+
+def _found(
+    opening: Opening, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
+) -> tuple[Blame, ...]:
+    """Whom pairs of members that contradict each other put at fault; and the pairs of which nothing is known."""
+    everybody = (*opening.members, *opening.late)
+    most = (len(everybody) - 1) // 2
+    against: dict[str, list[str]] = defaultdict(list)
+    for pair in pairs:
+        for member in pair:
+            against[member].append(next(iter(pair - {member})))
+    at_fault = {**proven}
+    for member in everybody:
+        if member not in at_fault and len(against[member]) > most:
+            others = sorted(against[member])
+            at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
+    if len(at_fault) > most:
+        at_fault = {}  # as many do not lie: who does cannot be told
+    acts = is_lie or opening.retries >= PATIENT_RETRIES
+    blames = [Blame((m,), why, is_lie, "out" if acts else "named", opening.round) for m, why in at_fault.items()]
+    for pair, why in pairs.items():
+        if not pair & at_fault.keys():
+            blames.append(Blame(tuple(sorted(pair)), why, is_lie, "apart" if acts else "named", opening.round))
+    return tuple(blames)
+
+
+def _earlier(opening: Opening, *, is_lie: bool) -> dict[Pair, str]:
+    """The pairs that are kept apart, as far as both are there: one of them sits out."""
+    members = {node_of(member): member for member in (*opening.members, *opening.late)}
+    pairs = dict[Pair, str]()
+    for blame in kept(opening, opening.round):
+        if blame.consequence == "apart" and blame.is_lie == is_lie:
+            now = frozenset(members[node] for m in blame.members if (node := node_of(m)) in members)
+            if len(now) == 2:
+                pairs[now] = blame.reason
+    return pairs
+
+
+def _different_parts(opening: Opening, said: Mapping[str, Evidence]) -> dict[Pair, str]:
+    """Members that hold other bytes of a part than the one that sent it."""
+    held = {m: t.held for m, t in said.items() if len(t.held) == len(opening.members)}
+    pairs = dict[Pair, str]()
+    for place, sender in enumerate(opening.members):
+        sent = held[sender][place] if sender in held else ""
+        for member, hashes in held.items():
+            if member != sender and sent and hashes[place] != sent:
+                got = hashes[place][:12] or "nothing"
+                pairs[frozenset((sender, member))] = (
+                    f"{sender} testifies that its part has the hash {sent[:12]}, {member} that {got} came"
+                )
+    return pairs
+
+
+def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
+    return {
+        frozenset((sender, member)): f"{member} testifies that {sender} sent what cannot be taken"
+        for member, evidence in said.items()
+        for sender in evidence.refused
+        if sender != member
+    }
+
+
+def _wrong_votes(
+    opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]
+) -> tuple[dict[str, str], dict[Pair, str]]:
+    """Members whose vote does not follow from the parts that they hold, and pairs of which one's does not.
+
+    What the same bytes make is the same everywhere, so a majority that holds them knows.
+    """
+    wrong, pairs = dict[str, str](), dict[Pair, str]()
+    voters = [m for m in opening.members if m in votes and m in said]
+    holding = [m for m in voters if len(said[m].held) == len(opening.members)]
+    if 2 * len(holding) > len(opening.members):
+        silent = [m for m in voters if m not in holding]
+        wrong = {m: f"{m} voted, and does not testify what it holds" for m in silent}
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for member in holding:
+        alike[said[member].held][votes[member]].append(member)
+    for by_vote in alike.values():
+        largest = max(by_vote.values(), key=len)
+        others = [m for group in by_vote.values() if group is not largest for m in group]
+        if 2 * len(largest) > len(opening.members):
+            wrong |= {m: f"{m} holds what {len(largest)} others hold, and votes for another result" for m in others}
+        else:
+            why = "hold the same parts, and vote for different results"
+            pairs |= {frozenset((m, o)): f"{o} and {m} {why}" for m in others for o in largest}
+    return wrong, pairs
+
+
+def _unexplained(opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
+    """Pairs of members with different results where nobody can say from whom its parts came.
+
+    It may be the network of gloo that damaged what the fewest got, so it counts like a gap.
+    """
+    voted: dict[str, list[str]] = defaultdict(list)
+    for member in opening.members:
+        if member in votes:
+            voted[votes[member]].append(member)
+    if any(evidence.held for evidence in said.values()) or len(voted) < 2:
+        return {}
+    largest = max(voted.values(), key=len)
+    others = [m for group in voted.values() if group is not largest for m in group]
+    return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
+
+
+def _withheld_votes(opening: Opening, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
+    if NO_VOTE not in failed:
+        return {}
+    missing = [member for member in opening.members if member not in votes]
+    return {frozenset((m, voter)): f"{m} does not vote" for m in missing for voter in votes if voter in opening.members}
+
+
+def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
+    """Pairs of members of which one lacks something that the other one could have sent.
+
+    Nobody has to wait for anybody to send a contribution. A mean is only owed by who lacks no contribution itself.
+    """
+    pairs = dict[Pair, str]()
+    complete = [m for m, evidence in said.items() if evidence.held]
+    for member, evidence in said.items():
+        owing = [m for m in evidence.lacks_mean if m in said and not (said[m].lacks or said[m].refused)]
+        pairs |= {frozenset((member, m)): f"{m} sent {member} no contribution" for m in evidence.lacks}
+        pairs |= {frozenset((member, m)): f"{m} sent {member} no mean, and lacks nothing for it" for m in owing}
+        ended_it = failed.startswith(f"{member}: ") and 2 * len(complete) > len(opening.members)
+        if ended_it and evidence == Evidence():
+            pairs |= {frozenset((member, m)): f"{member} ended the round, and says no reason" for m in complete}
+    for member in silent:
+        pairs |= {frozenset((member, m)): f"{member} does not testify" for m in said if m != member}
+    return {pair: why for pair, why in pairs.items() if pair <= {*opening.members} and len(pair) == 2}

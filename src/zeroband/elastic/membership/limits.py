@@ -1,0 +1,145 @@
+"""Limits of what members say: what the run dealt them bounds their numbers, and an opening repeats their records. Pure.
+
+A member that has the token can write any record of the right types (`config.ranges`). Every other member refuses a
+`Ready` beyond these limits, and an opening that does not follow from the records it is made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+from zeroband.config.ranges import MOST_COUNT
+from zeroband.data.ledger import count
+from zeroband.elastic.membership.epoch import Rules, of_members, trust_in
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, View
+from zeroband.elastic.membership.resume_rules import restarts_with
+from zeroband.errors import ConfigError
+
+MOST_OPENINGS = 1 << 20
+"""Openings between two committed rounds: versions count on from there, and must not reach the end of their range."""
+
+
+_CHECKERS = 3
+"""Members that read all records of a round to check its opening, in runs too large for each to have seen them."""
+
+
+def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
+    """Say which number of a member's record is larger than what it was dealt allows; None: none is.
+
+    `dealt_steps`: inner steps for which the member was dealt samples. `heaviest`: the largest weight in the round
+    before: members weigh as much as there in rounds that close a run of fragments, which have no steps. Nodes choose
+    their numbers of steps in a round themselves, so that only the run's own number bounds what they request.
+    """
+    if ready.steps > dealt_steps:
+        return f"steps={ready.steps}, and it was dealt samples for {dealt_steps}"
+    if ready.steps_requested > shape.total_steps:
+        return f"steps_requested={ready.steps_requested}, and the run has {shape.total_steps}"
+    most_weight = ready.steps * shape.batch_size * shape.sample_tokens
+    if shape.closing_rounds and not ready.steps:
+        most_weight = heaviest or MOST_COUNT
+    if shape.sample_tokens and ready.weight > most_weight:
+        return f"weight={ready.weight}, and {ready.steps} steps have at most {most_weight} tokens"
+    return None
+
+
+def within_limits(view: View, round: int, rules: Rules) -> View:
+    """Return the view with the records of `round` that are beyond the limits moved from `ready` to `refused`.
+
+    What a member was dealt stands in the verdict of the round before, or is nothing at a founding. With another newest
+    verdict, or one without progress, nothing is moved.
+    """
+    shape, committed = rules.shape, view.committed
+    if shape is None:
+        return view
+    dealt, heaviest = dict[str, int](), 0
+    if not (round == FOUNDING_ROUND or restarts_with(view, round)):
+        if committed is None or committed.round != round - 1:
+            return view
+        try:
+            assigned = Progress.of_verdict(committed).assigned
+        except ConfigError:
+            return view
+        dealt = {member: count(spans) // shape.batch_size for member, spans in assigned.items()}
+        heaviest = max(committed.opening.weights)
+    found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
+    beyond = {member: why for member, why in found.items() if why is not None}
+    if not beyond:
+        return view
+    kept = {member: ready for member, ready in view.ready.items() if member not in beyond}
+    return replace(view, ready=kept, refused={**view.refused, **beyond})
+
+
+def checkers(opening: Opening) -> tuple[str, ...]:
+    """The members that read the records of all others to check an opening, drawn by its id.
+
+    If all did, a round would cost the store the square of the number of members.
+    """
+    return tuple(
+        sorted(opening.members, key=lambda m: hashlib.sha256(f"{opening.id} {m}".encode()).digest())[:_CHECKERS]
+    )
+
+
+def follows(opening: Opening, view: View, rules: Rules) -> str | None:
+    """Say why an opening does not follow from the records of its members; None: it does.
+
+    `view`: of its round, with all that is ready, after `within_limits`. Links are not compared: they change meanwhile.
+    """
+    return next(_objections(opening, view, rules), None)
+
+
+def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
+    for member in opening.members:
+        if member in view.refused:
+            yield f"it lists {member}, whose record is refused: {view.refused[member]}"
+        elif member not in view.ready:
+            yield f"it lists {member}, which is not ready for round {opening.round}"
+    ready = {member: view.ready[member] for member in opening.members if member in view.ready}
+    if len(ready) == len(opening.members):
+        yield from _other_numbers(opening, list(ready.values()), rules)
+        yield from _other_sites(opening, [said.site for said in ready.values()], rules)
+    if opening.trust != trust_in(opening.members, view, rules):
+        yield "its trust in the members does not follow from the rounds before"
+    if opening.orders == view.orders.version and opening.rollback not in (None, view.orders.rollback):
+        yield f"it goes back to step {opening.rollback}, which is not ordered"
+    before = view.committed.opening if view.committed is not None else None
+    version, epoch = (0, 0) if before is None else (before.version, before.epoch)
+    if not (0 < opening.version - version <= MOST_OPENINGS and 0 <= opening.epoch - epoch <= MOST_OPENINGS):
+        yield f"it is version {opening.version}, epoch {opening.epoch} after version {version}, epoch {epoch}"
+    if both := set(opening.late) & set(opening.members):
+        yield f"it lists {min(both)} as a member and as late"
+
+
+def _other_numbers(opening: Opening, ready: Sequence[Ready], rules: Rules) -> Iterator[str]:
+    """Numbers that are not those of the members' records."""
+    wanted = of_members(ready, rules)
+    for name in (part.name for part in fields(wanted)):
+        said, expected = getattr(opening, name), getattr(wanted, name)
+        if said == expected or (name == "loss" and _is_close(said, expected)):
+            continue
+        if isinstance(expected, tuple) and len(said) == len(expected):
+            place = next(place for place, pair in enumerate(zip(said, expected, strict=True)) if pair[0] != pair[1])
+            of, said, expected = f" of {opening.members[place]}", said[place], expected[place]
+        else:
+            of = ""
+        yield f"its {name}{of} is {said!s:.80}, and the records of its members say {expected!s:.80}"
+
+
+def _is_close(one: float | None, other: float | None) -> bool:
+    """Whether two means of the same losses differ only in how an interpreter adds up."""
+    return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def _other_sites(opening: Opening, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
+    """Sites that are not those which the members name. Without names they follow from links, which change."""
+    if not opening.sites:
+        return
+    if rules.sites == "off":
+        yield "it has sites, and comm.sites is off"
+    elif any(names):
+        for name, place, member in zip(names, opening.sites, opening.members, strict=True):
+            if names[place] != name or (name is None and opening.members[place] != member):
+                yield f"{opening.members[place]} speaks for {member}, which is of another site"

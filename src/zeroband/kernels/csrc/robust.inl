@@ -1,0 +1,69 @@
+// The inner loops of combinations that bear liars, in portable C++, included by codec.cpp once for each instruction set,
+// behind blocks.inl. Every variant does the same IEEE operations in the same order. Must not include a header.
+
+// Sums over a row are kept in lanes, value i in lane i % LANES, and the lanes added from the first to the last.
+constexpr size_t LANES = 16;
+
+template <typename Term>
+inline double sum_in_lanes(size_t n, Term term) {
+    double lanes[LANES] = {};
+    const size_t whole = n - n % LANES;
+    for (size_t i = 0; i < whole; i += LANES)
+        for (size_t lane = 0; lane < LANES; ++lane) lanes[lane] += term(i + lane);
+    for (size_t i = whole; i < n; ++i) lanes[i - whole] += term(i);
+    double sum = 0;
+    for (size_t lane = 0; lane < LANES; ++lane) sum += lanes[lane];
+    return sum;
+}
+
+double dot(const float* a, const float* b, size_t n) {
+    return sum_in_lanes(n, [=](size_t i) { return static_cast<double>(a[i]) * static_cast<double>(b[i]); });
+}
+
+double squared_distance(const float* a, const float* b, size_t n) {
+    return sum_in_lanes(n, [=](size_t i) {
+        const double off = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+        return off * off;
+    });
+}
+
+// sum += weight * x
+void add_scaled(const float* x, size_t n, float weight, float* sum) {
+    for (size_t i = 0; i < n; ++i) sum[i] += weight * x[i];
+}
+
+// sum += weight * (x - from)
+void add_difference(const float* x, const float* from, size_t n, float weight, float* sum) {
+    for (size_t i = 0; i < n; ++i) sum[i] += weight * (x[i] - from[i]);
+}
+
+// Of each column the mean of the values that are left without the `trim` smallest and the `trim` largest, added from the
+// smallest to the largest. `network`: pairs of rows that sort a column when they are compared in their order.
+void middle(const float* const* rows, size_t count, size_t trim, const uint32_t (*network)[2], size_t pairs, size_t n,
+            float* room, float* out) {
+    constexpr size_t WIDTH = 64;
+    const float left = static_cast<float>(count - 2 * trim);
+    for (size_t start = 0; start < n; start += WIDTH) {
+        const size_t width = n - start < WIDTH ? n - start : WIDTH;
+        for (size_t row = 0; row < count; ++row) {
+            float* column = room + row * WIDTH;
+            __builtin_memcpy(column, rows[row] + start, width * sizeof(float));
+            for (size_t i = 0; i < WIDTH; ++i) column[i] += 0.0f;  // zeros of one sign: equal values have equal bits
+        }
+        for (size_t pair = 0; pair < pairs; ++pair) {
+            float* __restrict a = room + network[pair][0] * WIDTH;
+            float* __restrict b = room + network[pair][1] * WIDTH;
+            for (size_t i = 0; i < WIDTH; ++i) {
+                const float x = a[i], y = b[i];
+                a[i] = x < y ? x : y;
+                b[i] = x < y ? y : x;
+            }
+        }
+        float* __restrict sum = room + trim * WIDTH;
+        for (size_t row = trim + 1; row < count - trim; ++row)
+            for (size_t i = 0; i < WIDTH; ++i) sum[i] += room[row * WIDTH + i];
+        for (size_t i = 0; i < width; ++i) out[start + i] = sum[i] / left;
+    }
+}
+
+const RobustKernels ROBUST = {dot, squared_distance, add_scaled, add_difference, middle};

@@ -1,0 +1,87 @@
+"""A trainer whose node may be told to attack: it has the token, and writes what no honest member writes.
+
+HOSTILE_NODE names the node, HOSTILE_PLAN its attacks in their order. Each is made once, in a life of this node in which
+it contributes; an attack on a record lasts until the others go on without this member.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.rounds import member as rounds
+from zeroband.elastic.rounds.member import Member
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.transport.engine import Engine, Operation, Running, Shape
+from zeroband.train import main
+
+READY: dict[str, Callable[[Ready], Ready]] = {
+    "negative weight": lambda ready: replace(ready, weight=-300),
+    "weight 1e12": lambda ready: replace(ready, weight=10**12),
+    "weight 10^400": lambda ready: replace(ready, weight=10**400),
+    "steps x 1000": lambda ready: replace(ready, steps=1000 * ready.steps),
+}
+
+
+def altered(opening: Opening, **fields: object) -> Opening:
+    """An opening that no rule gives, past the checks of its type."""
+    copy = replace(opening)
+    for name, value in fields.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+OPENINGS: dict[str, Callable[[RedisStore, Opening], Opening]] = {
+    "sites out of range": lambda _, opening: altered(opening, sites=(9,) * len(opening.members)),
+    "other weights": lambda store, opening: store.signed(
+        replace(opening, weights=tuple(1 + weight for weight in opening.weights)), opening.proposer
+    ),
+}
+
+
+class Attacker:
+    """Makes the attacks of a plan, one after the other."""
+
+    def __init__(self, plan: list[str]) -> None:
+        self._plan = plan
+        self._attacked_as = ""
+
+    def install(self) -> None:
+        announce, propose, start = Member.announce_ready, RedisStore.propose_opening, Engine.start
+
+        def announce_ready(member: Member, ready: Ready, *rest: Any, **more: Any) -> None:
+            if ready.weight > 0 and member.member_id != self._attacked_as and self._is_next(*READY):
+                self._attacked_as = member.member_id
+                ready = READY[self._plan.pop(0)](ready)
+            announce(member, ready, *rest, **more)
+
+        def propose_opening(store: RedisStore, opening: Opening, **more: Any) -> bool:
+            is_next = opening.total_weight > 0 and self._is_next(*OPENINGS)
+            is_first = propose(store, OPENINGS[self._plan[0]](store, opening) if is_next else opening, **more)
+            if is_next and is_first:
+                self._plan.pop(0)
+            return is_first
+
+        def reduce(engine: Engine, of: Operation, shape: Shape, at: int, *rest: Any, **more: Any) -> Running:
+            links, source, *result = rest
+            if shape.shares[at] > 0 and self._is_next("values x 1e20"):
+                self._plan.pop(0)
+                source = source * 1e20
+            return start(engine, of, shape, at, links, source, *result, **more)
+
+        rounds.follows = lambda *_: None  # it takes its own forgery for good
+        Member.announce_ready = announce_ready  # type: ignore[method-assign]
+        RedisStore.propose_opening = propose_opening  # type: ignore[method-assign]
+        Engine.start = reduce  # type: ignore[method-assign]
+
+    def _is_next(self, *attacks: str) -> bool:
+        return bool(self._plan) and self._plan[0] in attacks
+
+
+if os.environ.get("HOSTILE_NODE") == os.environ["ZERO_BAND_NODE__ID"]:
+    Attacker(os.environ["HOSTILE_PLAN"].split(",")).install()
+sys.exit(main())

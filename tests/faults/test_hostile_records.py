@@ -1,0 +1,94 @@
+"""A member that has the token writes records and sends values that no honest one does: the others go on and name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroband.observe.view import node_id_of_member
+
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(300)]
+
+HOSTILE, HONEST = "node0", ("node1", "node2")
+RECORDS = ("negative weight", "steps x 1000")
+PLAN = ("sites out of range", "other weights", *RECORDS, *8 * ("values x 1e20",))
+"""Values out of range come last, and as often as it takes: who sends them is put out for good."""
+SCRIPT = Path(__file__).with_name("hostile_trainer.py")
+
+RecordRun = Callable[..., Any]
+
+
+def reasons(recorded: Any, kind: str) -> dict[str, list[str]]:
+    """What the honest nodes' events of a kind say, by node."""
+    return {node: [str(e["reason"]) for e in recorded.events[node] if e["kind"] == kind] for node in HONEST}
+
+
+def attacked(record_run: RecordRun, plan: tuple[str, ...]) -> Any:
+    """A run of three nodes, of which the first one attacks and comes back as often as its plan asks for."""
+
+    def tell(story: Any) -> None:
+        records = [attack for attack in plan if attack in (*RECORDS, "weight 1e12", "weight 10^400")]
+
+        def has_been_refused() -> bool:
+            lives = {m for v in story.history.values() for m in v.members if node_id_of_member(m) == HOSTILE}
+            return len(lives) > len(records)
+
+        story.until(has_been_refused, f"{HOSTILE} comes back after {len(records)} refused records")
+        if "values x 1e20" in plan:
+            story.until(lambda: not story.node(HOSTILE).is_running, f"{HOSTILE} is put out")
+            story.until_contributing(*HONEST)
+        else:
+            story.until_contributing(HOSTILE, *HONEST)
+        assert all(story.node(name).is_running for name in HONEST), story.cluster.describe()
+
+    env = {"HOSTILE_NODE": HOSTILE, "HOSTILE_PLAN": ",".join(plan)}
+    outer = ("diloco", "--outer.inner-steps", "4")
+    return record_run(tell, outer=outer, ranks=(1, 1, 1), faults={}, steps_per_round=4, script=SCRIPT, env=env)
+
+
+@pytest.fixture(scope="module")
+def recorded(record_run: RecordRun) -> Any:
+    return attacked(record_run, PLAN)
+
+
+def test_records_out_of_range_are_refused_by_member_field_value_and_bound(recorded: Any) -> None:
+    for node, said in reasons(recorded, "record_refused").items():
+        assert any(text.startswith("weight=-300: ") and "greater than or equal to 0" in text for text in said), node
+        assert any(text.startswith("steps=4000, and it was dealt samples for ") for text in said), node
+    members = {e["member_id"] for node in HONEST for e in recorded.events[node] if e["kind"] == "record_refused"}
+    assert {node_id_of_member(member) for member in members} == {HOSTILE} and len(members) == 2
+
+
+def test_opening_with_other_numbers_is_refused_and_the_round_opened_again(recorded: Any) -> None:
+    said = [text for texts in reasons(recorded, "opening_refused").values() for text in texts]
+    assert said and all("its weights of " in text for text in said)
+
+
+def test_member_that_sends_values_out_of_range_is_named(recorded: Any) -> None:
+    said = [text for texts in reasons(recorded, "round_retried").values() for text in texts]
+    assert any(f"with {HOSTILE}#" in text and "not finite, or larger than any" in text for text in said), said
+    for node in HONEST:
+        out = [e["member_ids"] for e in recorded.events[node] if e["kind"] == "blamed" and e["consequence"] == "out"]
+        assert {node_id_of_member(member) for members in out for member in members} == {HOSTILE}
+
+
+def test_nothing_of_it_counts(recorded: Any) -> None:
+    """Weights and progress are those of honest members; every round has one result."""
+    most = recorded.setup.tokens_per_round
+    for verdict in recorded.history.values():
+        assert all(0 <= weight <= most for weight in verdict.opening.weights)
+        assert all(0 <= steps <= recorded.setup.steps_per_round for steps in verdict.opening.steps)
+    newest = max(recorded.history)
+    assert recorded.history[newest].record["progress"]["inner_step"] <= newest * recorded.setup.steps_per_round
+    digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
+    assert len(digests) == len({round for round, _ in digests}) > 3
+
+
+def test_weights_that_take_the_whole_mean_or_no_float_holds_are_refused(record_run: RecordRun) -> None:
+    recorded = attacked(record_run, ("weight 1e12", "weight 10^400"))
+    for node, said in reasons(recorded, "record_refused").items():
+        assert any(text.startswith("weight=1000000000000, and ") for text in said), node
+        assert any(text.startswith("weight=10") and "less than or equal to" in text for text in said), node

@@ -1,0 +1,102 @@
+"""Combinations that bear liars, slow and plain: one value after the other, in the order that csrc/robust.h fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+PIECE, LANES = 4096, 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contribution: its bytes, what they decode to, and its share."""
+
+    data: bytes
+    values: Floats
+    share: np.float32
+
+
+def in_lanes(terms: npt.NDArray[np.float64]) -> float:
+    """The sum of float64 terms in 16 lanes, which are added from the first to the last."""
+    lanes = [np.float64(0)] * LANES
+    for i, term in enumerate(terms):
+        lanes[i % LANES] += term
+    total = np.float64(0)
+    for lane in lanes:
+        total += lane
+    return float(total)
+
+
+def square(x: Floats) -> float:
+    return in_lanes(x.astype(np.float64) ** 2)
+
+
+def median_low(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def shrunk(length: float, most: float) -> float:
+    return most / length if length > most else 1.0
+
+
+def middle(rows: Sequence[Floats], trim: int) -> Floats:
+    """The mean of what is left of each column, added from the smallest value to the largest."""
+    columns = np.sort(np.stack(rows) + np.float32(0), axis=0)[trim : len(rows) - trim]
+    total = columns[0].copy()
+    for row in columns[1:]:
+        total += row
+    return total / np.float32(len(columns))
+
+
+def clipped(parts: Sequence[Part], total: float) -> Floats:
+    norms = [float(np.sqrt(square(part.values))) for part in parts]
+    most = median_low(norms) if len(parts) > 2 else float("inf")
+    counted = sum(float(part.share) for part in parts)
+    out = np.zeros_like(parts[0].values)
+    for part, norm in zip(parts, norms, strict=True):
+        out += np.float32(float(part.share) / counted * total * shrunk(norm, most)) * part.values
+    return out
+
+
+def trimmed(parts: Sequence[Part], total: float, trim: float) -> Floats:
+    left_out = min(max(int(trim * len(parts)), 1), (len(parts) - 1) // 2)
+    return middle([part.values for part in parts], left_out) * np.float32(total)
+
+
+def centered(parts: Sequence[Part], total: float, iterations: int) -> Floats:
+    out = middle([part.values for part in parts], (len(parts) - 1) // 2)
+    counted = sum(float(part.share) for part in parts)
+    for _ in range(iterations):
+        before = out.copy()
+        off = [part.values.astype(np.float64) - before.astype(np.float64) for part in parts]
+        distances = [float(np.sqrt(in_lanes(one**2))) for one in off]
+        most = median_low(distances)
+        for part, distance in zip(parts, distances, strict=True):
+            weight = np.float32(float(part.share) / counted * shrunk(distance, most))
+            out += weight * (part.values - before)
+    return out * np.float32(total)
+
+
+def combined(name: str, parts: Sequence[Part], *, trim: float = 0.0, iterations: int = 0) -> Floats:
+    """What an owner makes of contributions, piece by piece."""
+    ordered = sorted((part for part in parts if part.share > 0), key=lambda part: (part.data, part.share))
+    total = sum(float(part.share) for part in ordered)
+    out = np.zeros_like(parts[0].values)
+    for start in range(0, len(out), PIECE):
+        here = [Part(part.data, part.values[start : start + PIECE], part.share) for part in ordered]
+        here = [part for part in here if np.isfinite(part.values).all()]
+        if not here:
+            continue
+        if name == "clip":
+            piece = clipped(here, total)
+        elif name == "trimmed":
+            piece = trimmed(here, total, trim)
+        else:
+            piece = centered(here, total, iterations)
+        out[start : start + PIECE] = piece if np.isfinite(piece).all() else 0
+    return out

@@ -1,0 +1,64 @@
+"""`outer.robust`: what goes with it, and what is refused with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from zeroband.config import RunConfig
+from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoConfig, SparseLocoConfig, TrimmedConfig
+from zeroband.kernels.robust import RobustRule
+from zeroband.outer.robust import rule_of
+from zeroband.runtime.replica import rules_of
+
+STORE = {"ZERO_BAND_STORE__URL": "redis://host:6379"}
+CLIP = "--outer.robust.type=clip"
+
+
+def test_it_is_off_unless_it_is_asked_for(load: Callable[..., RunConfig]) -> None:
+    config = load("--outer.type=diloco", **STORE)
+    assert isinstance(config.outer, DilocoConfig) and config.outer.robust is None
+    assert not rules_of(config).is_robust and rule_of(None) is None
+
+
+def test_each_type_has_its_own_knobs(load: Callable[..., RunConfig], refusal: Callable[..., str]) -> None:
+    flags = ("--outer.type=diloco", "--comm.sites=off")
+    config = load(*flags, "--outer.robust.type=trimmed", "--outer.robust.trim=0.4", **STORE)
+    assert isinstance(config.outer, DilocoConfig) and config.outer.robust == TrimmedConfig(type="trimmed", trim=0.4)
+    assert rules_of(config).is_robust and rule_of(config.outer.robust) == RobustRule("trimmed", trim=0.4)
+    assert "trim" in refusal(*flags, CLIP, "--outer.robust.trim=0.4", **STORE)
+    centred = load(*flags, "--outer.robust.type=centered_clip", "--outer.robust.iterations=3", **STORE)
+    assert isinstance(centred.outer, DilocoConfig)
+    assert rule_of(centred.outer.robust) == RobustRule("centered_clip", iterations=3)
+
+
+@pytest.mark.parametrize("kind", ["sparseloco", "demo"])
+def test_payloads_are_clipped_wherever_they_come_from(load: Callable[..., RunConfig], kind: str) -> None:
+    """All members see all of them, whatever sites pass them on."""
+    config = load(f"--outer.type={kind}", CLIP, **STORE)
+    assert isinstance(config.outer, SparseLocoConfig | DemoConfig) and config.outer.robust == ClipConfig(type="clip")
+    assert rules_of(config).is_robust
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--outer.type=diloco", CLIP], "needs comm.sites = \"off\", not 'auto'"),
+        (["--outer.type=diloco", CLIP, "--comm.backend=gloo"], 'needs comm.backend = "native"'),
+        (["--outer.type=diloco", CLIP, "--outer.overlap=full", "--outer.merge=eager"], 'set outer.merge = "mix"'),
+        (["--outer.type=sparseloco", "--outer.robust.type=trimmed"], 'set outer.robust.type = "clip"'),
+        (["--outer.type=demo", "--outer.robust.type=centered_clip"], 'set outer.robust.type = "clip"'),
+        (["--outer.type=demo", CLIP, "--outer.aggregator=true"], "outer.robust does not trust"),
+        (["--outer.type=diloco", "--outer.clip_to_median=true"], 'it is outer.robust.type = "clip" now'),
+    ],
+    ids=["sites", "gloo", "eager", "trimmed payloads", "centred payloads", "aggregator", "the old name"],
+)
+def test_what_does_not_go_with_it_is_refused(refusal: Callable[..., str], flags: list[str], said: str) -> None:
+    assert said in refusal(*flags, **STORE)
+
+
+def test_custom_algorithms_have_it_too(load: Callable[..., RunConfig]) -> None:
+    flags = ("--outer.type=custom", "--outer.algorithm=examples/fed_adam.py", "--comm.sites=off")
+    config = load(*flags, CLIP, **STORE)
+    assert isinstance(config.outer, CustomConfig) and rules_of(config).is_robust

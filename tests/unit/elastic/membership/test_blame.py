@@ -1,0 +1,223 @@
+"""Who is at fault for a round that failed: the rules over what its members testify, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.membership.blame import NO_VOTE, PATIENT_RETRIES, added, bars, judge, kept, sitting_out
+from zeroband.elastic.membership.records import Blame, Evidence, Opening
+
+A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
+FOUR = (A, B, C, D)
+
+
+def an_opening(*members: str, **fields: Any) -> Opening:
+    return Opening(5, 2, 3, members, (1,) * len(members), **fields)
+
+
+def holding(members: tuple[str, ...], *others: tuple[str, str, str]) -> dict[str, Evidence]:
+    """All hold the same parts, except where (receiver, sender, bytes) says otherwise."""
+    held = {receiver: {sender: f"bytes of {sender}" for sender in members} for receiver in members}
+    for receiver, sender, content in others:
+        held[receiver][sender] = content
+    return {m: Evidence(held=tuple(held[m][sender] for sender in members)) for m in members}
+
+
+def votes_of(said: Mapping[str, Evidence]) -> dict[str, str]:
+    return {m: str(hash(evidence.held)) for m, evidence in said.items()}
+
+
+def found(blames: tuple[Blame, ...]) -> set[tuple[tuple[str, ...], str]]:
+    return {(blame.members, blame.consequence) for blame in blames}
+
+
+# -- bytes that differ --------------------------------------------------------------------------------------------
+
+
+def test_owner_that_sends_different_bytes_to_most_is_put_out_and_no_one_else() -> None:
+    said = holding(FOUR, (A, B, "x"), (C, B, "y"))
+    blames = judge(an_opening(*FOUR), votes_of(said), said)
+    assert found(blames) == {((B,), "out")} and blames[0].is_lie
+    assert A in blames[0].reason and C in blames[0].reason
+
+
+def test_minority_that_holds_what_nobody_else_holds_is_not_put_out_for_it() -> None:
+    """The owner told one member something else than all others, and says what the others say."""
+    said = holding(FOUR, (A, B, "x"))
+    assert found(judge(an_opening(*FOUR), votes_of(said), said)) == {((A, B), "apart")}
+
+
+def test_owner_that_lies_to_one_after_the_other_is_found_by_what_is_remembered() -> None:
+    before = judge(an_opening(*FOUR), {}, holding(FOUR, (A, B, "x")))
+    there = (B, C, D)  # A sits out, since B takes part
+    said = holding(there, (D, B, "x"))
+    assert found(judge(an_opening(*there, late=(A,), blames=before), votes_of(said), said)) == {((B,), "out")}
+
+
+def test_who_accuses_everybody_is_put_out_itself() -> None:
+    said = holding(FOUR, (A, B, "x"), (A, C, "x"), (A, D, "x"))
+    assert found(judge(an_opening(*FOUR), votes_of(said), said)) == {((A,), "out")}
+
+
+def test_two_liars_of_five_cannot_have_an_honest_member_put_out() -> None:
+    five = (A, B, C, D, E)
+    said = holding(five, (A, C, "x"), (B, C, "x"))
+    blames = judge(an_opening(*five), votes_of(said), said)
+    assert found(blames) == {((A, C), "apart"), ((B, C), "apart")}
+
+
+def test_of_two_members_neither_is_put_out() -> None:
+    said = holding((A, B), (A, B, "x"))
+    assert found(judge(an_opening(A, B), votes_of(said), said)) == {((A, B), "apart")}
+
+
+@given(st.data())
+def test_no_honest_member_is_ever_put_out_while_fewer_than_half_lie(data: st.DataObject) -> None:
+    """Liars say, and send, whatever they like; honest members tell what came."""
+    members = tuple(f"{name}#1" for name in "abcdefg"[: data.draw(st.integers(2, 7))])
+    liars = data.draw(st.sets(st.sampled_from(members), max_size=(len(members) - 1) // 2))
+    content = st.sampled_from(["", "x", "y"])
+    names = st.lists(st.sampled_from(members), max_size=2, unique=True).map(tuple)
+
+    def seen(receiver: str) -> Evidence:
+        if receiver in liars:
+            held = tuple(data.draw(content) for _ in members) if data.draw(st.booleans()) else ()
+            return Evidence(held, data.draw(names), data.draw(names), data.draw(names))
+        got = tuple(data.draw(content) or "z" if sender in liars else f"of {sender}" for sender in members)
+        silent = tuple(sorted(liars)) if data.draw(st.booleans()) else ()
+        return Evidence(lacks=silent) if silent else Evidence(held=got)
+
+    said = {m: seen(m) for m in members if m not in liars or data.draw(st.booleans())}
+    votes = {m: data.draw(content) if m in liars else str(e.held) for m, e in said.items() if e.held or m in liars}
+    opening = an_opening(*members, retries=data.draw(st.integers(0, 3)))
+    silent = [m for m in members if m not in said]
+    out = {m for blame in judge(opening, votes, said, silent) for m in blame.members if len(blame.members) == 1}
+    assert out <= liars
+
+
+# -- votes and words that do not follow -----------------------------------------------------------------------------
+
+
+def test_vote_that_does_not_follow_from_what_its_member_holds_is_a_lie() -> None:
+    said = holding(FOUR)
+    votes = {**dict.fromkeys(FOUR, "d"), C: "odd"}
+    assert found(judge(an_opening(*FOUR), votes, said)) == {((C,), "out")}
+
+
+def test_voter_that_does_not_tell_what_it_holds_is_put_out() -> None:
+    said = {**holding(FOUR), C: Evidence()}
+    assert found(judge(an_opening(*FOUR), dict.fromkeys(FOUR, "d"), said)) == {((C,), "out")}
+
+
+def test_sender_of_what_is_no_number_is_kept_from_who_noticed_it_at_once() -> None:
+    said: dict[str, Evidence] = {A: Evidence(refused=(B,)), B: Evidence(), C: Evidence(), D: Evidence()}
+    assert found(judge(an_opening(*FOUR), {}, said)) == {((A, B), "apart")}
+    assert found(judge(an_opening(*FOUR), {}, {**said, D: Evidence(refused=(B,))})) == {((B,), "out")}
+
+
+def test_different_results_of_gloo_are_the_fewest_members_fault_in_the_end() -> None:
+    said, votes = dict.fromkeys(FOUR, Evidence()), {**dict.fromkeys(FOUR, "d"), C: "odd"}
+    acts = [judge(an_opening(*FOUR, retries=n), votes, said) for n in (0, PATIENT_RETRIES)]
+    assert [found(blames) for blames in acts] == [{((C,), "named")}, {((C,), "out")}]
+
+
+# -- what does not come ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (1, "named"), (PATIENT_RETRIES, "out")])
+def test_who_withholds_its_contribution_from_all_is_named_and_not_those_who_wait(
+    retries: int, consequence: str
+) -> None:
+    others = {m: Evidence(lacks=(D,), lacks_mean=tuple({A, B, C} - {m})) for m in (A, B, C)}
+    said = {**others, D: Evidence(lacks_mean=(A, B, C))}
+    assert found(judge(an_opening(*FOUR, retries=retries), {}, said)) == {((D,), consequence)}
+
+
+def test_owner_that_could_not_know_the_mean_is_not_at_fault_for_it() -> None:
+    """D withholds its contribution from A alone: all wait for A's mean, and A waits for D."""
+    said = {A: Evidence(lacks=(D,)), **{m: Evidence(lacks_mean=(A,)) for m in (B, C, D)}}
+    assert found(judge(an_opening(*FOUR), {}, said)) == {((A, D), "named")}
+
+
+def test_owner_that_withholds_its_mean_is_at_fault() -> None:
+    said = {A: Evidence(), **{m: Evidence(lacks_mean=(A,)) for m in (B, C, D)}}
+    assert found(judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((A,), "out")}
+
+
+def test_who_ends_a_round_that_most_had_finished_without_a_reason_is_named() -> None:
+    said = {**holding(FOUR), B: Evidence()}
+    votes = {A: "d", C: "d", D: "d"}
+    assert found(judge(an_opening(*FOUR), votes, said, failed=f"{B}: a link broke")) == {((B,), "named")}
+    assert judge(an_opening(*FOUR), votes, said, failed=f"{A}: a link broke") == ()
+
+
+def test_who_says_nothing_is_named() -> None:
+    said = {m: Evidence() for m in (A, B, C)}
+    assert found(judge(an_opening(*FOUR), {}, said, silent=[D])) == {((D,), "named")}
+
+
+@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (PATIENT_RETRIES, "out")])
+def test_who_does_not_vote_although_most_have_is_named(retries: int, consequence: str) -> None:
+    said, votes = holding(FOUR), dict.fromkeys((A, B, D), "d")
+    opening = an_opening(*FOUR, retries=retries)
+    assert found(judge(opening, votes, said, failed=f"1 {NO_VOTE}")) == {((C,), consequence)}
+    assert judge(opening, votes, said, failed="a link broke") == ()
+
+
+def test_failure_in_which_nothing_stood_still_is_no_ones_fault() -> None:
+    assert judge(an_opening(*FOUR), {}, dict.fromkeys(FOUR, Evidence())) == ()
+
+
+# -- what is remembered ---------------------------------------------------------------------------------------------
+
+LIE, GAP = (Blame((A, B), "why", is_lie, "apart", round=3) for is_lie in (True, False))
+
+
+def test_lies_are_remembered_and_gaps_forgotten_after_some_rounds() -> None:
+    named = Blame((C,), "why", is_lie=False, consequence="named", round=3)
+    opening = an_opening(*FOUR, blames=(LIE, GAP, named))
+    assert kept(opening, 4) == (LIE, GAP)
+    assert kept(opening, 3 + 8) == (LIE,)
+    assert kept(opening, 100) == (LIE,)
+
+
+def test_pair_that_is_kept_apart_is_noted_once_also_as_other_members() -> None:
+    again = Blame(("a#2", B), "why", is_lie=True, consequence="apart", round=9)
+    assert added((LIE,), (again, GAP)) == (LIE, GAP)
+
+
+@pytest.mark.parametrize(("outs", "is_barred"), [([True], True), ([False], False), ([False, False], True), ([], False)])
+def test_node_comes_back_once_after_gaps_and_never_after_a_lie(outs: list[bool], is_barred: bool) -> None:
+    blames = [Blame(("a#1",), "why", is_lie, "out", round) for round, is_lie in enumerate(outs)]
+    assert (bars(blames, "a#2") is not None) == is_barred
+    assert bars(blames, "ab#1") is None
+
+
+# -- who sits out ---------------------------------------------------------------------------------------------------
+
+
+def test_of_a_pair_each_sits_out_in_turn() -> None:
+    turns = [sitting_out(FOUR, (LIE,), turn, frozenset(FOUR)) for turn in range(3)]
+    assert turns == [{A}, {B}, {A}]
+
+
+def test_who_stands_in_most_pairs_sits_out_every_time() -> None:
+    five = (*FOUR, E)
+    pairs = [Blame((D, other), "why", is_lie=True, consequence="apart", round=3) for other in (A, B)]
+    assert {sitting_out(five, pairs, turn, frozenset(five)) for turn in range(4)} == {frozenset({D})}
+
+
+def test_who_leaves_takes_part_where_the_other_one_can_wait() -> None:
+    assert {sitting_out(FOUR, (LIE,), turn, frozenset({B})) for turn in range(3)} == {frozenset({B})}
+
+
+def test_no_two_that_are_kept_apart_take_part_together() -> None:
+    pairs = [Blame(pair, "why", is_lie=True, consequence="apart", round=3) for pair in combinations(FOUR, 2)]
+    assert all(len(FOUR) - len(sitting_out(FOUR, pairs, turn, frozenset(FOUR))) == 1 for turn in range(5))
+    assert sitting_out((A, C), pairs[:1], 0, frozenset(FOUR)) == frozenset()

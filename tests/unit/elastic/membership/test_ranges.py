@@ -1,0 +1,213 @@
+"""Records that say anything: each is in range or refused, and the rules calculate with every one that is accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.contract.test_records import (
+    ACCOUNT,
+    HOLDING,
+    LINKS,
+    LOSSES,
+    OPENING,
+    ORDERS,
+    PEER,
+    PROGRESS,
+    READY,
+    RESTART_POINT,
+    SEALS,
+    VERDICT,
+)
+
+from zeroband.elastic.membership.epoch import Patience, Rules, must_leave, next_opening
+from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.limits import follows, within_limits
+from zeroband.elastic.membership.loss_record import LossRecord
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import (
+    Generation,
+    LinkRates,
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    View,
+    from_json,
+    to_json,
+)
+from zeroband.elastic.membership.succession import Account, electors, legacy_of
+from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.transport.shape import route_of, shape_of
+from zeroband.kernels.codec import CODECS
+
+A, B = OPENING.members
+SHAPE = RunShape(total_steps=1000, batch_size=2, reads_ahead=True, sample_tokens=1024)
+RULES = Rules(straggler_grace=0.1, transfer_bytes=1 << 20, sites="auto", shape=SHAPE)
+PEERS = {A: PEER, B: Peer("b", "h", 1, True)}
+ODD = st.one_of(
+    st.integers(-2, 3),
+    st.sampled_from([10**12, 1 << 31, 1 << 32, 1 << 47, (1 << 53) - 1, 1 << 53, 1 << 63, 10**400, -(10**9)]),
+    st.sampled_from([0.0, -0.0, 5e-324, 1e-30, 0.5, 1e30, 1e60, 1.8e308, -1e308, float("nan"), float("inf")]),
+    st.none(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.just("x" * 70_000),
+    st.lists(st.one_of(st.integers(-1, 3), st.floats(), st.text(max_size=2)), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(-1, 3), max_size=2),
+)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values in a record, without its own."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, part in inner for place in ((*path, key), *places_in(part, (*path, key)))]
+
+
+def with_odd(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = odd if len(path) == 1 else with_odd(value[path[0]], path[1:], odd)
+    return copy
+
+
+def view_of(**changed: Any) -> View:
+    ready = {A: replace(READY, round=4), B: replace(READY, round=4, weight=0, site=None)}
+    committed = replace(VERDICT, opening=replace(OPENING, rollback=None))
+    usual: dict[str, Any] = {
+        "opening": OPENING,
+        "committed": committed,
+        "alive": frozenset({A, B}),
+        "ready": ready,
+        "peers": PEERS,
+    }
+    return View(**{"votes": {}, "failed": None, **usual, **changed})
+
+
+def open_with(view: View, links: Mapping[str, LinkRates]) -> None:
+    """Decide a round on this view, and work with the opening as its members do."""
+    for seen in (view, within_limits(view, 4, RULES)):
+        for patience in (Patience(phase_s=5.0), Patience(True, True, frozenset(seen.refused), 5.0)):
+            decision = next_opening(seen, 4, RULES, patience, lambda: links)
+            must_leave(seen, A, 4)
+            if isinstance(decision, Opening):
+                work_with(from_json(Opening, to_json(decision)))
+                follows(decision, seen, RULES)
+
+
+def work_with(opening: Opening) -> None:
+    """What members calculate from an opening: shares, sites, who reads what next, the shape of the transfer."""
+    assert all(0 <= share < float("inf") for share in opening.shares)
+    assert all(0 <= part <= 1.000001 for part in opening.divisor_parts)
+    assert opening.most_value >= 0 and opening.total_weight >= 0
+    assert all((opening.speakers() is not None, opening.corpus_of(), opening.behind is not None, opening.id))
+    for member in opening.members:
+        opening.is_near(member, opening.members[0])
+        if opening.steps_requested:
+            opening.expected_share(member, 10)
+    progress = PROGRESS.after(opening, SHAPE)
+    Progress.at_start().begin(opening, SHAPE, after_round=None)
+    assert 0 <= progress.inner_step <= SHAPE.total_steps
+    LossRecord().after(opening, 0)
+    if len(opening.members) > 1:
+        shape_of(10_000, CODECS["int8"], opening.shares, opening.network, opening.sites)
+    for place in range(len(opening.members)):
+        route_of(place, opening.sites or range(len(opening.members)), behind=opening.network.behind)
+
+
+def use_verdict(verdict: Verdict) -> None:
+    judge = Judge(SEALS)
+    if judge.verdict("k", judge.seal_verdict(verdict).encode()) is None:
+        return
+    work_with(verdict.opening)
+    assert electors(verdict) and verdict.sessions is not None
+    LossRecord.of(verdict.record).carried()
+    if "progress" in verdict.record:
+        Progress.of_verdict(verdict).after(OPENING, SHAPE)
+    open_with(view_of(committed=verdict), {})
+
+
+def go_on_from(progress: Progress) -> None:
+    progress.after(OPENING, SHAPE)
+    progress.begin(OPENING, SHAPE, after_round=1)
+
+
+RECORDS: Mapping[str, tuple[object, Callable[[Any], object]]] = {
+    "ready": (READY, lambda ready: open_with(view_of(ready={A: ready, B: READY}), {A: LINKS})),
+    "opening": (OPENING, lambda opening: (work_with(opening), open_with(view_of(opening=opening), {}))),
+    "verdict": (VERDICT, use_verdict),
+    "peer": (PEER, lambda peer: open_with(view_of(peers={A: peer, B: PEER}), {})),
+    "links": (LINKS, lambda links: open_with(view_of(), {A: links, B: LINKS})),
+    "orders": (ORDERS, lambda orders: open_with(view_of(orders=orders), {})),
+    "restart_point": (RESTART_POINT, lambda point: open_with(view_of(restart_point=point), {})),
+    "progress": (PROGRESS, go_on_from),
+    "losses": (LOSSES, lambda losses: losses.carried()),
+    "holding": (HOLDING, lambda holding: None),
+    "account": (ACCOUNT, lambda account: legacy_of({A: account, B: ACCOUNT})),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_record_with_any_value_in_any_field_is_in_range_or_refused(name: str, data: st.DataObject) -> None:
+    record, use = RECORDS[name]
+    value = json.loads(to_json(record))
+    path = data.draw(st.sampled_from(places_in(value)))
+    text = json.dumps(with_odd(value, path, data.draw(ODD)), sort_keys=True)
+    accepted = None
+    with contextlib.suppress(ValueError):
+        accepted = from_json(type(record), text)
+    if accepted is not None:
+        use(accepted)
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@given(st.lists(st.tuples(*(st.sampled_from(range(6)) for _ in range(5))), min_size=2, max_size=5))
+def test_rules_calculate_with_the_ends_of_every_range(numbers: list[tuple[int, ...]]) -> None:
+    """Several members at once that say the least or the most that is accepted, or a little."""
+    sizes = [0, 1, 3, 1280, 1 << 52, 1 << 53]
+    parts, largest = [0.0, 5e-324, 1e-9, 0.5, 1.0, 1e6], [0.0, 5e-324, 1e-30, 1.0, 1e30, 1e60]
+    ready = {
+        f"m{i}#1": replace(
+            Ready(4, sizes[w], "s", sizes[s], sizes[w], trained=parts[t]),
+            largest=largest[n],
+            took_ms=sizes[r] % 10**9,
+        )
+        for i, (w, s, n, t, r) in enumerate(numbers)
+    }
+    members = tuple(ready)
+    before = Opening(4, 2, 3, members, (1,) * len(ready), (1,) * len(ready), (1,) * len(ready))
+    committed = Verdict(before, "d", {"session": "s"})
+    view = View(before, committed, frozenset(members), ready, {}, None)
+    decision = next_opening(view, 4, replace(RULES, shape=None), Patience(phase_s=1.0))
+    assert isinstance(decision, Opening)
+    work_with(from_json(Opening, to_json(decision)))
+
+
+@pytest.mark.parametrize(
+    "kind", [Ready, Opening, Peer, LinkRates, Orders, RestartPoint, Progress, Account, Holding, Generation]
+)
+def test_every_number_and_text_of_a_record_has_a_range(kind: type[Any]) -> None:
+    """A field that is added needs a type from `config.ranges`."""
+    hints = get_type_hints(kind, include_extras=True)
+    assert [part.name for part in fields(kind) if _is_unbounded(hints[part.name])] == []
+
+
+def _is_unbounded(annotation: Any) -> bool:
+    """Whether a number or text may be any, or a list have any length."""
+    if annotation in (int, float, str):
+        return True
+    if hasattr(annotation, "__metadata__"):  # Annotated: bounded itself, and its parts are looked at
+        return any(_is_unbounded(part) for part in get_args(get_args(annotation)[0]))
+    if is_dataclass(annotation):
+        hints = get_type_hints(annotation, include_extras=True)
+        return any(_is_unbounded(hints[part.name]) for part in fields(annotation))
+    return any(_is_unbounded(part) for part in get_args(annotation))

@@ -1,0 +1,129 @@
+"""Two lines of history of one run, each with members and a store of its own, notice one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tests.held_stores import HeldStore
+from tests.stores import RUN_ID, SHARED, an_opening
+
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Peer, Verdict
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.succession import Line, Meeting
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.meetings import Meetings
+from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import LineEnds, StoreLost
+from zeroband.node.shared_flags import SharedFlags
+
+KEY = RunKey.of("a token of the run", RUN_ID)
+
+
+@dataclass
+class OneLine:
+    """A line with one member, as its store shows it."""
+
+    member: str
+    server: HeldStore
+    store: RedisStore
+    verdict: Verdict
+
+    def renew(self) -> None:
+        peer = Peer(self.member, "127.0.0.1", 4000, True, store_port=self.server.port)
+        self.store.renew_lease(self.member, peer)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def opened(stack: ExitStack, *servers: HeldStore) -> RedisStore:
+    url = f"nodes://{','.join(server.place for server in servers)}"
+    store = RedisStore(url, RUN_ID, key=KEY, lease_s=2.0, patience_s=5.0)
+    stack.callback(store.close)
+    return store
+
+
+def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, tokens: int) -> OneLine:
+    """A line that was founded in a store of its own; its member also knows the stores `known`."""
+    server = stack.enter_context(HeldStore(KEY, RUN_ID))
+    founder = opened(stack, server)
+    founder.reach(patience_s=5.0)
+    founder.found_or_match(SHARED)
+    opening = an_opening(member)
+    progress = replace(Progress.at_start(), tokens=tokens)
+    verdict = Verdict(opening, "d", {"session": session, "progress": progress.to_record()})
+    assert founder.propose_opening(opening, current=None, generation=founder.generation)
+    assert founder.propose_verdict(verdict, generation=founder.generation)
+    store = opened(stack, server, *known)
+    assert founder.generation is not None
+    store.enter(store.candidates[0], founder.generation)
+    return OneLine(member, server, store, verdict)
+
+
+@pytest.mark.parametrize("sessions", ["ab", "ba"])
+def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(stack: ExitStack, sessions: str) -> None:
+    one = a_line(stack, "a#1", sessions[0], tokens=10)
+    other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
+    lines = (one, other)
+    looks, met = [Meetings(line.store) for line in lines], list[Meeting | None]()
+    for _ in range(3):
+        for line in lines:
+            line.renew()
+        met = [look.look(line.verdict) for look, line in zip(looks, lines, strict=True)]
+    assert met[0] is not None and met[0] == met[1]
+    assert met[0].goes_on == Line(sessions[1], 0, 20, ("b#1",)) and met[0].ends == Line(sessions[0], 0, 10, ("a#1",))
+
+
+def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> None:
+    gone = a_line(stack, "a#1", "b", tokens=10)
+    lives = a_line(stack, "b#1", "a", gone.server, tokens=5)
+    look = Meetings(lives.store)
+    assert [look.look(lives.verdict) for _ in range(3)] == [None, None, None]
+
+
+def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
+    ends = a_line(stack, "a#1", "a", tokens=10)
+    goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
+    events, movers = list[str](), list[Mover]()
+
+    def note(kind: str, **_fields: object) -> None:
+        events.append(kind)
+
+    for line in (ends, goes_on):
+        flags = SharedFlags(tmp_path / line.member, create=True)
+        memory = LiveBackup(line.member, SHARED)
+        memory.committed(line.verdict)
+        line.store.session = line.verdict.session
+        mover = Mover(line.store, line.member, memory, flags, note, tell_s=0.05)
+        stack.callback(flags.close)
+        stack.callback(mover.close)
+        movers.append(mover)
+    while events.count("lines_met") < 2:
+        for line in (ends, goes_on):
+            line.renew()
+    movers[1].require_line()
+    with pytest.raises(LineEnds, match=r"session b \(round 0, 20 tokens, b#1\) goes on; session a .* ends here"):
+        movers[0].require_line()
+
+
+def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_to(stack: ExitStack) -> None:
+    servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
+    alone = opened(stack, servers[0])
+    with pytest.raises(StoreLost, match="--found"):
+        alone.reach(patience_s=0.0, least_stores=2)
+    assert alone.survey()[0][1].generation is None
+    second = opened(stack, *servers)
+    second.reach(patience_s=5.0, least_stores=2)
+    alone.reach(patience_s=5.0, least_stores=2)
+    assert alone.generation == second.generation is not None
+    told = opened(stack, servers[1])
+    told.reach(patience_s=5.0, least_stores=1)

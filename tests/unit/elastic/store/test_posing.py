@@ -1,0 +1,187 @@
+"""A node of the run that writes in another member's name: what it writes does not count, and the other is not kept out.
+
+It has the token, so the MACs of its records verify; it lacks the key that the member's id carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import redis
+from tests.stores import SHARED, a_verdict, an_opening, open_next
+
+from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.orders import ban, unban
+from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.succession import Account
+from zeroband.elastic.store.backup import StoreBackup
+from zeroband.elastic.store.fact_records import FactBatch
+from zeroband.elastic.store.interface import record_of
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.observe.view import short_key
+
+KEYS = {node: NodeKey(node.encode() * 32) for node in "abx"}
+A, B, X = (KEYS[node].new_member_id(node) for node in "abx")
+READY = Ready(1, 8, "state")
+
+
+@pytest.fixture
+def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
+    """By the node that speaks through each; A and B are in round 1, and X has the token."""
+    opened = {
+        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, patience_s=5.0)
+        for node, key in KEYS.items()
+    }
+    for node, member in (("a", A), ("b", B)):
+        opened[node].found_or_match(SHARED)
+        assert opened[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
+    founding = opened["a"].signed(an_opening(A, B), A)
+    assert open_next(opened["a"], founding) and opened["a"].propose_verdict(a_verdict(founding))
+    yield opened
+    for store in opened.values():
+        store.close()
+
+
+def proposed(stores: dict[str, RedisStore]) -> Opening:
+    """Round 1 as member A proposes it."""
+    return stores["a"].signed(an_opening(A, B, version=2, round=1), A)
+
+
+def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores: dict[str, RedisStore]) -> None:
+    told: list[tuple[str, str]] = []
+    stores["b"].judge.on_forgery = lambda place, member: told.append((place, member))
+    stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
+    assert A not in stores["b"].view(1).ready
+    opening = proposed(stores)
+    assert open_next(stores["b"], opening)
+    stores["x"].vote(opening, A, "worse")
+    assert stores["b"].view(1).votes == {}
+    assert told == [(f"{stores['b'].keys.ready(1)} {A}", A), (f"{stores['b'].keys.votes} {A}", A)]
+
+
+def test_member_writes_over_what_another_said_in_its_name(stores: dict[str, RedisStore]) -> None:
+    """The first word counts, if it is a word of that member."""
+    stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
+    view = stores["a"].announce_ready(A, READY)
+    known = StoreBackup(A, record_of(SHARED), view.opening, view.committed, ready=READY)
+    assert A not in view.ready
+    stores["a"].restore(known)
+    assert all(store.view(1).ready[A] == READY for store in stores.values())
+
+
+def test_opening_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[str, RedisStore]) -> None:
+    told: list[str] = []
+    stores["b"].judge.on_forgery = lambda place, member: told.append(member)
+    forged = stores["x"].signed(an_opening(A, B, version=2, round=1), A)
+    nobodys = replace(forged, proposer="", signature="")
+    changed = replace(proposed(stores), weights=(1, 0))
+    for opening in (forged, nobodys, changed):
+        before = stores["x"].view(1).opening
+        assert stores["x"].propose_opening(opening, current=before)
+        assert stores["b"].view(1).opening is None
+    assert {*told} <= {A, ""} and told[0] == A
+    assert open_next(stores["a"], proposed(stores)) and stores["b"].view(1).opening == proposed(stores)
+
+
+def test_failure_counts_only_of_a_member_that_the_opening_lists(stores: dict[str, RedisStore]) -> None:
+    opening = proposed(stores)
+    assert open_next(stores["a"], opening)
+    stores["x"].announce_ready(X, READY)
+    stores["x"].report_failure(opening, "stop")
+    assert stores["a"].view(1).failed is None
+    stores["a"].announce_ready(A, READY)
+    stores["a"].report_failure(opening, "lost")
+    assert {store.view(1).failed for store in stores.values()} == {"lost"}
+
+
+def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_not_count(
+    stores: dict[str, RedisStore],
+) -> None:
+    stores["x"].renew_lease(A, Peer("a", "elsewhere", 2, True))
+    stores["x"].tell_links(A, LinkRates({B: 1}))
+    stores["x"].tell_holding(A, Holding())
+    stores["x"].say_leaving(A)
+    account = Account(Generation(1, "s"), Generation(1, "s"))
+    stores["x"].look_at_candidate(A, account)
+    b = stores["b"]
+    assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}
+    assert b.look_at_candidate("", None).accounts == {}
+    assert b.say_leaving(B) == {A}
+    assert stores["a"].renew_lease(A, Peer("a", "host", 1, True)) is not None
+    assert b.view(1).peers[A].host == "host"
+
+
+def test_peer_that_names_another_node_than_its_member_id_does_not_count(stores: dict[str, RedisStore]) -> None:
+    stores["x"].renew_lease(X, Peer("a", "host", 1, True), first=True)
+    assert X not in stores["b"].view(1).peers
+
+
+def test_words_of_checkpoint_writers_and_facts_count_of_the_node_that_has_the_id(stores: dict[str, RedisStore]) -> None:
+    a, b, x = (stores[node] for node in "abx")
+    b.view(1)  # so that it knows whose id is whose
+    mine = KEYS["a"].name("a")
+    x.say_saving("attempt", mine, "forged", patience_s=5.0)
+    assert b.saving("attempt", patience_s=5.0) == {}
+    a.say_saving("attempt", mine, "written", patience_s=5.0)
+    x.say_saving("attempt", KEYS["x"].name("a"), "of another key", patience_s=5.0)
+    assert b.saving("attempt", patience_s=5.0) == {"a": "written"}
+    x.append_facts(mine, "", FactBatch(), FactBatch())
+    assert b.recorders() == {mine: None} and [entry.batch for entry in b.read_facts(mine, "")] == [None]
+
+
+def test_name_without_a_key_counts_with_no_node(stores: dict[str, RedisStore], redis_url: str) -> None:
+    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)) as keyless:
+        keyless.announce_ready("y#1", READY)
+    assert stores["b"].view(1).ready == {}
+
+
+def test_banned_member_is_out_for_all_until_it_is_let_in_again(stores: dict[str, RedisStore]) -> None:
+    for node, member in (("a", A), ("b", B)):
+        stores[node].announce_ready(member, READY)
+    opening = proposed(stores)
+    assert open_next(stores["b"], opening)
+    short = short_key(A)
+    assert short is not None
+    stores["x"].give_orders(lambda orders: ban(orders, short, [A, B]))
+    for store in stores.values():
+        view = store.view(1)
+        assert view.alive == {B} and view.ready.keys() == view.peers.keys() == {B}
+        assert view.lost(opening) == (A,) and view.orders.bans(A)
+    stores["a"].report_failure(opening, "of a banned one")
+    assert stores["b"].view(1).failed is None
+    late = an_opening(A, B, version=3, round=1)
+    assert not open_next(stores["b"], stores["b"].signed(late, B)), "it was made under older orders"
+    late = replace(late, orders=1)
+    assert open_next(stores["a"], stores["a"].signed(late, A)) and stores["b"].view(1).opening is None
+    assert open_next(stores["b"], stores["b"].signed(late, B)) and stores["b"].view(1).opening is not None
+    stores["x"].give_orders(lambda orders: unban(orders, "a"))
+    assert stores["b"].view(1).alive == {A, B}
+
+
+def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    stores["a"].announce_ready(A, READY)
+    stores["b"].view(1)
+    verified: list[str] = []
+    accepts = RunKey.accepts
+
+    def count(self: RunKey, name: str, said: bytes, signature: bytes) -> bool:
+        verified.append(name)
+        return accepts(self, name, said, signature)
+
+    monkeypatch.setattr(RunKey, "accepts", count)
+    stores["b"].view(1)
+    assert verified == []
+    stores["b"].announce_ready(B, READY)
+    assert {*verified} == {B}
+
+
+def test_damage_to_a_record_is_not_told_as_posing(stores: dict[str, RedisStore], redis_client: redis.Redis) -> None:
+    told: list[str] = []
+    stores["b"].judge.on_forgery = lambda place, member: told.append(member)
+    redis_client.hset(stores["b"].keys.ready(1), A, "nonsense")
+    assert stores["b"].view(1).ready == {} and told == []
