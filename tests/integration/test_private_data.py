@@ -24,7 +24,7 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data import command
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
 BATCH = 4
