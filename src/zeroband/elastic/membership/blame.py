@@ -24,6 +24,9 @@ for that: the network may have healed."""
 NO_VOTE = "members do not vote, although most have"
 """What a failure says that is about votes which do not come."""
 
+REFUSED = "the opening does not follow from the members' records"
+"""What a failure says where a member refused the opening. Nothing was sent then, so what is missing proves nothing."""
+
 _MOST_BLAMES = 64
 _TWICE = 2
 
@@ -215,6 +218,8 @@ def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str
     Nobody has to wait for anybody to send a contribution. A mean is only owed by who lacks no contribution itself.
     """
     pairs = dict[Pair, str]()
+    if REFUSED in failed:
+        return pairs
     complete = [m for m, evidence in said.items() if evidence.held]
     for member, evidence in said.items():
         owing = [m for m in evidence.lacks_mean if m in said and not (said[m].lacks or said[m].refused)]

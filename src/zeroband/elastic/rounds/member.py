@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership.blame import NO_VOTE, bars
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Patience,
@@ -324,7 +324,7 @@ class Member:
         if why is None:
             self._followed = opening.id
             return None
-        reason = f"the opening does not follow from the members' records: {why}"
+        reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
         return reason

@@ -7,7 +7,7 @@ and remembered, so that the scripts can be told to write over it. Any thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -49,6 +49,10 @@ _OF_A_BANNED_NODE = "a node whose key is banned proposed it"
 _MALFORMED = "it is sealed by a node of this run, but says nothing that this version understands"
 
 _log = get_logger(__name__)
+
+
+def _speaking_as(members: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{member}: " for member in members)
 
 
 class Judge:
@@ -269,6 +273,10 @@ class Judge:
         record = self._open(name, raw, "failed", opening.id, by=member)
         if record is not None and public_key_in(member) is not None and member not in opening.members:
             self.reject(name, raw, _NOT_IN_IT)
+            return None
+        others = [m for m in opening.members if m != member]
+        if record is not None and public_key_in(member) is not None and record.text.startswith(_speaking_as(others)):
+            self.reject(name, raw, _MALFORMED)  # a failure that begins with a name says who ended the round
             return None
         return None if record is None else record.text
 

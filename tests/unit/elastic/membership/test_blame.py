@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import NO_VOTE, PATIENT_RETRIES, added, bars, judge, kept, sitting_out
+from zeroband.elastic.membership.blame import (
+    NO_VOTE,
+    PATIENT_RETRIES,
+    REFUSED,
+    added,
+    bars,
+    judge,
+    kept,
+    sitting_out,
+)
 from zeroband.elastic.membership.records import Blame, Evidence, Opening
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
@@ -221,3 +230,10 @@ def test_no_two_that_are_kept_apart_take_part_together() -> None:
     pairs = [Blame(pair, "why", is_lie=True, consequence="apart", round=3) for pair in combinations(FOUR, 2)]
     assert all(len(FOUR) - len(sitting_out(FOUR, pairs, turn, frozenset(FOUR))) == 1 for turn in range(5))
     assert sitting_out((A, C), pairs[:1], 0, frozenset(FOUR)) == frozenset()
+
+
+def test_who_refuses_an_opening_is_not_at_fault_for_what_it_did_not_send() -> None:
+    others = {m: Evidence(lacks=(D,)) for m in (A, B, C)}
+    said, why = {**others, D: Evidence()}, f"{D}: {REFUSED}: its weights of {A} is 2"
+    assert judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said, failed=why) == ()
+    assert found(judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((D,), "out")}

@@ -95,8 +95,10 @@ def test_failure_counts_only_of_a_member_that_the_opening_lists(stores: dict[str
     stores["x"].report_failure(opening, "stop")
     assert stores["a"].view(1).failed is None
     stores["a"].announce_ready(A, READY)
-    stores["a"].report_failure(opening, "lost")
-    assert {store.view(1).failed for store in stores.values()} == {"lost"}
+    stores["a"].report_failure(opening, f"{B}: stop")
+    assert {store.view(1).failed for store in stores.values()} == {None}
+    stores["a"].report_failure(opening, f"{A}: lost")
+    assert {store.view(1).failed for store in stores.values()} == {f"{A}: lost"}
 
 
 def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_not_count(
