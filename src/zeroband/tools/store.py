@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIAB
 
 _EXIT_CONFIG = 2
 _LEAST_TOKEN = 16
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,10 +83,10 @@ def _serve(options: argparse.Namespace) -> int:
     if not re.fullmatch(NAME_PATTERN, run_id):
         raise ConfigError(f"--run-id {run_id!r}: a name is 1 to 64 letters, digits, dots, dashes and underscores")
     token, kept = _token(options.token_file, os.environ)
-    ending = threading.Event()
+    asked: list[int] = []  # not an Event: its lock may be held by the main thread when a handler wants it
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: ending.set())
+        signal.signal(number, lambda number, _frame: asked.append(number))
     try:
         password = RunKey.of(token, run_id).store_password
         bounds = bounds_of_run(run_id, members=0)
@@ -96,11 +96,12 @@ def _serve(options: argparse.Namespace) -> int:
             url = f"redis://:{password}@{place_of(options.host, options.port)}"
             needed = {STORE_VARIABLE: url, ID_VARIABLE: run_id, TOKEN_VARIABLE: token}
             if options.command:
-                return _run(options.command, needed, server, ending)
+                return _run(options.command, needed, server, asked)
             print(f"zeroband store: serves until Ctrl-C; {kept}; on every machine of the run, type", file=sys.stderr)
             print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in needed.items()), flush=True)
-            while not ending.wait(_LOOK_S):
+            while not asked:
                 _require_running(server)
+                time.sleep(_LOOK_S)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -121,10 +122,11 @@ def _bound(host: str) -> str:
     return host
 
 
-def _run(
-    command: Sequence[str], needed: Mapping[str, str], server: RedisServer, is_asked_to_end: threading.Event
-) -> int:
-    """Run a command that needs the store, and hand on what it is asked to do. Returns its exit code."""
+def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer, asked: Sequence[int]) -> int:
+    """Run a command that needs the store, and hand on what it is asked to do. Returns its exit code.
+
+    `asked`: the signals that came before it was started.
+    """
     try:
         started = subprocess.Popen(command, env={**_without_token_file(os.environ), **needed})
     except OSError as error:
@@ -132,7 +134,7 @@ def _run(
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _frame: started.send_signal(number))
     signal.signal(signal.SIGINT, lambda _number, _frame: None)  # the terminal sends Ctrl-C to the command, too
-    if is_asked_to_end.is_set():
+    if asked:
         started.terminate()
     while True:
         try:
