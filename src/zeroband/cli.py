@@ -40,9 +40,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "train": _Command("train", "train on this machine, one process; launch starts several"),
-    "launch": _Command(
-        "tools.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
-    ),
+    "launch": _Command("node.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"),
     "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says"),
     "simulate": _Command("tools.cluster", "NODES RANKS @config: a run of several nodes on this machine"),
     "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zeroband.config import load_config
 from zeroband.errors import ConfigError
+from zeroband.node.launch import parse
 from zeroband.node.launched import local_rank, local_world_size, rank_and_world_size, require_one_task
-from zeroband.tools.cluster.launch import parse
 
 LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

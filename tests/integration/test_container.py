@@ -22,9 +22,9 @@ import pytest
 from tests.containers import Settings, Stage, Walk, context, copies, lineage, read_stages, sent_of, settings_of
 
 from zeroband.config import load_config
+from zeroband.node.launch import parse
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader
-from zeroband.tools.cluster.launch import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -41,7 +41,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "observe/commands.py": (),  # its own command
     "runtime/afterword.py": ("python",),
     "runtime/watching.py": ("git",),
-    "tools/cluster/gpus.py": ("nvidia-smi",),
+    "node/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
     "tools/join.py": ("python",),
     "tools/store.py": (),  # what its user names

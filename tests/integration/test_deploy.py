@@ -27,7 +27,7 @@ import yaml
 
 from zeroband.config import load_config
 from zeroband.elastic.store.local_server import find_redis_server
-from zeroband.tools.cluster.launch import parse
+from zeroband.node.launch import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

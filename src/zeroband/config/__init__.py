@@ -1,6 +1,23 @@
-"""The run's configuration: its schema, and how files, environment and flags become one frozen value. Loads no torch."""
+"""The run's configuration: its schema, and how files, environment and flags become one frozen value. Loads no torch.
 
-from zeroband.config.load import load_config
-from zeroband.config.schema import RunConfig
+The two names below load the schema when they are first used. A guardian and a launcher import small parts of this
+package, and would spend half of their start on building it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroband.config.load import load_config
+    from zeroband.config.schema import RunConfig
 
 __all__ = ["RunConfig", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zeroband.config.load import load_config
+    from zeroband.config.schema import RunConfig
+
+    globals().update(RunConfig=RunConfig, load_config=load_config)
+    return globals()[name]

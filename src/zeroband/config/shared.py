@@ -13,9 +13,6 @@ from zeroband.config.data import OWN_WHERE_PRIVATE
 from zeroband.config.keys import Path, dotted, is_shared
 from zeroband.config.schema import RunConfig
 
-REMARK = "remark: "
-"""Begins the key of what a node tells of the value of another key, and nodes need not have in common."""
-
 
 def shared_items(config: RunConfig) -> dict[str, Any]:
     """The values that all nodes must share, by dotted key; plain JSON values, a section that is off as None."""

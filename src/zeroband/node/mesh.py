@@ -208,6 +208,8 @@ def _control_group() -> dist.ProcessGroup:
 def broadcast_json(value: Any, mesh: LocalMesh, *, source: int = 0) -> Any:
     """A rank's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
     payload = json.dumps(value).encode() if mesh.rank == source else b""
+    if mesh.world_size == 1:
+        return json.loads(payload)
     length = torch.tensor([len(payload)])
     dist.broadcast(length, group_src=source, group=mesh.control)
     content = torch.empty(int(length), dtype=torch.uint8)
@@ -253,7 +255,8 @@ def add_up(values: torch.Tensor, mesh: LocalMesh) -> None:
 
 def barrier(mesh: LocalMesh) -> None:
     """Return once every local rank has called this."""
-    dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+    if mesh.world_size > 1:
+        dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
 
 
 class Shardable(Protocol):

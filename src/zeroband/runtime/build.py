@@ -14,7 +14,7 @@ from zeroband.checks.plain_paths import plain_paths
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
-from zeroband.config.shared import REMARK, shared_items
+from zeroband.config.shared import shared_items
 from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader
@@ -23,6 +23,7 @@ from zeroband.data.tokens import Corpus
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.store.interface import REMARK
 from zeroband.export.hub_files import start_from
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel

@@ -22,16 +22,15 @@ from zeroband.config import RunConfig
 from zeroband.config.load import render_toml
 from zeroband.config.recorded import other_items, recorded_config, shown
 from zeroband.config.schema import FaultConfig
-from zeroband.config.shared import REMARK
 from zeroband.config.store_url import shown_stores
 from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.interface import PROTOCOL
+from zeroband.elastic.store.interface import PROTOCOL, REMARK
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
+from zeroband.node.gpus import visible_gpus
 from zeroband.node.identity import node_id_of
-from zeroband.tools.cluster.gpus import visible_gpus
 from zeroband.tools.ctl import describe, next_round
 
 _EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_UNFIT = 1, 2, 3
@@ -89,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     if code:
         print("zeroband join: this machine cannot take part as it is; see above", file=sys.stderr)
         return _EXIT_UNFIT
-    os.execve(sys.executable, [sys.executable, "-m", "zeroband.tools.cluster.launch", *join.command[1:]], environment)
+    os.execve(sys.executable, [sys.executable, "-m", "zeroband.node.launch", *join.command[1:]], environment)
 
 
 def _parser() -> argparse.ArgumentParser:

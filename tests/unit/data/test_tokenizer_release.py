@@ -156,8 +156,7 @@ def test_text_that_gives_no_ids_is_no_document(tmp_path: Path) -> None:
 
 
 def test_refusal_at_join_names_both_releases() -> None:
-    from zeroband.config.shared import REMARK
-    from zeroband.elastic.store.interface import require_equal
+    from zeroband.elastic.store.interface import REMARK, require_equal
 
     key = "data.tokenizer (ids)"
     theirs = {key: "hf2/1/a", f"{REMARK}{key}": "transformers 4.57.1"}

@@ -51,7 +51,7 @@ def test_the_strictest_quota_of_all_groups_above_a_process_counts(
 def test_a_process_that_is_bound_to_one_processor_counts_one() -> None:
     probe = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "from zeroband.tools.cluster.launch import parse; print(parse(['--nproc-per-node=cpu', 's']).ranks)"
+        "from zeroband.node.launch import parse; print(parse(['--nproc-per-node=cpu', 's']).ranks)"
     )
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "1\n"
 

@@ -26,7 +26,7 @@ from zeroband.tools.data.audit import AuditedRound, audit
 StartRun = Callable[..., Any]
 Run = Any
 
-H, ROUNDS, BATCH = 4, 20, 4
+H, ROUNDS, BATCH = 4, 12, 4
 NAMES = ("a", "b", "c", "d")
 
 

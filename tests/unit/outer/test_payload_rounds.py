@@ -295,7 +295,7 @@ def test_payload_against_the_others_counts_nothing_in_the_end(
 def test_late_node_replays_clipped_rounds_to_the_same_bits(start_run: StartRun, noise: Noise) -> None:
     robust = ClipConfig(type="clip")
     config = SparseLocoConfig(type="sparseloco", inner_steps=2, k=4, values="float32", robust=robust)
-    run = start_run(config, "a", "b", "c", "d")
+    run = start_run(config, "a", "b", "c", "d", quorum=0.75)
     with run.hurry():
         run.round(a=noise(1), b=50 * noise(2), c=noise(7))
     reports = run.round_with_late("d", [noise(3), noise(4)], a=noise(5), b=noise(6), c=noise(8))

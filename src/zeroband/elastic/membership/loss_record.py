@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroband.config.ranges import Count, Loss
-from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.records import Opening, from_record, to_record
+
+if TYPE_CHECKING:  # the guardian reads records, and need not build the schema of a run for it
+    from zeroband.config.schema import RollbackConfig
 
 RECORD = "losses"
 """Where it stands in a verdict's record."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from zeroband.config.shared import REMARK
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
@@ -30,6 +29,9 @@ PROTOCOL = 16
 
 Nodes with another one are refused at join.
 """
+
+REMARK = "remark: "
+"""Begins the key of a remark on another key's value, shown where nodes differ in that one. Remarks may differ."""
 
 
 def record_of(shared: Mapping[str, str]) -> dict[str, str]:

@@ -17,12 +17,12 @@ from types import TracebackType
 import zeroband
 from zeroband.config.store_url import NODE_PORT, NODES
 from zeroband.elastic.store.local_server import RedisServer
+from zeroband.node.gpus import share_of, visible_gpus
 from zeroband.node.processors import usable_processors
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader, RunView, render
 from zeroband.tools.cluster.asked import without_secrets
-from zeroband.tools.cluster.gpus import share_of, visible_gpus
 from zeroband.tools.cluster.interrupts import uninterrupted
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess, NodeSpec

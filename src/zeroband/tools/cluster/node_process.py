@@ -50,7 +50,7 @@ class NodeProcess:
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Where the output of this start begins in the console's file."""
-        launch = [*spec.prefix, sys.executable, "-m", "zeroband.tools.cluster.launch"]
+        launch = [*spec.prefix, sys.executable, "-m", "zeroband.node.launch"]
         self._launcher = start_leashed(
             [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
             env={**spec.env, MARK: self._mark},

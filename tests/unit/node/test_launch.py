@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.tools.cluster import launch
-from zeroband.tools.cluster.launch import main, parse
+from zeroband.node import launch
+from zeroband.node.launch import main, parse
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.tools.cluster.gpus import share_of, visible_gpus
+from zeroband.node.gpus import share_of, visible_gpus
 
 
 @pytest.mark.parametrize(

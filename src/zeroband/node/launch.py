@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from types import FrameType
 
 from zeroband.errors import ConfigError
+from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
 from zeroband.node.process_start import keep_standard_streams, outlast_readers
 from zeroband.node.processes import start_leashed
 from zeroband.node.processors import share_processors, usable_processors
-from zeroband.tools.cluster.gpus import visible_gpus
 
 _PATIENCE_S = 30.0
 """Seconds between the signal that ends a rank at once and SIGKILL."""
