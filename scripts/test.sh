@@ -26,8 +26,8 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
-# One worker more than cores, since many tests wait for processes; the longest files first.
-parallel=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
+# Twice as many workers as CI has cores, since many tests wait for processes; the longest files first.
+parallel=(--numprocesses=4 --dist=loadfile --no-loadscope-reorder)
 if [[ $env != .venv ]]; then
     step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit
     exit

@@ -38,7 +38,7 @@ sys.exit(code)
 """
 """A trainer without a launcher, so that its own exit code is seen; and what threads it had at its end."""
 
-PACE = "inner@+0=TAKES0.02"
+PACE = "inner@+0=TAKES0.05"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
 
 TINY_MODEL = ("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64")

@@ -176,23 +176,11 @@ def _knows(master: dict[str, int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Line, Watched]]:
+def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     with ExitStack() as stack:
         line = _line(stack, tmp_path_factory.mktemp("line"))
-        watched = _watched(stack, tmp_path_factory.mktemp("watched"))
         line.run.until_all_contribute()
-        watched.run.until_all_contribute()
-        yield line, watched
-
-
-@pytest.fixture(scope="module")
-def line(both: tuple[Line, Watched]) -> Line:
-    return both[0]
-
-
-@pytest.fixture(scope="module")
-def watched(both: tuple[Line, Watched]) -> Watched:
-    return both[1]
+        yield line
 
 
 def test_nodes_train_over_tls_as_a_user_that_may_do_no_more_than_a_run_needs(line: Line) -> None:
@@ -244,16 +232,23 @@ def test_run_waits_while_the_store_lets_nobody_in(line: Line) -> None:
     line.run.go_on()
 
 
-def test_run_goes_on_at_another_master(watched: Watched) -> None:
-    watched.servers.kill(watched.master)
-    with redis.Redis(port=watched.sentinels[0]) as sentinel:
-        until(lambda: int(sentinel.sentinel_get_master_addr_by_name("main")[1]) != watched.master, "other master")
-    watched.run.go_on()
+def test_what_was_trained_is_exact_and_equal_whatever_happened_to_the_store(line: Line) -> None:
+    end(line.run)
 
 
-def test_what_was_trained_is_exact_and_equal_whatever_happened_to_the_store(line: Line, watched: Watched) -> None:
-    for run in (line.run, watched.run):
-        for node in run.cluster.running:
-            node.terminate()
-    for run in (line.run, watched.run):
-        run.end()
+@pytest.mark.soak
+def test_run_goes_on_at_another_master_and_trains_each_sample_once(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        watched = _watched(stack, tmp_path)
+        watched.run.until_all_contribute()
+        watched.servers.kill(watched.master)
+        with redis.Redis(port=watched.sentinels[0]) as sentinel:
+            until(lambda: int(sentinel.sentinel_get_master_addr_by_name("main")[1]) != watched.master, "other master")
+        watched.run.go_on()
+        end(watched.run)
+
+
+def end(run: Run) -> None:
+    for node in run.cluster.running:
+        node.terminate()
+    run.end()

@@ -81,11 +81,11 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.defect(10)
 def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..., Ended]) -> None:
-    done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.micro_bs", "4", "--train.total_steps", "4"))
+    done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.micro_bs", "4", "--train.total_steps", "2"))
     assert done.code == 0, done.errors
     (records,) = done.records("metrics.jsonl").values()
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert records[-1]["train/tokens"] == 4 * 16 * 128
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[-1]["train/tokens"] == 2 * 16 * 128
     (events,) = done.records("events.jsonl").values()
     assert [event["kind"] for event in events] == ["node_started", "run_finished", "left"]
     assert events[0]["local_world_size"] == 2
@@ -97,8 +97,8 @@ def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..
 @pytest.mark.defect(10)
 def test_simulate_diloco_trains_two_nodes_of_two_ranks_to_one_state(launch: Callable[..., Ended]) -> None:
     script = "./scripts/simulate_multi_node_diloco.sh"
-    arguments = ("2", "2", TRAINER, "@configs/debug/diloco.toml", "--train.total_steps", "20")
-    done = launch(script, *arguments, ZERO_BAND_LOG_LEVEL="DEBUG")
+    fewer = ("--train.total_steps", "8", "--outer.inner_steps", "4", "--train.batch_size", "8", "--train.micro_bs", "4")
+    done = launch(script, "2", "2", TRAINER, "@configs/debug/diloco.toml", *fewer, ZERO_BAND_LOG_LEVEL="DEBUG")
     assert done.code == 0, done.output + done.errors
     nodes = done.records("metrics.jsonl")
     assert len(nodes) == 2
@@ -106,7 +106,7 @@ def test_simulate_diloco_trains_two_nodes_of_two_ranks_to_one_state(launch: Call
     assert digests[0] == digests[1] and len(set(digests[0])) == 2
     for records in nodes.values():
         assert records[0]["train/loss"] == pytest.approx(5.8, abs=0.3)  # log 320: it knows nothing
-        assert records[-1]["train/loss"] < 4.2
+        assert records[-1]["train/loss"] < records[0]["train/loss"] - 0.5
     assert 'log_level = "DEBUG"' in next(done.runs.rglob("config.toml")).read_text()
     assert {line.split()[0] for line in done.output.splitlines()} == {"zeroband:", "[node0]", "[node1]"}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from zeroband.checks import rehearsal
 from zeroband.checks.gpu_prediction import CONTEXT_BYTES, MARGIN, NCCL_BYTES, GpuRun, knobs, predict_gpu, way_out
@@ -51,7 +50,7 @@ def test_10b_takes_at_most_64_gb_of_each_of_eight_gpus() -> None:
         pytest.param(
             *("1B", ("--train.micro-bs=4",), 24 * GB, "--train.activation_checkpointing full"), marks=pytest.mark.soak
         ),
-        ("150M", (), 16 * GB, "--train.micro_bs 16"),
+        pytest.param("150M", (), 16 * GB, "--train.micro_bs 16", marks=pytest.mark.soak),
     ],
 )
 def test_smaller_presets_fit_one_small_card_with_the_setting_that_is_named(
@@ -73,7 +72,11 @@ def test_smaller_presets_fit_one_large_card_as_they_are(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "placed"),
-    [("none", Placement(False, False)), ("selective", Placement(True, True)), ("full", Placement(True, False))],
+    [
+        pytest.param("none", Placement(False, False), marks=pytest.mark.soak),
+        ("selective", Placement(True, True)),
+        pytest.param("full", Placement(True, False), marks=pytest.mark.soak),
+    ],
 )
 def test_each_further_block_adds_the_same_to_each_moment(checkpointing: str, placed: Placement) -> None:
     fewer, more, whole = (
@@ -103,6 +106,8 @@ def test_prediction_of_a_deep_model_is_that_of_all_its_blocks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # loads Dynamo
+
     trackers: list[FSDPMemTracker] = []
     stack = ExitStack()
 

@@ -21,7 +21,7 @@ from zeroband.node.sharding import is_sharded
 pytestmark = pytest.mark.slow
 
 V, T = 128, 32
-CONFIG = LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64)
+CONFIG = LlamaConfig(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64)
 ROWS = (2, 3)
 """Of the micro-batches of a step: the last one may have others than those before it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from zeroband.node.float8 import float8_problem
 from zeroband.node.mesh import LocalMesh, init_local_mesh, make_room, parallelize
 from zeroband.state.flat import FlatLayout
 
-torchao = pytest.importorskip("torchao.float8")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
 
 CONFIG, VOCAB = LlamaConfig(d_model=32, n_layers=2, n_heads=2, d_ff=48), 61
 TOKENS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -36,6 +37,7 @@ def mesh() -> Iterator[LocalMesh]:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this device multiplied in float8."""
+    torchao = pytest.importorskip("torchao.float8")
     recipe = torchao.Float8LinearConfig.from_recipe_name
     emulated = staticmethod(lambda name: replace(recipe(name), emulate=True))
     monkeypatch.setattr(torchao.Float8LinearConfig, "from_recipe_name", emulated)

@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "sparseloco": ({"outer.type": "sparseloco", "outer.inner_steps": 4}, [4, 8, 12]),
 }
 """Settings, and the inner steps after which evaluations are due every 3."""
-BY_HAND = ("alone bfloat16", "delayed", "eager bfloat16")
+BY_HAND = ("alone bfloat16", "ddp", "delayed", "eager bfloat16", "sparseloco", "streaming")
 """Those that not every day has the time for; each has its like among the others."""
 
 
