@@ -168,7 +168,7 @@ class Restorer:
             for step in steps_in_order(self._source.own)[:1]:
                 return open_checkpoint(self._source.own, step, trust=self._source.trust).manifest.stamp
         except (CheckpointDamaged, OSError) as error:
-            _log.warning("no checkpoint to join from", extra={"fields": {"error": str(error)}})
+            _log.warning("no usable checkpoint to join from", extra={"fields": {"error": str(error)}})
         return None
 
     def is_whole(self, step: int) -> bool:

@@ -100,7 +100,7 @@ class Demo(EveryStep):
             self._memory.pack(0, self._payloads.payload(0))
             return True
         fields = {"round": self.round + 1, "norm": norm}
-        _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
+        _log.warning("non-finite update: weight 0 this round", extra={"fields": fields})
         return False
 
     def _arrived_before(self) -> Committed | None:

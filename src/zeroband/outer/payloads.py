@@ -155,7 +155,7 @@ class PayloadExchange:
             self._refused[longest] = f"its norm of {norms[longest]:.3g} makes the sum larger than float32 holds"
         for member, why in self._refused.items():
             fields = {"round": opening.round, "member_id": member, "why": why}
-            _log.warning("what a member sent is left out", extra={"fields": fields})
+            _log.warning("invalid payload dropped", extra={"fields": fields})
 
     def checked(self, gathered: Mapping[str, Tensor]) -> dict[str, Payload]:
         """Those that are payloads; the local ranks divide the work."""

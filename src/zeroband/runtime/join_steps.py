@@ -458,7 +458,7 @@ class ReplicaSteps:
             outer.catch_up(found["newest"])
         except RecoveryFailed as error:
             fields = {"step": step, "why": str(error)}
-            _log.warning("no checkpoint to join from; the members have a state", extra={"fields": fields})
+            _log.warning("checkpoint unusable, fetching the state from peers", extra={"fields": fields})
             return False
         self._taken = outer.round
         place = {"round": outer.round, "digest": outer.state_digest}

@@ -139,7 +139,7 @@ class LateReports:
         loss, is_finite = mean_of(nats, made.tokens), math.isfinite(norm)
         if not is_finite:
             fields = {"step": made.number, "norm": norm, "loss": loss}
-            _log.warning("the gradient of an inner step is not finite, so it is left out", extra={"fields": fields})
+            _log.warning("non-finite gradient: inner step left out", extra={"fields": fields})
         self._outer.learned(made.tokens if is_finite else 0, loss)
 
     def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:

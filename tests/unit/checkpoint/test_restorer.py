@@ -122,7 +122,7 @@ def test_newest_that_cannot_be_read_is_none_and_said(
     harm(tmp_path / "run/step_00000020" / MANIFEST)
     restore, _ = restorer(tmp_path)
     assert restore.newest() is None
-    assert [record.message for record in caplog.records] == ["no checkpoint to join from"]
+    assert [record.message for record in caplog.records] == ["no usable checkpoint to join from"]
 
 
 def test_newest_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:

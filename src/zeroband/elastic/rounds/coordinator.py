@@ -249,7 +249,7 @@ class RoundCoordinator(ABC):
         """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
         if spoilt:
             fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
-            _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
+            _log.warning("non-finite update: weight 0 this round", extra={"fields": fields})
         return all_ok(not spoilt, self._local)
 
     # -- a round ------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class RoundCoordinator(ABC):
             flags.set_fenced(True)
             flags.abort(_ALL_VERSIONS)
             if not self._background[1].is_over(_ABANDON_S):
-                _log.warning("the outer step beside training does not end")
+                _log.warning("background outer step did not stop")
 
     def _attempt(self, offer: Offer) -> Committed | Verdict:
         """The next round, or the verdict of the others where they committed it without this node."""

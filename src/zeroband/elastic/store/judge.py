@@ -97,7 +97,7 @@ class Judge:
             return False
         self._said_at_s[name] = now_s
         fields = {"key": name, "reason": reason, "begins_with": repr(raw[:40])}
-        _log.warning("a record of the store does not count; it is as if it were not there", extra={"fields": fields})
+        _log.warning("ignoring an invalid record in the store", extra={"fields": fields})
         return True
 
     def _open(self, name: str, raw: bytes | None, *scope: str, by: str = "") -> Record | None:

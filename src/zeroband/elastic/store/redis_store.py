@@ -276,7 +276,7 @@ class RedisStore(RedisRun, Store):
         said, since_s = self._said
         if why != said and time.monotonic() - since_s > REMIND_S:
             self._said = why, time.monotonic()
-            _log.warning("begins nothing yet", extra={"fields": {"why": why}})
+            _log.warning("cannot start the run yet", extra={"fields": {"why": why}})
 
     def _why_not_reached(self, silent: Sequence[str], *, sees_enough: bool = True) -> str:
         if not sees_enough:
