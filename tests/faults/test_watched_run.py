@@ -22,7 +22,7 @@ from tests.browsers import open_browser
 
 from zeroband.observe.view import node_id_of_member
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(600)]
 
 Story = Any
 RecordRun = Callable[..., Any]

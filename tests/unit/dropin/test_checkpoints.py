@@ -92,7 +92,7 @@ def join(redis_url: str, tmp_path: Path) -> Iterator[Join]:
         optimizer.close()
 
 
-@pytest.mark.parametrize("schedules", ["the run", "the loop"])
+@pytest.mark.parametrize("schedules", [pytest.param("the run", marks=pytest.mark.soak), "the loop"])
 def test_node_that_resumes_goes_on_as_if_it_had_not_stopped(join: Join, schedules: str) -> None:
     """Parameters, moments, schedule, random state and the sampler: the bits are those of one run."""
     straight, whole = model_of(), Sampler()
