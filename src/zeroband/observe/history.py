@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from statistics import median, median_low
@@ -919,6 +919,12 @@ class RunHistory:
             return spans
         known = {node_id: _until(stays, at_s) for node_id, stays in spans.items()}
         return {node_id: stays for node_id, stays in known.items() if stays}
+
+    def node_hours(self, node_ids: Iterable[str], at_s: float | None = None) -> float:
+        """Hours in which these nodes were up, added up; a node that never said that it ended counts up to `to_s`."""
+        shown_s, membership = (self.to_s if at_s is None else at_s), self.membership(at_s)
+        up = [span for node_id in node_ids for span in membership.get(node_id, ()) if span.standing not in _ENDED]
+        return sum(max(0.0, (span.to_s or shown_s or span.from_s) - span.from_s) for span in up) / 3600
 
     def standing(self, node_id: str, at_s: float | None = None) -> Span | None:
         """Where a node stands, or stood then; None: it was not there yet."""

@@ -28,7 +28,7 @@ from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
 from zeroband.observe.view import short_key
-from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
+from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0

@@ -21,7 +21,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import RunView
-from zeroband.tools.fact_source import add_source, is_in_store, open_source
+from zeroband.tools.arguments import add_source, is_in_store, open_source
 from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
