@@ -22,7 +22,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, JoinView, LinkView, Promise, RoundView, RunHistory, Span, WaitingFor
 from zeroband.observe.status import human_count, lacking_in_words, strangers_in_words
 from zeroband.observe.view import EventView, NodeView, RunView
-from zeroband.observe.words import JOIN_WORDS, event_in_words, listed
+from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
 SHOWN_ROUNDS = 120
 SHOWN_EVENTS = 200
@@ -297,7 +297,7 @@ def _run_state(
     if "paused" in at_work:
         return "paused", f"{at_work.count('paused')} nodes wait at their boundary, as an operator ordered."
     if at_work and is_waiting and age_s is not None and age_s > _STALLED_S:
-        return "stalled", f"No node has recorded anything for {age_s:.0f} s."
+        return "stalled", f"No node has recorded anything for {age(age_s)}."
     if at_work:
         return "training", f"{_nodes(len(at_work))} in, {_nodes(len(standings))} seen."
     if "finished" in standings:  # one that died as it started says nothing more
