@@ -47,7 +47,7 @@ _COMMANDS = {
     "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
     "data": _Command("tools.data.command", "prepare | inspect | audit: ids of text, made once; what a run trained"),
     "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
-    "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table, a page, figures"),
+    "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table and figures"),
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command(
         "tools.ctl", "pause | resume | drain, ban NODE | rollback --step N | status: orders to a whole run"
@@ -56,7 +56,7 @@ _COMMANDS = {
     "top": _Command("tools.top.command", "[RUN_DIR | --store URL --run-id ID]: the same, redrawn until q"),
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
-    "report": _Command("tools.report.command", "RUN_DIR: everything about a run in one HTML file, for later"),
+    "report": _Command("tools.report.command", "RUN_DIR: the page of a run as one HTML file, for later"),
     "store": _Command("tools.store", "serve as the store of a run, and print what its machines type"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from zeroband.tools.board.app import build_app
 from zeroband.tools.board.command import listen
 from zeroband.tools.board.orders import OrderDesk
 from zeroband.tools.board.state import RunWatch, find_run
+from zeroband.tools.report.command import write_report
 
 HEALED_S = 420.0
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
@@ -257,6 +258,27 @@ def test_board_and_page_show_a_recorded_run_and_what_is_recorded_next(browser: B
 
 
 @pytest.mark.slow
+def test_saved_page_shows_the_run_without_a_board(browser: Browser, recorded: Path) -> None:
+    write_report(recorded, recorded / "report.html", price_per_hour=1.0)
+    with closing(browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)) as context:
+        page, complaints = context.new_page(), list[str]()
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda one: None if one.url.startswith(("file:", "data:")) else complaints.append(one.url))
+        page.goto((recorded / "report.html").as_uri())
+        expect(page.locator(".node")).to_have_count(len(NODES))
+        expect(page.locator("#link-words")).to_contain_text("saved ")
+        expect(page.locator("#loss-chart canvas")).to_be_visible()
+        for axis in ("Time", "Bytes", "Steps"):
+            page.locator("#by").get_by_text(axis, exact=True).click()
+            expect(page.locator("#loss-chart")).to_have_attribute("aria-label", re.compile(f"against {axis.lower()}"))
+        for part in ("What to do next", "Phases", "Data audit", "Cost", "Configuration", "Remarks"):
+            expect(page.get_by_role("heading", name=part)).to_be_visible()
+        expect(page.locator("#timebar")).to_be_hidden()
+        expect(page.locator("#open-orders")).to_be_hidden()
+        assert not is_wider(page) and complaints == []
+
+
 def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
     page = open_page()
     expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
@@ -269,7 +291,7 @@ def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
     assert page.locator(".promise[data-state=good]").count() == 4
     page.locator(".promise summary").first.click()
     expect(page.locator(".evidence").first).to_contain_text("round 40: 4 nodes, digest")
-    expect(page.locator(".chart canvas")).to_have_count(2)
+    expect(page.locator(".chart canvas")).to_have_count(4)
     expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 35 to 40 of 4 nodes"))
     expect(page.locator("#traffic")).to_contain_text(re.compile("^40 .*fewer bytes"))
     expect(page.locator(".span[data-state=lost]")).to_have_attribute("title", re.compile("^Lost from .*, 28"))

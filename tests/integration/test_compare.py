@@ -39,8 +39,8 @@ def test_methods_are_compared_from_one_start_and_kept(
         assert all(point["loss"] < 5.4 for point in outcome["points"])  # log(320) = 5.8 where nothing was learned
         assert (counters["nodes"], counters["rounds"], counters["tokens"]) == (nodes, rounds, nodes * 8 * 4 * 32)
         assert counters["sent_bytes"] == pytest.approx(rounds * 4 * outcome["params"], rel=0.02)
-    assert "| diloco-fp32 |" in (tmp_path / "out" / "table.md").read_text()
-    assert (tmp_path / "out" / "index.html").read_text().count('<svg class="chart"') == 3
+    told = (tmp_path / "out" / "table.md").read_text()
+    assert "| diloco-fp32 |" in told and told.count(".png)") == len(list((tmp_path / "out").glob("*.png"))) == 3
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
     capsys.readouterr()
     assert cli.main(asked) == 0

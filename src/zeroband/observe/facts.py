@@ -134,7 +134,7 @@ class FolderFacts(FactSource):
                 file.read(self._most_bytes)
             until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
             records = [record for file in files for record in file.take(until_s)]
-            found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
+            found += [Fact(node_id, record) for record in sorted(records, key=at_s_of)]
         return found
 
     @property
@@ -194,15 +194,15 @@ class _File:
     @property
     def known_until_s(self) -> float:
         """Time of the newest record that was read; without end where there is no more for now."""
-        return max(map(_at_s, self._held)) if self._held and self._tail.has_more else math.inf
+        return max(map(at_s_of, self._held)) if self._held and self._tail.has_more else math.inf
 
     def take(self, until_s: float) -> list[dict[str, Any]]:
         """Give out the records up to a time."""
         if until_s == math.inf:
             taken, self._held = self._held, []
             return taken
-        taken = [record for record in self._held if not _at_s(record) > until_s]
-        self._held = [record for record in self._held if _at_s(record) > until_s]
+        taken = [record for record in self._held if not at_s_of(record) > until_s]
+        self._held = [record for record in self._held if at_s_of(record) > until_s]
         return taken
 
 
@@ -218,6 +218,7 @@ def _has_files(folder: Path) -> bool:
     return (folder / METRICS_FILE).exists() or (folder / EVENTS_FILE).exists()
 
 
-def _at_s(record: dict[str, Any]) -> float:
+def at_s_of(record: dict[str, Any]) -> float:
+    """When a node wrote a record; 0 where it does not say."""
     at_s = record.get("at_s")
     return at_s if isinstance(at_s, (int, float)) else 0.0

@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from statistics import median, median_low
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from zeroband.observe.checked_rounds import Check, CheckedRounds, Counts, settled_of
 from zeroband.observe.curves import Bucket, Buckets, thin
 from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import Fact
 from zeroband.observe.view import (
     BROKEN_LINE,
+    ENDED,
     EventView,
     NodeHistory,
     NodeState,
@@ -55,8 +57,6 @@ NEWEST_ROUNDS = 120
 """Rounds that are kept one by one; older ones as means over neighbours, in at most so many stretches."""
 KEPT_LINES = 8
 """Lines of rounds: each founding, and each rollback, begins one."""
-KEPT_DIGESTS = 4096
-"""Rounds of a line whose digests and ledgers can still be compared with what comes later."""
 KEPT_EVENTS = 1000
 KEPT_SPANS = 256
 KEPT_SAMPLES = 8
@@ -91,7 +91,6 @@ _STANDING_AFTER: Mapping[str, Standing] = {
     "run_failed": "failed",
 }
 _LONG_AGO = "That is so long ago that what was checked by then is not known any more."
-_ENDED: frozenset[Standing] = frozenset(["left", "lost", "failed", "finished"])
 _IN: frozenset[Standing] = frozenset(["training", "late", "paused", "leaving"])
 _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "epoch_changed": ("epoch", "members"),
@@ -341,101 +340,6 @@ class _Rounds:
             yield from (kept[number] for number in sorted(kept, reverse=True))
 
 
-@dataclass(slots=True)
-class _Check:
-    """What nodes recorded of a round that can be held against one another, and when the first of them did."""
-
-    digest: str
-    node_id: str
-    at_s: float
-    is_compared: bool = False
-    """Whether another node recorded a digest as well."""
-    settled: int | None = None
-    """Samples that are settled after it."""
-    used: int = 0
-    """Samples that its members contributed."""
-    beyond: int | None = None
-    """Samples that it settled beyond these; None: the round before is not known."""
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What was checked of a line's rounds."""
-
-    compared: int = 0
-    """Rounds of which two nodes or more recorded a digest."""
-    ledgers: int = 0
-    """Rounds whose ledger was held against the one before."""
-    trained: int = 0
-    """Samples of these."""
-
-
-class _Checked:
-    """Digests and ledgers of a line's rounds, each held against the others'."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[int, _Check] = {}
-        self._forgotten: tuple[int, _Check] | None = None
-        """The newest round that is only counted any more."""
-        self.counts = _Counts()
-        self.diverged: dict[int, _Check] = {}
-        self.wrong: dict[int, _Check] = {}
-
-    def digest(self, node_id: str, at_s: float, number: int, digest: str) -> None:
-        """A node's digest of a round. One that goes on from memory records its newest again, which compares nothing."""
-        known = self._rounds.get(number)
-        if known is None:
-            self._keep(number, _Check(digest, node_id, at_s))
-            return
-        if node_id != known.node_id and not known.is_compared:
-            self.counts.compared += 1
-            known.is_compared = True
-        if digest != known.digest and len(self.diverged) < KEPT_EVENTS:
-            self.diverged.setdefault(number, known)
-
-    def _keep(self, number: int, check: _Check) -> None:
-        self._rounds[number] = check
-        if len(self._rounds) > KEPT_DIGESTS:
-            for old in sorted(self._rounds)[: KEPT_DIGESTS // 8]:  # in one go: sorting costs
-                gone = self._rounds.pop(old)
-                if self._forgotten is None or old > self._forgotten[0]:
-                    self._forgotten = (old, gone)
-
-    def has_account(self, number: int) -> bool:
-        """Whether a round's samples are known, or its digest is not kept any more."""
-        known = self._rounds.get(number)
-        return known is None or known.settled is not None
-
-    def account(self, number: int, settled: int, used: int) -> None:
-        """Samples that are settled after a round, and those that its members contributed."""
-        known = self._rounds[number]
-        known.settled, known.used = settled, used
-        self._check(number)
-        self._check(number + 1)
-
-    def _check(self, number: int) -> None:
-        before, check = self._rounds.get(number - 1), self._rounds.get(number)
-        if before is None or check is None or before.settled is None or check.settled is None:
-            return
-        check.beyond = check.settled - before.settled - check.used
-        self.counts.ledgers += 1
-        self.counts.trained += check.used
-        if check.beyond and len(self.wrong) < KEPT_EVENTS:
-            self.wrong[number] = check
-
-    def counts_at(self, is_later: Callable[[_Check], bool]) -> _Counts | None:
-        """What was checked of the rounds up to a moment; None: of some of those only all together is known."""
-        if self._forgotten is not None and is_later(self._forgotten[1]):
-            return None
-        counts = replace(self.counts)
-        for check in filter(is_later, self._rounds.values()):
-            counts.compared -= check.is_compared
-            if check.beyond is not None:
-                counts.ledgers -= 1
-                counts.trained -= check.used
-        return counts
-
-
 class _Line:
     """A line of rounds: what follows from one founding, or from going back to a checkpoint."""
 
@@ -449,7 +353,7 @@ class _Line:
         self.newest_late: tuple[str, ...] = ()
         self.progress_step: int | None = None
         self.rounds = _Rounds()
-        self.checked = _Checked()
+        self.checked = CheckedRounds()
         self.curve = Buckets()
         self.sources: dict[str, Buckets] = {}
         self.held_out: dict[int, tuple[float, str, float, int]] = {}
@@ -531,6 +435,7 @@ class _Node:
         """Durations of its newest rounds."""
         self.step_s: deque[float] = deque(maxlen=_USUAL_STEPS)
         self.committed_at_s: float | None = None
+        self.committed_round: int | None = None
         self.lost_now: tuple[str, ...] = ()
         """Members that the round under way was opened without."""
         self.stalled_on: tuple[str, ...] = ()
@@ -544,7 +449,7 @@ class _Node:
         newest = self.stays[-1] if self.stays else None
         if newest is not None and (newest.standing, newest.member_id) == (standing, member_id):
             newest.why = why or newest.why
-        elif newest is None or newest.standing not in _ENDED or standing != "left":
+        elif newest is None or newest.standing not in ENDED or standing != "left":
             self.stays.append(_Stay(at_s, standing, why, member_id))
 
 
@@ -692,6 +597,9 @@ class RunHistory:
         round.step = max(round.step or 0, int(record["step"]))
         round.members = round.members or int(number_of(record, "outer/nodes") or 0)
         node.compute_s = 0.0
+        number, digest = int(record["outer/round"]), record.get("outer/digest")
+        if digest and node.committed_round in (None, number):  # else it is of the line before going back
+            line.checked.digest(node_id, at_s, number, str(digest))
 
     def _add_event(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
         kind = str(record["kind"])
@@ -753,7 +661,7 @@ class RunHistory:
                 line.losses.append(cost)
             elif took_s >= 0 and not node.lost_now:
                 node.took_s.append(took_s)
-        node.committed_at_s, node.lost_now, node.stalled_on = at_s, (), ()
+        node.committed_at_s, node.committed_round, node.lost_now, node.stalled_on = at_s, number, (), ()
         progress = record.get("progress")
         if progress is not None:
             line.holds(node_id, progress)
@@ -768,7 +676,7 @@ class RunHistory:
             line.begin_step = line.progress_step
         if line.checked.has_account(number):  # adding it up costs, and every member records the same
             return
-        settled = _settled(progress)
+        settled = settled_of(progress)
         if settled is not None:
             weighed = zip(record["weights"], record["samples"], strict=True)
             line.checked.account(number, settled, sum(int(samples) for weight, samples in weighed if weight > 0))
@@ -896,13 +804,14 @@ class RunHistory:
         return tokens / took_s if tokens and took_s else None
 
     def view(self, at_s: float | None = None) -> RunView:
-        """The run now, or as it was then; without the nodes' curves, digests and events.
+        """The run now, or as it was then; without the nodes' curves and what happened.
 
         Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood is exact.
         """
         if at_s is None:
             views = [node.fold.newest for node in self._nodes.values()]
-            return run_view(self._run_id, views, self._lost.keys())
+            view = run_view(self._run_id, views, self._lost.keys())
+            return replace(view, disagreements=self.diverged_rounds())
         found: list[NodeView] = []
         for node_id, node in self._nodes.items():
             view = node.moments.at(at_s + self.offsets().get(node_id, 0.0))
@@ -919,6 +828,12 @@ class RunHistory:
             return spans
         known = {node_id: _until(stays, at_s) for node_id, stays in spans.items()}
         return {node_id: stays for node_id, stays in known.items() if stays}
+
+    def node_hours(self, node_ids: Iterable[str], at_s: float | None = None) -> float:
+        """Hours in which these nodes were up, added up; a node that never said that it ended counts up to `to_s`."""
+        shown_s, membership = (self.to_s if at_s is None else at_s), self.membership(at_s)
+        up = [span for node_id in node_ids for span in membership.get(node_id, ()) if span.standing not in ENDED]
+        return sum(max(0.0, (span.to_s or shown_s or span.from_s) - span.from_s) for span in up) / 3600
 
     def standing(self, node_id: str, at_s: float | None = None) -> Span | None:
         """Where a node stands, or stood then; None: it was not there yet."""
@@ -941,11 +856,7 @@ class RunHistory:
             to_s = None if after is None else max(from_s, self._time(node_id, after.from_s))
             span = Span(from_s, to_s, stay.standing, stay.why)
             told = self._lost.get(stay.member_id or "") if stay.standing in {*_IN, "joining"} else None
-            if (
-                told is not None
-                and stay.member_id not in self._gone
-                and (after is None or after.standing not in _ENDED)
-            ):
+            if told is not None and stay.member_id not in self._gone and (after is None or after.standing not in ENDED):
                 lost_s = max(from_s, self._time(*told))
                 if to_s is None or lost_s < to_s:
                     spans += _with_lates(Span(from_s, lost_s, stay.standing, stay.why), lates)
@@ -1025,6 +936,14 @@ class RunHistory:
                 )
         return round.shown
 
+    def diverged_rounds(self) -> tuple[int, ...]:
+        """Rounds of which two nodes recorded different outer states, in any line; must be empty, always."""
+        return tuple(sorted({number for line in self._lines.values() for number in line.checked.diverged}))
+
+    def loss_curve(self, node_id: str) -> tuple[float, ...]:
+        """Losses of a node from the first to a recent step, evenly spaced."""
+        return self._nodes[node_id].fold.loss_curve()
+
     def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
         """What happened, newest last; what all members record is told once. Times are corrected."""
         offsets = self.offsets()
@@ -1076,7 +995,7 @@ class RunHistory:
         """Whether a node has not ended, as far as it says so itself."""
         then_s = self._by_its_clock(node_id, at_s)
         stay = next((stay for stay in reversed(node.stays) if then_s is None or stay.from_s <= then_s), None)
-        return stay is not None and stay.standing not in _ENDED
+        return stay is not None and stay.standing not in ENDED
 
     def _by_its_clock(self, node_id: str, at_s: float | None) -> float | None:
         return None if at_s is None else at_s + self.offsets().get(node_id, 0.0)
@@ -1230,13 +1149,13 @@ class RunHistory:
         then_s = math.inf if at_s is None else at_s
         return (self._divergence(then_s), self._ledger(then_s), self._checkpoint(then_s), self._detection(then_s))
 
-    def _counts_at(self, then_s: float) -> _Counts | None:
+    def _counts_at(self, then_s: float) -> Counts | None:
         """What was checked of all lines by then; None: that is not known any more."""
 
-        def is_later(check: _Check) -> bool:
+        def is_later(check: Check) -> bool:
             return self._time(check.node_id, check.at_s) > then_s
 
-        counts = _Counts()
+        counts = Counts()
         for line in self._own_lines():
             known = line.checked.counts if then_s == math.inf else line.checked.counts_at(is_later)
             if known is None:
@@ -1246,7 +1165,7 @@ class RunHistory:
             counts.trained += known.trained
         return counts
 
-    def _found_by(self, then_s: float, name: Literal["diverged", "wrong"]) -> list[tuple[int, _Check]]:
+    def _found_by(self, then_s: float, name: Literal["diverged", "wrong"]) -> list[tuple[int, Check]]:
         """The rounds up to then in which something was found, by line."""
         found = [one for line in self._own_lines() for one in sorted(getattr(line.checked, name).items())]
         return [(number, check) for number, check in found if self._time(check.node_id, check.at_s) <= then_s]
@@ -1485,18 +1404,6 @@ _USUAL: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("outer/round", "outer/epoch", "eval/step"), _is_count),
 }
 """Whether a field is of the type that nodes write."""
-
-
-def _settled(progress: Mapping[str, Any]) -> int | None:
-    """Samples of all corpora that count as learned from; None: recorded by an earlier version."""
-    ledgers = progress.get("ledgers")
-    if ledgers is None:
-        return None
-    settled = 0
-    for ledger in ledgers.values():
-        owed = [*ledger["returned"], *(span for spans in ledger["assigned"].values() for span in spans)]
-        settled += int(ledger["next"]) - sum(int(stop) - int(start) for start, stop in owed)
-    return settled
 
 
 def _usual_fields(kind: str, record: Mapping[str, Any]) -> dict[str, Any]:

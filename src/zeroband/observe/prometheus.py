@@ -170,7 +170,7 @@ class Exporter(logging.Handler):
     def unready(self) -> str | None:
         """Why this node is no member that trains; None where it is one."""
         with self._state:
-            view = self._history.view()
+            view = self._history.newest
         if view.join_state is not None:
             return f"{view.state} ({view.join_state})"
         return None if view.state == "training" else view.state
@@ -183,7 +183,7 @@ class Exporter(logging.Handler):
             **_disks(self._folders),
         }
         with self._state:
-            state = self._history.view().state
+            state = self._history.newest.state
             seen = {name: dict(series) for name, series in self._values.items()}
             durations = {name: (each.buckets(), each.total_s) for name, each in self._durations.items()}
         own["zeroband_node_state"] = {(known,): float(known == state) for known in get_args(NodeState)}

@@ -11,18 +11,10 @@ from pathlib import Path
 
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import FactSource, is_node_folder
+from zeroband.observe.history import RunHistory
 from zeroband.observe.log import format_fields
-from zeroband.observe.view import (
-    BROKEN_LINE,
-    EventView,
-    NodeHistory,
-    NodeState,
-    NodeView,
-    RunView,
-    SourceView,
-    run_view,
-)
-from zeroband.observe.words import listed
+from zeroband.observe.view import ENDED, SILENT_S, EventView, NodeView, RunView, SourceView
+from zeroband.observe.words import aligned, human_bytes, human_count, listed
 
 __all__ = [
     "EventView",
@@ -36,10 +28,6 @@ __all__ = [
 ]
 
 _SHOWN_EVENTS = 8
-_SILENT_S = 120.0
-"""Seconds without a line after which a node is shown as silent: one that trains writes one for every inner step."""
-_ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
-_UNITS = ("", "k", "M", "G", "T", "P")
 
 
 class RunReader:
@@ -48,36 +36,38 @@ class RunReader:
     def __init__(self, facts: FactSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._facts = facts
         self._clock = clock
-        self._nodes: dict[str, NodeHistory] = {}
+        self._history = RunHistory(facts.run_id)
         self._heard_at_s: dict[str, float] = {}
-        self._odd_lines: Counter[str] = Counter()
 
     def read(self) -> RunView:
         """The run as it is now. Reads only what was written since the last call. Raises as its source does."""
-        node_ids, facts, now_s = self._facts.node_ids(), self._facts.read(), self._clock()
+        history, node_ids, facts, now_s = self._history, self._facts.node_ids(), self._facts.read(), self._clock()
         for node_id in node_ids:
-            self._nodes.setdefault(node_id, NodeHistory(node_id))
-        was_known = set(self._heard_at_s)
-        for node_id, record in facts:
-            node = self._nodes.setdefault(node_id, NodeHistory(node_id))
-            if node_id in was_known:
-                self._heard_at_s[node_id] = now_s
-            try:
-                node.add(record)
-            except BROKEN_LINE:
-                self._odd_lines[node_id] += 1
-        skipped = self._odd_lines + Counter(self._facts.skipped_lines())
-        ages_s = self._facts.ages_s() if len(was_known) < len(self._nodes) else {}
-        for node_id in self._nodes.keys() - was_known:
-            self._heard_at_s[node_id] = now_s - ages_s.get(node_id, 0.0)
-        silent_s = {node_id: now_s - self._heard_at_s[node_id] for node_id in self._nodes}
-        views = [
-            replace(node.view(), skipped_lines=skipped[node_id], silent_s=silent_s[node_id])
-            for node_id, node in self._nodes.items()
+            history.appeared(node_id)
+        for fact in facts:
+            history.add(fact)
+            if fact.node_id in self._heard_at_s:
+                self._heard_at_s[fact.node_id] = now_s
+        view, skipped = history.view(), Counter(history.odd_lines()) + Counter(self._facts.skipped_lines())
+        new = [node.node_id for node in view.nodes if node.node_id not in self._heard_at_s]
+        ages_s = self._facts.ages_s() if new else {}
+        self._heard_at_s |= {node_id: now_s - ages_s.get(node_id, 0.0) for node_id in new}
+        nodes = [
+            replace(
+                node,
+                loss_curve=history.loss_curve(node.node_id),
+                skipped_lines=skipped[node.node_id],
+                silent_s=now_s - self._heard_at_s[node.node_id],
+            )
+            for node in view.nodes
         ]
-        lost = {member for node in self._nodes.values() for member in node.lost_member_ids}
-        view = run_view(self._facts.run_id, views, lost)
-        return replace(view, unread=tuple(self._facts.unread()), has_all_machines=self._facts.has_all_machines)
+        return replace(
+            view,
+            nodes=tuple(nodes),
+            events=history.events(),
+            unread=tuple(self._facts.unread()),
+            has_all_machines=self._facts.has_all_machines,
+        )
 
 
 def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
@@ -88,9 +78,7 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP", "key")
     now_s = now()
     rows = [columns, *(_row(node, now_s) for node in view.nodes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
+    lines = [*aligned(rows), "", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
     if view.store is not None:
         lines.append(f"store {view.store}")
     if view.sent_bytes and view.ddp_bytes:
@@ -169,13 +157,13 @@ def _evaluation_line(node: NodeView) -> str:
 
 def _state_in_words(node: NodeView) -> str:
     """With the place where it stands on its way in."""
-    is_on_its_way = node.join_state is not None and node.state not in _ENDED
+    is_on_its_way = node.join_state is not None and node.state not in ENDED
     return f"{node.state}: {node.join_state}" if is_on_its_way else node.state
 
 
 def _silent_since(node: NodeView, now_s: float) -> str | None:
     """When its newest line came, where it should have written others since."""
-    if node.state in _ENDED or not _SILENT_S <= node.silent_s < math.inf:
+    if node.state in ENDED or not SILENT_S <= node.silent_s < math.inf:
         return None
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(now_s - node.silent_s))
 
@@ -183,21 +171,6 @@ def _silent_since(node: NodeView, now_s: float) -> str | None:
 def _event_line(event: EventView) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(event.at_s))
     return f"{at} {event.node_id} {event.kind} {format_fields(event.fields)}".rstrip()
-
-
-def human_count(count: float) -> str:
-    """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
-    for unit in _UNITS[:-1]:
-        if abs(count) < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}{_UNITS[-1]}"
-
-
-def human_bytes(size_bytes: float) -> str:
-    """Bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
-    count = human_count(size_bytes)
-    return f"{count[:-1]} {count[-1]}B" if count[-1] in _UNITS[1:] else f"{count} B"
 
 
 def sent_in_words(view: RunView) -> str:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_low
 from typing import Any, Literal
 
-from zeroband.observe.events import EVENTS
-
 NodeState = Literal["starting", "training", "recovering", "fenced", "lost", "left", "finished", "failed"]
 
 _KEY_BYTES, _KEY_DIGITS = 32, 43
 """Length of a public key, and in base64url without the `=` at its end."""
-
-KEPT_EVENTS = 50
-"""Newest events of a node that its view shows."""
-
-KEPT_DIGESTS = 64
-"""Newest rounds of a node whose digests are compared with the others'."""
 
 CURVE_POINTS = 256
 """Most points of a loss curve; when it is full, every second one goes."""
@@ -42,10 +33,10 @@ BROKEN_LINE = (KeyError, TypeError, ValueError, AttributeError, IndexError, Over
 """What folding a line raises that no node wrote so."""
 
 _NOT_JOINING = ("member", "ended")
-_ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
-
-_NOT_SHOWN = ("join_state", "join_progress", "links")
-"""Kinds of events of which there are too many beside what happened."""
+ENDED: frozenset[Literal["lost", "left", "finished", "failed"]] = frozenset(["lost", "left", "finished", "failed"])
+"""States of a node that has ended."""
+SILENT_S = 120.0
+"""Seconds without a line after which a node is taken for silent: one that trains writes one for every inner step."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +111,6 @@ class NodeView:
     """Member ids of that epoch."""
     digest: str | None = None
     """Digest of the outer state after that round."""
-    digests: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Digests of the outer state after its newest rounds."""
     founding: str | None = None
     """The line of rounds that those belong to; a run that was resumed or went back began another one."""
     founded_at_s: float | None = None
@@ -133,8 +122,6 @@ class NodeView:
     received_bytes: int = 0
     ddp_bytes: int = 0
     """Bytes that it would have sent in per-step data parallel."""
-    events: tuple[EventView, ...] = ()
-    """Newest last."""
     last_at_s: float | None = None
     """Wall clock of its newest line."""
     silent_s: float = field(default=0.0, compare=False)
@@ -160,6 +147,10 @@ class RunView:
     """What of it cannot be read now, in words."""
     has_all_machines: bool = field(default=True, compare=False)
     """Whether nodes of other machines would be among them."""
+    disagreements: tuple[int, ...] = ()
+    """Rounds after which two nodes held different outer states; must be empty, always."""
+    events: tuple[EventView, ...] = field(default=(), compare=False)
+    """What happened, newest last; the order between nodes is only as good as their clocks."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:
@@ -179,7 +170,7 @@ class RunView:
         """Nodes that go on in rounds that have nothing to do with the current ones: another run of this name."""
         follows = {node.founding: node.follows for node in self.nodes if node.founding is not None}
         ours = origin_of(self.current[0].founding, follows) if self.current else None
-        going_on = [node for node in self.nodes if node.founding is not None and node.state not in _ENDED]
+        going_on = [node for node in self.nodes if node.founding is not None and node.state not in ENDED]
         return tuple(node for node in going_on if origin_of(node.founding, follows) != ours)
 
     @cached_property
@@ -248,20 +239,6 @@ class RunView:
                 by_name.setdefault(name, []).append(source)
         return {name: _of_all_nodes(views) for name, views in by_name.items()}
 
-    @cached_property
-    def disagreements(self) -> tuple[int, ...]:
-        """Rounds after which two nodes held different outer states; must be empty, always."""
-        by_round: dict[tuple[str | None, int], set[str]] = {}
-        for node in self.nodes:
-            for round, digest in node.digests.items():
-                by_round.setdefault((node.founding, round), set()).add(digest)
-        return tuple(sorted({round for (_, round), digests in by_round.items() if len(digests) > 1}))
-
-    @cached_property
-    def events(self) -> tuple[EventView, ...]:
-        """The events of all nodes, newest last; the order between nodes is only as good as their clocks."""
-        return tuple(sorted((event for node in self.nodes for event in node.events), key=lambda e: e.at_s))
-
 
 def _mean(losses: Iterable[float | None]) -> float | None:
     """Mean of the losses that are finite numbers; None where there is none."""
@@ -308,24 +285,16 @@ class NodeHistory:
 
     def __init__(self, node_id: str) -> None:
         self._view = NodeView(node_id)
-        self._events: deque[EventView] = deque(maxlen=KEPT_EVENTS)
-        self._digests: dict[int, str] = {}
         self._curve = Curve()
-        self.lost_member_ids: set[str] = set()
-        """Memberships of other nodes that this one saw end."""
-
-    def view(self) -> NodeView:
-        return replace(
-            self._view,
-            loss_curve=self._curve.points(),
-            digests=dict(self._digests),
-            events=tuple(self._events),
-        )
 
     @property
     def newest(self) -> NodeView:
-        """The view without its curve, digests and events: costs nothing."""
+        """The view without its curve: costs nothing."""
         return self._view
+
+    def loss_curve(self) -> tuple[float, ...]:
+        """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
+        return self._curve.points()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Fold a line of either file. Raises one of BROKEN_LINE where it is none."""
@@ -364,49 +333,40 @@ class NodeHistory:
         if "eval/step" in record:
             losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
             changed["evaluation"] = EvaluationView(int(record["eval/step"]), losses, bits)
-        self._view = old
         if "outer/round" in record:
-            changed |= self._note_round(int(record["outer/round"]), record.get("outer/digest"))
+            changed |= {"round": int(record["outer/round"]), "digest": record.get("outer/digest") or old.digest}
         self._view = _changed(old, changed)
 
     def add_event(self, record: Mapping[str, Any]) -> None:
         """Fold a line of events.jsonl. Raises as `add` does."""
         kind, at_s = str(record["kind"]), float(record["at_s"])
-        fields = {key: value for key, value in record.items() if key not in ("kind", "at_s")}
         changed: dict[str, Any] = {"last_at_s": at_s, "state": self._state_after(kind)}
         if kind == "node_started":
             changed |= {
                 "starts": self._view.starts + 1,
                 "join_state": None,
                 "member_id": None,
-                "total_steps": fields.get("total_steps"),
-                "parameters": fields.get("parameters"),
-                "detect_s": number_of(fields, "detect_s"),
+                "total_steps": record.get("total_steps"),
+                "parameters": record.get("parameters"),
+                "detect_s": number_of(record, "detect_s"),
                 "store": None,
             }
         elif kind == "join_state":
-            state = str(fields["state"])
+            state = str(record["state"])
             changed["join_state"] = None if state in _NOT_JOINING else state
         elif kind == "joined":
-            self._view = self._begin_anew() if fields["round"] == 0 else self._view
-            changed["member_id"] = fields["member_id"]
+            self._view = self._begin_anew() if record["round"] == 0 else self._view
+            changed["member_id"] = record["member_id"]
         elif kind == "store_in_use":
-            changed["store"] = int(fields["generation"]), str(fields["store"])
-        elif kind == "peer_lost":
-            self.lost_member_ids.update(fields["member_ids"])
+            changed["store"] = int(record["generation"]), str(record["store"])
         if kind in ("epoch_changed", "round_committed"):
-            before, members = self._view.members, tuple(fields["members"])  # equal lists are kept once
-            changed |= {"epoch": fields["epoch"], "members": before if before == members else members}
-        if kind == "round_committed" and fields.get("progress") is not None:
-            changed |= self._follow(fields["progress"], at_s)
+            before, members = self._view.members, tuple(record["members"])  # equal lists are kept once
+            changed |= {"epoch": record["epoch"], "members": before if before == members else members}
+        if kind == "round_committed" and record.get("progress") is not None:
+            changed |= self._follow(record["progress"], at_s)
         if kind in ("round_committed", "recovered"):
-            changed |= self._note_round(int(fields["round"]), fields["digest"])
+            changed |= {"round": int(record["round"]), "digest": record["digest"] or self._view.digest}
         self._view = _changed(self._view, changed)
-        if kind in _NOT_SHOWN:
-            return
-        usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
-        shown = {name: fields[name] for name in usual if name in fields}
-        self._events.append(EventView(at_s, self._view.node_id, kind, shown))
 
     def _state_after(self, kind: str) -> NodeState:
         if kind == "left" and self._view.state in ("finished", "failed"):
@@ -418,22 +378,12 @@ class NodeHistory:
         founding, follows = progress.get("founding", ""), progress.get("follows")
         if founding == self._view.founding:
             return {}
-        self._digests.clear()
         return {"founding": founding, "founded_at_s": at_s, "follows": None if follows is None else str(follows[0])}
-
-    def _note_round(self, round: int, digest: str | None) -> dict[str, Any]:
-        """What a round changes."""
-        if digest:
-            self._digests[round] = digest
-        while len(self._digests) > KEPT_DIGESTS:
-            del self._digests[min(self._digests)]
-        return {"round": round, "digest": digest or self._view.digest}
 
     def _begin_anew(self) -> NodeView:
         """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
         old = self._view
         self._curve = Curve()
-        self._digests.clear()
         return NodeView(
             old.node_id,
             state=old.state,

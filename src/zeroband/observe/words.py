@@ -1,4 +1,4 @@
-"""Events in plain English: one sentence for each kind. Pure."""
+"""Events, counts and lists in plain English, the same wherever they are shown. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "fenced": "The run went on without {node}, which comes back: {reason}.",
     "join_state": "{node} is {state}: {why}.",
     "links": "{node} measured its links to the other members.",
-    "join_progress": "{node} has fetched {bytes} of the {of_bytes} bytes of the run's state.",
+    "join_progress": "{node} has fetched {bytes} of the {of_bytes} of the run's state.",
     "recovering": "{node} is fetching the run's state from other members.",
     "recovered": "{node} holds the state of round {round}, verified, after {took_s} s.",
     "checkpoint_staged": "{node} copied the state of step {step} for a checkpoint.",
@@ -77,6 +77,7 @@ JOIN_WORDS: Mapping[str, str] = {
 
 _MEMBERS = ("members", "member_ids", "waiting_for", "member_id")
 _SHOWN_MEMBERS = 6
+_UNITS = ("", "k", "M", "G", "T", "P")
 
 
 def event_in_words(event: EventView) -> str:
@@ -85,15 +86,48 @@ def event_in_words(event: EventView) -> str:
     if words is None:
         known = EVENTS.get(event.kind)
         return f"{event.node_id}: {event.kind if known is None else known.meaning}"
-    fields = {name: _in_words(name, value) for name, value in event.fields.items()}
-    text = words.format_map(_Fields(fields | {"node": event.node_id}))
+    text = words.format_map(_Fields(fields_in_words(event)))
     return f"{text.rstrip('.')}."
+
+
+def fields_in_words(event: EventView) -> dict[str, str]:
+    """What an event says, for sentences, and `node`, who recorded it."""
+    return {name: _in_words(name, value) for name, value in event.fields.items()} | {"node": event.node_id}
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
     """Names for a sentence; what is beyond the first few is counted."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def human_count(count: float) -> str:
+    """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
+    for unit in _UNITS[:-1]:
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}{_UNITS[-1]}"
+
+
+def human_bytes(size_bytes: float) -> str:
+    """Bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
+    count = human_count(size_bytes)
+    return f"{count[:-1]} {count[-1]}B" if count[-1] in _UNITS[1:] else f"{count} B"
+
+
+def age(seconds: float) -> str:
+    """A time span with its largest unit: 5400 is `1 h`."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table for a terminal: a line for each row, with its cells below those of the row before."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 class _Fields(dict[str, str]):
@@ -105,6 +139,8 @@ def _in_words(name: str, value: Any) -> str:
     if name in _MEMBERS:
         ids: Sequence[object] = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         return listed(sorted({node_id_of_member(str(one)) for one in ids}), _SHOWN_MEMBERS)
+    if name in ("bytes", "of_bytes") and isinstance(value, int):
+        return human_bytes(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

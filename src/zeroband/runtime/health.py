@@ -89,7 +89,7 @@ def _newest_view(node_dir: Path) -> NodeView:
     for line in last_lines(node_dir / EVENTS_FILE).splitlines():
         with contextlib.suppress(KeyError, TypeError, ValueError):
             history.add_event(json.loads(line))
-    return history.view()
+    return history.newest
 
 
 def _written_at_s(path: Path) -> float:

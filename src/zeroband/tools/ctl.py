@@ -28,7 +28,8 @@ from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
 from zeroband.observe.view import short_key
-from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
+from zeroband.observe.words import aligned
+from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0
@@ -188,10 +189,7 @@ def describe(run_id: str, view: View) -> str:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
     if view.orders.banned:
         lines.append(f"banned: {', '.join(map(orders.shown, view.orders.banned))}")
-    rows = [_row(member, view) for member in sorted(view.alive)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    return "\n".join([*lines, *aligned([_row(member, view) for member in sorted(view.alive)])])
 
 
 def _state(view: View) -> str:

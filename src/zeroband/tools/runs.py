@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import is_node_folder
+from zeroband.observe.facts import Fact, at_s_of, is_node_folder
+from zeroband.observe.history import RunHistory
+from zeroband.observe.jsonl import decode_line
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import BROKEN_LINE, NodeHistory, NodeView, RunView, run_view
+from zeroband.observe.view import SILENT_S, NodeView, RunView
+from zeroband.observe.words import age, aligned
 
 _EXIT_CONFIG = 2
 _TAIL_BYTES = 1 << 17
 """What is read of each file: many rounds, and little of a long run."""
-_SILENT_S = 120.0
-"""Seconds without a line after which nobody is taken to train any more."""
 _COLUMNS = ("run", "state", "step", "loss", "nodes", "newest line")
 
 
@@ -118,9 +119,13 @@ def _written_at_s(node_dir: Path) -> float:
 
 
 def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSummary:
-    histories = [_history(path) for path in node_dirs]
-    lost = {member for history in histories for member in history.lost_member_ids}
-    run = run_view(run_dir.name, [history.view() for history in histories], lost)
+    history = RunHistory(run_dir.name)
+    for path in node_dirs:
+        history.appeared(path.name)
+        records = _newest_records(path / EVENTS_FILE) + _newest_records(path / METRICS_FILE)
+        for record in sorted(records, key=at_s_of):
+            history.add(Fact(path.name, record))
+    run = history.view()
     written_at_s = max(map(_written_at_s, node_dirs))
     return RunSummary(
         run_id=run_dir.name,
@@ -144,21 +149,9 @@ def _state(run: RunView, silent_s: float) -> str:
     if all(node.last_at_s is None for node in run.nodes):
         return "empty"
     if any(_is_in(node) for node in run.own):
-        return "training" if silent_s < _SILENT_S else "silent"
+        return "training" if silent_s < SILENT_S else "silent"
     states = {node.state for node in run.own}
     return next((state for state in ("finished", "failed", "left") if state in states), "silent")
-
-
-def _history(node_dir: Path) -> NodeHistory:
-    """A node as the ends of its files show it; lines that are none are passed over."""
-    history = NodeHistory(node_dir.name)
-    records = _newest_records(node_dir / EVENTS_FILE) + _newest_records(node_dir / METRICS_FILE)
-    for record in sorted(records, key=_at_s):
-        try:
-            history.add(record)
-        except BROKEN_LINE:
-            continue
-    return history
 
 
 def _newest_records(path: Path) -> list[dict[str, Any]]:
@@ -169,28 +162,12 @@ def _newest_records(path: Path) -> list[dict[str, Any]]:
             lines = file.read(_TAIL_BYTES).split(b"\n")
     except OSError:
         return []
-    records: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # the rest of a long line, one half written, or none of ours
-            continue
-        if isinstance(record, dict):
-            records.append(cast("dict[str, Any]", record))
-    return records
-
-
-def _at_s(record: dict[str, Any]) -> float:
-    at_s = record.get("at_s")
-    return at_s if isinstance(at_s, (int, float)) else 0.0
+    return [record for line in lines if (record := decode_line(line)) is not None]  # the first may be half a line
 
 
 def render(runs: Sequence[RunSummary], *, now: Callable[[], float]) -> str:
     """The runs as a table for a terminal."""
-    rows = [_COLUMNS, *(_row(run, now()) for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned([_COLUMNS, *(_row(run, now()) for run in runs)]))
 
 
 def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
@@ -202,11 +179,3 @@ def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
         f"{run.nodes_in} of {run.nodes}" + (f", {run.nodes_of_others} of another run" if run.nodes_of_others else ""),
         f"{age(now_s - run.written_at_s)} ago",
     )
-
-
-def age(seconds: float) -> str:
-    """A time span with its largest unit: 5400 is `1 h`."""
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -15,7 +15,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource
 from zeroband.observe.status import RunReader, render
 from zeroband.observe.view import RunView
-from zeroband.tools.fact_source import add_source, open_source
+from zeroband.tools.arguments import add_source, open_source
 
 _EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
 

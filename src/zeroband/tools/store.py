@@ -30,7 +30,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run, find_redis_server, outdated
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO
-from zeroband.tools.fact_source import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE
+from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE
 
 _EXIT_CONFIG = 2
 _LEAST_TOKEN = 16

@@ -179,7 +179,7 @@ def test_rounds_that_differ_are_told_of_the_moments_after_them_only() -> None:
 def test_what_was_checked_before_the_rounds_that_are_kept_is_not_known_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_DIGESTS", 16)
+    monkeypatch.setattr("zeroband.observe.checked_rounds.KEPT_DIGESTS", 16)
     made = history(in_turn(run_of(("a", "b"), 100)))
     assert [promise(made, key).state for key in ("divergence", "ledger")] == ["good", "good"]
     assert "101 rounds" in promise(made, "divergence").evidence[0]

@@ -18,7 +18,7 @@ from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
 from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, render
-from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of_member
+from zeroband.observe.view import CURVE_POINTS, Curve, NodeHistory, node_id_of_member
 from zeroband.tools.status import main
 
 
@@ -55,7 +55,7 @@ class Node:
         self._metrics.record(step, values)
 
     def commit(self, round: int, members: list[str], digest: str = "d1", epoch: int = 1, line: str = "line") -> None:
-        progress = {"founding": line}
+        progress = {"founding": line, "inner_step": 10 * round}
         self.events.emit("round_committed", round=round, epoch=epoch, members=members, digest=digest, progress=progress)
 
 
@@ -204,11 +204,11 @@ def test_reader_forgets_an_earlier_run_of_the_same_name(run_dir: Path, has_outer
         node.start()
         if has_outer:
             node.join()
-            node.commit(0, [node.member_id], digest)
+            node.commit(0, [node.member_id], digest, line=f"line of {digest}")
         node.step(1, loss, sent_bytes=10)
     view = RunReader(FolderFacts(run_dir)).read()
     assert (view.nodes[0].first_loss, view.nodes[0].sent_bytes, view.nodes[0].loss_curve) == (4.0, 10, (4.0,))
-    assert view.nodes[0].digests == ({0: "new"} if has_outer else {})
+    assert view.disagreements == ()
 
 
 def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier_run_had(run_dir: Path) -> None:
@@ -241,7 +241,7 @@ def test_nodes_that_go_on_in_another_run_of_the_name_are_told_and_not_counted(ru
 def test_line_that_goes_on_from_another_is_of_the_same_run(run_dir: Path) -> None:
     late, back = founded(run_dir, "n0", "n1")
     late.commit(3, [late.member_id], "d3", line="first")
-    progress = {"founding": "second", "follows": ["first", 2]}
+    progress = {"founding": "second", "follows": ["first", 2], "inner_step": 20}
     back.events.emit("round_committed", round=3, epoch=1, members=[back.member_id], digest="e3", progress=progress)
     view = RunReader(FolderFacts(run_dir)).read()
     assert ([node.node_id for node in view.current], view.strangers) == (["n1"], ())
@@ -332,10 +332,7 @@ def test_node_history_stays_bounded_in_a_long_run() -> None:
         history.add_event(
             {"kind": "round_committed", "at_s": float(step), "round": step, "epoch": 1, "members": [], "digest": "x"}
         )
-    view = history.view()
-    assert len(view.loss_curve) <= CURVE_POINTS
-    assert list(view.digests) == list(range(2001 - KEPT_DIGESTS, 2001))
-    assert len(view.events) == KEPT_EVENTS
+    assert 1 < len(history.loss_curve()) <= CURVE_POINTS
 
 
 @pytest.mark.parametrize("length", [1, CURVE_POINTS, CURVE_POINTS + 1, 3 * CURVE_POINTS, 10_000])
@@ -403,7 +400,7 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
     )
     assert "run demo, 2 nodes in: n0, n1" in lines
     assert "sent 4 kB by all nodes; per-step data parallel would have sent 1 MB, 250 times as much" in lines
-    assert lines[-1].endswith("n1 round_committed round=3 epoch=2 members=n0#1,n1#1 digest=0123456789abcdef")
+    assert lines[-1].endswith("n1 joined member_id=n1#1 round=0")
 
 
 def test_render_shows_a_node_that_writes_no_more_as_silent_whatever_its_clock_says(run_dir: Path) -> None:

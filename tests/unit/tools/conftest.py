@@ -27,7 +27,6 @@ def node(node_id: str, step: int = 40, **fields: object) -> NodeView:
         "epoch": 2,
         "members": tuple(f"{other}#a" for other in NODE_IDS if other != "node2"),
         "digest": "0123456789abcdef",
-        "digests": {3: "d3", 4: "0123456789abcdef"},
         "sent_bytes": 1_000_000,
         "ddp_bytes": 20_000_000,
     }
@@ -45,7 +44,7 @@ def colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run() -> RunView:
     """Three nodes at step 40 of 120; node2 was lost at step 30 and round 3."""
-    lost = node("node2", step=30, round=3, epoch=1, digest="d3", digests={3: "d3"})
+    lost = node("node2", step=30, round=3, epoch=1, digest="d3")
     return run_view("demo", [node("node0"), node("node1"), lost, node("node3")], {"node2#a"})
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.tools.runs import age, main, newest_run, runs_in
+from zeroband.observe.words import age
+from zeroband.tools.runs import main, newest_run, runs_in
 
 NOW_S = 10_000.0
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -31,9 +30,9 @@ from zeroband.observe.log import get_logger
 from zeroband.tools.board.connections import STREAM_PATH
 from zeroband.tools.board.document import Answer
 from zeroband.tools.board.orders import OrderDesk, OrderRefused
+from zeroband.tools.board.saved import STATIC, static_files
 from zeroband.tools.board.state import RunWatch
 
-STATIC = Path(__file__).parent / "static"
 STREAMS, STREAMS_OF_ADDRESS = 16, 8
 """Most pages that are told of changes at a time, in all and of one address."""
 HEARTBEAT_S = 15.0
@@ -124,7 +123,7 @@ def _is_address(name: str) -> bool:
 
 def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", static: Path = STATIC) -> ASGIApp:
     """The page of a run. `host`: where it listens; `static`: the page's own files."""
-    page = _Page(watch, desk, _static_files(static))
+    page = _Page(watch, desk, static_files(static))
     routes = [
         Route("/", page.index),
         Route("/static/{name}", page.file),
@@ -135,18 +134,6 @@ def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", stat
         Route("/api/orders", page.order, methods=["POST"]),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={Exception: _failed}), is_ours=names_of(host))
-
-
-def _static_files(static: Path) -> dict[str, Path]:
-    """Every file that the page may ask for, by its name."""
-    files = {path.name: path for path in sorted(static.glob("*")) if path.is_file()}
-    found = find_spec("youplot")
-    for folder in [] if found is None else found.submodule_search_locations or []:
-        vendor = Path(folder) / "vendor"
-        for name, file in (("uplot.js", "uplot.iife.min.js"), ("uplot.css", "uplot.min.css")):
-            if (vendor / file).is_file():
-                files[name] = vendor / file
-    return files
 
 
 class _Stream:

@@ -25,24 +25,25 @@ from zeroband.config import RunConfig, load_config
 from zeroband.elastic.store.facts import NearAndFar, StoreFacts
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.facts import FactSource, FolderFacts
-from zeroband.tools.board.document import Setting
-from zeroband.tools.board.orders import OrderDesk, give_through_store
-from zeroband.tools.board.state import RunWatch, find_run
-from zeroband.tools.fact_source import (
+from zeroband.tools.arguments import (
     TOKEN_VARIABLE,
     add_source,
     is_in_store,
     open_source,
+    price,
     run_id_of,
     store_of,
     token_of,
 )
+from zeroband.tools.board.document import Setting
+from zeroband.tools.board.orders import OrderDesk, give_through_store
+from zeroband.tools.board.state import RunWatch, find_run
 
 PORT = 8420
 _EXIT_CONFIG = 2
 _NICE = 10
 """Where processors are short, whoever trains beside the page goes first."""
-_ASKED = ("starlette", "uvicorn", "youplot")
+_ASKED = ("starlette", "uvicorn")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
     asked.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # of a socket that listens already, on this machine
     asked.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    asked.add_argument("--price-per-hour", type=_price, help="of a node, in US dollars: shows what the run costs")
+    asked.add_argument("--price-per-hour", type=price, help="of a node, in US dollars: shows what the run costs")
     asked.add_argument("--open", action="store_true", help="open it in a browser")
     return asked
 
@@ -77,13 +78,6 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise ValueError(text)
     return port
-
-
-def _price(text: str) -> float:
-    price = float(text)
-    if not 0 <= price < 1e9:
-        raise ValueError(text)
-    return price
 
 
 def serve(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, JoinView, LinkView, Promise, RoundView, RunHistory, Span, WaitingFor
 from zeroband.observe.status import human_count, lacking_in_words, strangers_in_words
 from zeroband.observe.view import EventView, NodeView, RunView
-from zeroband.observe.words import JOIN_WORDS, event_in_words, listed
+from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
 SHOWN_ROUNDS = 120
 SHOWN_EVENTS = 200
@@ -117,7 +117,8 @@ class Setting:
     place: str = ""
     config_words: str = ""
     price_per_hour: float | None = None
-    """What a node costs, in US dollars."""
+    """What a node costs."""
+    currency: str = "USD"
     orders_allowed: bool = False
     orders_why: str = ""
     has_all_machines: bool = True
@@ -296,7 +297,7 @@ def _run_state(
     if "paused" in at_work:
         return "paused", f"{at_work.count('paused')} nodes wait at their boundary, as an operator ordered."
     if at_work and is_waiting and age_s is not None and age_s > _STALLED_S:
-        return "stalled", f"No node has recorded anything for {age_s:.0f} s."
+        return "stalled", f"No node has recorded anything for {age(age_s)}."
     if at_work:
         return "training", f"{_nodes(len(at_work))} in, {_nodes(len(standings))} seen."
     if "finished" in standings:  # one that died as it started says nothing more
@@ -343,7 +344,7 @@ def _numbers(
         "loss": view.loss,
         "held_out": max(held_out, key=lambda one: one.step).losses.get("") if held_out else None,
         "config_words": ", ".join([*shape, *([setting.config_words] if setting.config_words else [])]),
-        "cost": _cost(known, view, len(at_work), setting.price_per_hour, at_s),
+        "cost": _cost(known, view, len(at_work), setting, at_s),
         "sent_bytes": view.sent_bytes,
         "ddp_bytes": view.ddp_bytes,
     }
@@ -363,21 +364,13 @@ def _left_s(known: RunHistory, step: int | None, total: int | None, at_s: float 
     return None if step_s is None else (total - step) * step_s
 
 
-def _cost(
-    known: RunHistory, view: RunView, nodes: int, price: float | None, at_s: float | None
-) -> dict[str, Any] | None:
+def _cost(known: RunHistory, view: RunView, nodes: int, setting: Setting, at_s: float | None) -> dict[str, Any] | None:
     """What the nodes cost since they started, by the time that each was there."""
-    shown_s = known.to_s if at_s is None else at_s
-    if price is None or shown_s is None:
+    price = setting.price_per_hour
+    if price is None or known.to_s is None:
         return None
-    hours = 0.0
-    membership = known.membership(at_s)
-    for node in view.own:
-        for span in membership.get(node.node_id, ()):
-            if span.standing not in ("left", "lost", "failed", "finished"):
-                end_s = shown_s if span.to_s is None else min(span.to_s, shown_s)
-                hours += max(0.0, end_s - span.from_s) / 3600
-    return {"so_far": hours * price, "per_hour": nodes * price, "currency": "USD"}
+    hours = known.node_hours([node.node_id for node in view.own], at_s)
+    return {"so_far": hours * price, "per_hour": nodes * price, "currency": setting.currency}
 
 
 def _join(join: JoinView) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`zeroband compare @config --methods ddp,diloco,demo --seeds 2`: a page, figures and a table of methods side by side.
+"""`zeroband compare @config --methods ddp,diloco,demo --seeds 2`: a table and figures of methods side by side.
 
 Every method gets the same start, the same data, the same number of steps and the same tries at a learning rate. A run
 that fails is shown as failed and the others go on; an interrupted comparison goes on where it was.
@@ -23,11 +23,10 @@ from zeroband.config.load import load_config
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.compare.claims import check
-from zeroband.tools.compare.curves import charts
+from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import PRESETS, Arm, require_known
 from zeroband.tools.compare.options import Options, read_options
-from zeroband.tools.compare.page import ResultPage, html, markdown
-from zeroband.tools.compare.png import write_pngs
+from zeroband.tools.compare.page import ComparisonResult, document, model_in_words, table
 from zeroband.tools.compare.results import Outcome, ResultFiles
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.search import Losses, best_lr, next_lr
@@ -35,10 +34,9 @@ from zeroband.tools.compare.table import Row, row_of
 from zeroband.tools.compare.texts import cut
 from zeroband.tools.compare.trial_progress import Bar, line_of
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
-from zeroband.tools.document.model_words import model_in_words
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
-_PAGE, _TABLE = "index.html", "table.md"
+_TABLE = "table.md"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 comparison.run(Console(force_terminal=sys.stdout.isatty()))
             except Stopped:
-                print(f"interrupted; the same command goes on. So far: {options.out / _PAGE}", file=sys.stderr)
+                print(f"interrupted; the same command goes on. So far: {options.out / _TABLE}", file=sys.stderr)
                 return interrupts.exit_code
     except (ConfigError, RunFailed) as error:
         print(f"zeroband compare: {error}", file=sys.stderr)
@@ -100,14 +98,14 @@ class Comparison:
         return self._trials[key]
 
     def run(self, console: Console) -> None:
-        """Go through all runs; the page is written after each. Raises Stopped, RunFailed for the common start."""
+        """Go through all runs; the table is written after each. Raises Stopped, RunFailed for the common start."""
         with Bar(self._work, console) as bar:
             start = self._warm_start(bar)
             for arm in self._options.methods:
                 self._run_arm(arm, start, bar)
         pngs = self.write()
-        console.print(markdown(self.report()), highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\npage: {self._options.out / _PAGE}", highlight=False)
+        console.print(table(self.report()), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nall of it: {self._options.out / _TABLE}", highlight=False)
         if not pngs:
             missing = f"no PNG files: matplotlib is not installed; {way_to_extra('compare')}"
             console.print(missing, highlight=False, markup=False, soft_wrap=True)
@@ -186,10 +184,10 @@ class Comparison:
             failed.append("no run ended with a loss, so nothing was compared")
         return failed + [str(verdict) for verdict in self.report().verdicts if verdict.answer == "not measured"]
 
-    def report(self) -> ResultPage:
-        """What the page shows."""
+    def report(self) -> ComparisonResult:
+        """What was compared, and how it came out."""
         rows, options = self.rows(), self._options
-        return ResultPage(
+        return ComparisonResult(
             title=options.title,
             command=self._command,
             setting=self._setting(),
@@ -201,12 +199,12 @@ class Comparison:
         )
 
     def write(self) -> tuple[Path, ...]:
-        """The page, the table and the figures; which figures."""
+        """The table with what it was made of, and the figures; which figures."""
         report, out = self.report(), self._options.out
         out.mkdir(parents=True, exist_ok=True)
-        (out / _PAGE).write_text(html(report), encoding="utf-8")
-        (out / _TABLE).write_text(markdown(report) + "\n", encoding="utf-8")
-        return write_pngs(report.charts, out)
+        figures = write_pngs(report.charts, out)
+        (out / _TABLE).write_text(document(report, [figure.name for figure in figures]), encoding="utf-8")
+        return figures
 
     def _setting(self) -> list[tuple[str, str]]:
         options, config = self._options, self._config

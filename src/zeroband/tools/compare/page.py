@@ -1,16 +1,16 @@
-"""The page and the table of a comparison: HTML that needs no other file, and Markdown. Pure."""
+"""The table of a comparison, and the document with everything that was compared, in Markdown. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroband.observe.status import human_bytes
+from zeroband.config.model import LlamaConfig, Model
+from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.compare.claims import ClaimVerdict
+from zeroband.tools.compare.figures import Chart
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.table import ALONE, REFERENCE, Row, find, gap, ppl_ratio, statement
-from zeroband.tools.document import html as parts
-from zeroband.tools.document.line_chart import Chart, draw
 
 COLUMNS: Mapping[str, str] = {
     "method": "settings behind the name",
@@ -41,12 +41,12 @@ UNITS: Mapping[str, str] = {
     "at link": "% of time",
     "wall": "here, at the link",
 }
-"""Units of columns, for the page."""
+"""Units of columns."""
 
 
 @dataclass(frozen=True)
-class ResultPage:
-    """Everything that the page shows."""
+class ComparisonResult:
+    """Everything that the document shows."""
 
     title: str
     command: str
@@ -90,48 +90,41 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def markdown(report: ResultPage) -> str:
-    """The table, what has to be said of it, and the claims, for a terminal and for docs."""
-    header = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
-    body = [" | ".join(cells(row, report.rows)) for row in report.rows]
-    lines = [f"| {line} |" if "---|" not in line else f"|{line}|" for line in (*header, *body)]
-    said = [f"- {line}" for line in (*statement(report.rows), *map(str, report.verdicts))]
-    return "\n".join([*lines, *([""] if said else []), *said])
+def table(report: ComparisonResult) -> str:
+    """The results, what has to be said of them, and the claims: for a terminal, and for docs."""
+    said = _bullets([*statement(report.rows), *map(str, report.verdicts)])
+    results = _table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
+    return "\n".join([results, *(["", said] if said else [])])
 
 
-def html(report: ResultPage) -> str:
-    """The whole page."""
-    body = [
-        f"<h1>{parts.text(report.title)}</h1>",
-        '<p class="lead">Methods of distributed training, from one start, on the same data, each at its best learning '
-        "rate.</p>",
-        parts.section(
-            "Results",
-            parts.table(
-                tuple(COLUMNS), [cells(row, report.rows) for row in report.rows], units=UNITS, meanings=COLUMNS
-            ),
-            parts.folded("What the columns mean", parts.definitions(list(COLUMNS.items()))),
-        ),
-        parts.section("Before believing it", parts.bullets(statement(report.rows))),
-        parts.section("What it should show", parts.bullets([str(verdict) for verdict in report.verdicts])),
-        parts.section(
-            "Held-out loss",
-            parts.side_by_side(*(parts.card(f"Against {chart.x_label}", draw(chart)) for chart in report.charts)),
-        ),
-        parts.section(
-            "Setting", parts.definitions(report.setting), f"<pre>{parts.text(report.command)}</pre>", anchor="setting"
-        ),
-        parts.section("Known of these settings", parts.bullets(report.cautions)),
-        parts.section(
-            "All runs",
-            parts.table(
-                ("method", "lr", "seed", "state", "loss", "took", "why"),
-                [_run(outcome) for outcome in report.outcomes],
-                units={"loss": "nats/token", "took": "s"},
-            ),
-        ),
+def document(report: ComparisonResult, figures: Sequence[str]) -> str:
+    """The whole document: the table first, then what it was made of. `figures`: names of the files beside it."""
+    meanings = [f"{name}{f' ({UNITS[name]})' if name in UNITS else ''}: {meaning}" for name, meaning in COLUMNS.items()]
+    runs = _table(("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes))
+    images = [
+        f"![{chart.y_label} against {chart.x_label}]({chart.name}.png)"
+        for chart in report.charts
+        if f"{chart.name}.png" in figures
     ]
-    return parts.document(report.title, body)
+    parts = {
+        "Held-out loss": "\n\n".join(images),
+        "What the columns mean": _bullets(meanings),
+        report.title: "\n".join(["```bash", report.command, "```", "", _table(("name", "value"), report.setting)]),
+        "Known of these settings": _bullets(report.cautions),
+        "All runs": runs,
+    }
+    shown = [f"## {title}\n\n{text}" for title, text in parts.items() if text]
+    return "\n\n".join([table(report), *shown]) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]
+    below = f"|{'|'.join('---' for _ in header)}|"
+    return "\n".join([f"| {lines[0]} |", below, *(f"| {line} |" for line in lines[1:])])
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _run(outcome: Outcome) -> tuple[str, ...]:
@@ -139,3 +132,20 @@ def _run(outcome: Outcome) -> tuple[str, ...]:
     why = outcome.failure.splitlines()[0] if outcome.failure else ""
     place = (outcome.arm, f"{outcome.lr:g}", str(outcome.seed))
     return (*place, outcome.state, loss, f"{outcome.took_s:.0f}", why)
+
+
+def model_in_words(config: Model, parameters: int | None) -> str:
+    """What a reader wants to know of a model: its size and its shape. `parameters`: None or 0: not known."""
+    size = f"{human_count(parameters)} trained parameters: " if parameters else ""
+    if not isinstance(config, LlamaConfig):
+        values = config.model_dump(exclude_none=True, exclude={"type"})
+        keys = ", ".join(f"{name} {value}" for name, value in values.items())
+        return f"{size}{config.type} ({keys})" if keys else f"{size}{config.type}"
+    heads = f"{config.n_heads} heads"
+    if config.kv_heads != config.n_heads:
+        heads += f" over {config.kv_heads} of keys and values"
+    tied = "tied to the output head" if config.tie_embeddings else "apart from the output head"
+    return (
+        f"{size}a Llama decoder of {config.n_layers} layers, width {config.d_model}, {heads}, "
+        f"SwiGLU of {config.ff_width}; embedding {tied}"
+    )

@@ -24,6 +24,7 @@ from typing import TypeVar
 from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
+from zeroband.observe.words import aligned
 from zeroband.tools.plan.advice import Advice, OuterKnobs, advise, cautions_of
 from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
 from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
@@ -294,10 +295,8 @@ def _what_was_measured(recorded: Recorded) -> str:
 
 def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnobs, target: float) -> str:
     """The whole answer as text."""
-    rows = [tuple(_COLUMNS), *(_row(forecast, job, target) for forecast in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [
+    lines = [
+        *aligned([tuple(_COLUMNS), *(_row(forecast, job, target) for forecast in found)]),
         "",
         *_legend(job, target),
         "",

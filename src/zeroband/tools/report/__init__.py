@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with everything that its nodes recorded, for whoever reads it later.
+"""The report of a run: the page saved with its data inside, and what only a report says.
 
 Reads a run directory and writes that file; knows no store, and nothing that it does reaches a run.
 """

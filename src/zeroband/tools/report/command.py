@@ -1,4 +1,4 @@
-"""`zeroband report RUN_DIR`: one HTML file that says what a run did, for a browser without network, and for paper.
+"""`zeroband report RUN_DIR`: the page of a run as one HTML file, for a browser without network, and for paper.
 
 Exit codes: 0 written; 2 there is no run, or the file cannot be written.
 """
@@ -12,13 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroband import __version__
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.status import find_run_dir
-from zeroband.tools.report.facts_in_words import Cost, node_hours
-from zeroband.tools.report.page import page
+from zeroband.tools.arguments import price
+from zeroband.tools.board.saved import saved_page
 from zeroband.tools.report.record import read_record
+from zeroband.tools.report.sections import saved_data
 
 _EXIT_CONFIG = 2
 
@@ -39,14 +39,10 @@ def main(argv: Sequence[str]) -> int:
 
 def write_report(run_dir: Path, out: Path, *, price_per_hour: float | None = None, currency: str = "USD") -> None:
     """Write the report of a run, all of it or nothing. Raises ConfigError where the file cannot be written."""
-    record = read_record(run_dir, now_s=time.time(), version=__version__)
-    cost = None
-    if price_per_hour is not None:
-        hours = node_hours(record.history.membership(), record.history.to_s)
-        cost = Cost(hours, price_per_hour, currency)
+    record = read_record(run_dir, now_s=time.time(), price_per_hour=price_per_hour, currency=currency)
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        beside.write_text(page(record, cost), encoding="utf-8")
+        beside.write_text(saved_page(f"{record.run_id}: report", saved_data(record)), encoding="utf-8")
         beside.replace(out)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -58,18 +54,11 @@ def write_report(run_dir: Path, out: Path, *, price_per_hour: float | None = Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband report",
-        description="Write one HTML file with everything that the nodes of a run recorded: curves, rounds, members, "
-        "the data audit, checkpoints, events, configuration, and what to do next.",
+        description="Save the page of a run as one HTML file with everything that its nodes recorded: curves, rounds, "
+        "members, the data audit, checkpoints, events, configuration, and what to do next.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id>, with the nodes' folders")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: RUN_DIR/{REPORT_FILE})")
-    parser.add_argument("--price-per-hour", type=_price, metavar="PRICE", help="of one node; adds what the run cost")
+    parser.add_argument("--price-per-hour", type=price, metavar="PRICE", help="of one node; adds what the run cost")
     parser.add_argument("--currency", default="USD", metavar="NAME", help="of that price (default: USD)")
     return parser
-
-
-def _price(text: str) -> float:
-    price = float(text)
-    if not 0 <= price < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is no price")
-    return price

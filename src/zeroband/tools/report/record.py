@@ -1,14 +1,13 @@
-"""What a report is made of, read from a run directory line by line, however long the run was.
+"""What a report is made of, read from a run directory piece by piece, however long the run was.
 
 Whatever cannot be read is said, never raised: a report of a run that was killed is worth the most.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -16,18 +15,24 @@ from typing import Any, cast
 from zeroband.config.problems import MASK
 from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import Fact, is_node_folder
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.history import RunHistory
-from zeroband.observe.metrics import METRICS_FILE
+from zeroband.tools.board.document import Setting
+from zeroband.tools.board.state import read_setting
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
 
-CONFIG_FILE, SAMPLE_FILE = "config.toml", "sample.txt"
+CONFIG_FILE = "config.toml"
 AUDITED_BYTES = 32 * 2**20
 """Most bytes of events that are audited here: the audit holds every round in memory, some 15 times as much."""
 
-_SAMPLE_CHARS = 4000
+_CHUNK_BYTES = 1 << 20
 _SECRET_NAMES = ("token", "password", "secret", "api_key", "credentials")
 _NO_SECRETS = ("_file", "_url")
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s@'\"]*@")
+_SECRET_OF_QUERY = re.compile(
+    r"(?i)([?&][^=&\s]*(?:token|signature|secret|password|credential|key|sig)[^=&\s]*=)[^&\s'\"]+"
+)
+_NO_TEXT = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 FlatConfig = Mapping[str, str]
 """Values as the TOML file has them, by dotted key."""
@@ -38,17 +43,14 @@ class RunRecord:
     """Everything that a report shows."""
 
     run_id: str
-    place: str
     history: RunHistory
     made_at_s: float
-    version: str = ""
+    setting: Setting
     configs: Mapping[str, FlatConfig] = field(default_factory=dict[str, FlatConfig])
     """By node; without secrets."""
     audit: Audit | None = None
     audit_missing: str = ""
     """Why there is no audit."""
-    sample: tuple[str, str] | None = None
-    """Node and text."""
     skipped_lines: int = 0
     problems: Sequence[str] = ()
     """What could not be read, in words."""
@@ -58,76 +60,39 @@ class RunRecord:
         return next((config[key] for config in self.configs.values() if key in config), None)
 
 
-def read_record(run_dir: Path, *, now_s: float, version: str = "") -> RunRecord:
+def read_record(
+    run_dir: Path, *, now_s: float, price_per_hour: float | None = None, currency: str = "USD"
+) -> RunRecord:
     """Read all of it. `now_s`: wall clock, shown as when the report was made."""
-    history, problems, skipped = RunHistory(run_dir.name), list[str](), 0
-    folders = sorted(path for path in run_dir.iterdir() if is_node_folder(path))
-    configs: dict[str, FlatConfig] = {}
-    sample: tuple[str, str] | None = None
+    history, configs = RunHistory(run_dir.name), dict[str, FlatConfig]()
+    facts = FolderFacts(run_dir, most_bytes=_CHUNK_BYTES)
+    for node_id in facts.node_ids():
+        history.appeared(node_id)
+    is_read = False
+    while not is_read:
+        for fact in facts.read():
+            history.add(fact)
+        is_read = not facts.has_more
+    problems = list(facts.unread())
+    folders = [run_dir / node_id for node_id in facts.node_ids()]
     for folder in folders:
-        history.appeared(folder.name)
-        counted = _Lines(folder)
-        for record in counted:
-            history.add(Fact(folder.name, record))
-        skipped += counted.skipped
-        problems += counted.problems
         try:
             if (folder / CONFIG_FILE).exists():
                 configs[folder.name] = read_config(folder / CONFIG_FILE)
-            if sample is None and (folder / SAMPLE_FILE).exists():
-                written = (folder / SAMPLE_FILE).read_text(encoding="utf-8", errors="replace")
-                sample = (folder.name, written[:_SAMPLE_CHARS])
         except (OSError, ValueError) as error:
             problems.append(f"{folder.name}: {error}")
     found, missing = _audit(run_dir, folders)
     return RunRecord(
         run_id=run_dir.name,
-        place=str(run_dir),
         history=history,
         made_at_s=now_s,
-        version=version,
+        setting=read_setting(Setting(price_per_hour=price_per_hour, currency=currency), facts),
         configs=configs,
         audit=found,
         audit_missing=missing,
-        sample=sample,
-        skipped_lines=skipped + sum(history.odd_lines().values()),
+        skipped_lines=sum(facts.skipped_lines().values()) + sum(history.odd_lines().values()),
         problems=problems,
     )
-
-
-class _Lines:
-    """The records of a node's two files in the order of their times, read as they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.skipped = 0
-        self.problems: list[str] = []
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        files = (self._records(self._folder / name) for name in (EVENTS_FILE, METRICS_FILE))
-        yield from heapq.merge(*files, key=_at_s)
-
-    def _records(self, path: Path) -> Iterator[dict[str, Any]]:
-        try:
-            with path.open("rb") as file:
-                for line in file:
-                    try:
-                        value: object = json.loads(line)
-                    except (ValueError, RecursionError):
-                        value = None
-                    if isinstance(value, dict):
-                        yield cast("dict[str, Any]", value)
-                    elif line.strip():
-                        self.skipped += 1
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self.problems.append(f"{path.parent.name}/{path.name}: {error.strerror}")
-
-
-def _at_s(record: dict[str, Any]) -> float:
-    at_s = record.get("at_s")
-    return float(at_s) if isinstance(at_s, (int, float)) else 0.0
 
 
 def _audit(run_dir: Path, folders: Sequence[Path]) -> tuple[Audit | None, str]:
@@ -173,3 +138,18 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(_shown(part) for part in cast("list[Any]", value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_secrets(value: Any) -> Any:
+    """JSON values without what URLs in their texts carry of users, passwords and signatures.
+
+    Control characters, which a document does not have, become U+FFFD.
+    """
+    if isinstance(value, str):
+        return _NO_TEXT.sub("\ufffd", _SECRET_OF_QUERY.sub(rf"\g<1>{MASK}", _USER_OF_URL.sub(f"{MASK}@", value)))
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {without_secrets(key): without_secrets(item) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in cast("Sequence[Any]", value)]
+    return value

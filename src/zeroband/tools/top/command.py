@@ -20,15 +20,14 @@ from pathlib import Path
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import RunReader, problems_of
-from zeroband.observe.view import RunView
-from zeroband.tools.fact_source import add_source, is_in_store, open_source
+from zeroband.observe.view import ENDED, RunView
+from zeroband.tools.arguments import add_source, is_in_store, open_source
 from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
 from zeroband.tools.top.starting import folder_words
 
 _FRAME_S = 0.5
-_ENDED = ("lost", "left", "finished", "failed")
 _EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
 _HINT = "q: end"
 
@@ -125,7 +124,7 @@ class Watch:
 def is_over(run: RunView) -> bool:
     """Whether every node has ended; one that died as it started, and so never says so, counts where others finished."""
     states = {node.state for node in run.own}
-    return bool(states) and states <= {*_ENDED, *(("starting",) if "finished" in states else ())}
+    return bool(states) and states <= {*ENDED, *(("starting",) if "finished" in states else ())}
 
 
 @contextmanager

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
-from zeroband.observe.status import human_bytes
-from zeroband.observe.view import EventView, NodeView, RunView, node_id_of_member
-from zeroband.observe.words import JOIN_WORDS
+from zeroband.observe.view import EventView, NodeView, RunView
+from zeroband.observe.words import JOIN_WORDS, fields_in_words
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _KEPT_NOTES = 500
@@ -80,7 +78,7 @@ class Chronicle:
 
     def __init__(self, started_at_s: float) -> None:
         self._started_at_s = started_at_s
-        self._told: dict[tuple[object, ...], None] = {}
+        self._told: dict[tuple[str, str | None], None] = {}
         self._notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
         self.said = 0
         """Number of notes so far."""
@@ -93,15 +91,16 @@ class Chronicle:
     def add(self, events: Iterable[EventView]) -> None:
         """Tell of those events that were not told yet. One that lacks a field is passed over."""
         for event in events:
-            words = _WORDS.get(event.kind)
-            if words is None:
+            if event.kind not in _WORDS:
                 continue
+            is_founding = event.kind == "joined" and event.fields.get("round") == 0
             try:
-                about, text = words(event.node_id, event.fields)
-            except (KeyError, TypeError, ValueError):  # of another version
+                text = _FOUNDED if is_founding else _WORDS[event.kind].format_map(fields_in_words(event))
+            except KeyError:  # of another version
                 continue
-            if (event.kind, *about) not in self._told:
-                self._told[event.kind, *about] = None
+            returned = event.fields.get("member_id") if event.kind == "joined" and not is_founding else None
+            if (text, returned) not in self._told:
+                self._told[text, returned] = None
                 self.say(event.at_s, text)
         while len(self._told) > _KEPT_TOLD:
             del self._told[next(iter(self._told))]
@@ -112,137 +111,33 @@ class Chronicle:
         self.said += 1
 
 
-_Told = tuple[tuple[object, ...], str]
-"""What an event is about, so that it is told once, and its words."""
-
-
-def _epoch_changed(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    members = names(fields["members"])
-    return (fields["epoch"],), f"epoch {fields['epoch']}: {members} are in"
-
-
-def _peer_lost(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    lost = tuple(fields["member_ids"])
-    return lost, f"outer step {fields['round']} goes on without {names(lost)}; the others lose no inner step"
-
-
-def _joined(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    if fields["round"] == 0:
-        return ("founded",), "the nodes agree on the initial state and found the run"
-    return (fields["member_id"],), f"{node_id} is in: outer step {fields['round']} counts it as a member"
-
-
-def _recovered(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    digest = str(fields["digest"])[:8]
-    text = f"{node_id} fetched the state of outer step {fields['round']} and verified it: {digest}"
-    return (node_id, fields["round"]), text
-
-
-def _fenced(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["reason"]), f"{node_id} was away too long and comes back by the join path"
-
-
-def _run_failed(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["error"]), f"{node_id} failed: {fields['error']}"
-
-
-def _round_retried(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["round"], fields["reason"]), f"outer step {fields['round']} is tried again: {fields['reason']}"
-
-
-def _transfer_stalled(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    text = f"{node_id} gets nothing from {names(fields['waiting_for'])} for {float(fields['since_s']):.0f} s"
-    return (node_id, fields["round"]), f"{text}, in outer step {fields['round']}"
-
-
-def _blamed(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    who, how = names(fields["member_ids"]), fields["consequence"]
-    text = {"named": f"{who} kept it from its end", "apart": f"{who} contradict each other and take turns"}
-    said = text.get(how, f"{who} is put out")
-    return (fields["round"], who, how), f"outer step {fields['round']}: {said}: {fields['reason']}"
-
-
-def _left_out(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    who = names([fields["member_id"]]) if "member_id" in fields else node_id
-    return (who, fields["round"]), f"outer step {fields['round']} leaves out what {who} learned: {fields['reason']}"
-
-
-def _impostor(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    who = names([fields["member_id"]])
-    return (who, fields["where"]), f"another node posed as {who} ({fields['where']}), without effect"
-
-
-def _paused(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["round"],), f"paused before outer step {fields['round']}, as was ordered"
-
-
-def _resumed(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["round"],), f"goes on with outer step {fields['round']}"
-
-
-def _drained(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["round"]), f"{node_id} leaves after outer step {fields['round']}, as was ordered"
-
-
-def _rolled_back(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["round"], fields["step"]), f"the run went back to the checkpoint of step {fields['step']}"
-
-
-def _resumed_from(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["round"], fields["step"]), f"the run begins again on the checkpoint of step {fields['step']}"
-
-
-def _abandoned(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["until"]), f"no member of the run lives; {node_id} waits {float(fields['wait_s']):.0f} s"
-
-
-def _checkpoint(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    size = human_bytes(fields["bytes"])
-    return (fields["round"], fields["step"]), f"checkpoint of step {fields['step']} is durable, {size}"
-
-
-def _checkpoint_failed(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["step"]), f"checkpoint of step {fields['step']} failed on {node_id}: {fields['reason']}"
-
-
-def _evaluated(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    loss = fields["loss"]
-    return (fields["step"],), f"held out at step {fields['step']}: loss {'-' if loss is None else f'{loss:.4f}'}"
-
-
-def _left(node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (node_id, fields["reason"]), f"{node_id} left: {fields['reason']}"
-
-
-def _run_finished(_node_id: str, fields: Mapping[str, Any]) -> _Told:
-    return (fields["step"],), f"finished: all {fields['step']} inner steps are done"
-
-
-_WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], _Told]] = {
-    "epoch_changed": _epoch_changed,
-    "peer_lost": _peer_lost,
-    "joined": _joined,
-    "recovered": _recovered,
-    "fenced": _fenced,
-    "run_failed": _run_failed,
-    "round_retried": _round_retried,
-    "transfer_stalled": _transfer_stalled,
-    "blamed": _blamed,
-    "update_refused": _left_out,
-    "payload_refused": _left_out,
-    "impostor": _impostor,
-    "paused": _paused,
-    "resumed": _resumed,
-    "drained": _drained,
-    "rolled_back": _rolled_back,
-    "resumed_from": _resumed_from,
-    "run_abandoned": _abandoned,
-    "checkpoint_committed": _checkpoint,
-    "checkpoint_failed": _checkpoint_failed,
-    "evaluated": _evaluated,
-    "left": _left,
-    "run_finished": _run_finished,
+_FOUNDED = "the nodes agree on the initial state and found the run"
+_WORDS: Mapping[str, str] = {
+    "epoch_changed": "epoch {epoch}: {members} are in",
+    "peer_lost": "outer step {round} goes on without {member_ids}; the others lose no inner step",
+    "joined": "{node} is in: outer step {round} counts it as a member",
+    "recovered": "{node} fetched the state of outer step {round} and verified it: {digest:.8}",
+    "fenced": "{node} was away too long and comes back by the join path",
+    "run_failed": "{node} failed: {error}",
+    "round_retried": "outer step {round} is tried again: {reason}",
+    "transfer_stalled": "{node} gets nothing from {waiting_for} for {since_s} s, in outer step {round}",
+    "blamed": "outer step {round} failed because of {member_ids} ({consequence}): {reason}",
+    "update_refused": "outer step {round} leaves out what {node} learned: {reason}",
+    "payload_refused": "outer step {round} leaves out what {member_id} learned: {reason}",
+    "impostor": "another node posed as {member_id} ({where}), without effect",
+    "paused": "paused before outer step {round}, as was ordered",
+    "resumed": "goes on with outer step {round}",
+    "drained": "{node} leaves after outer step {round}, as was ordered",
+    "rolled_back": "the run went back to the checkpoint of step {step}",
+    "resumed_from": "the run begins again on the checkpoint of step {step}",
+    "run_abandoned": "no member of the run lives; {node} waits {wait_s} s",
+    "checkpoint_committed": "checkpoint of step {step} is durable, {bytes}",
+    "checkpoint_failed": "checkpoint of step {step} failed on {node}: {reason}",
+    "evaluated": "held out at step {step}: loss {loss}",
+    "left": "{node} left: {reason}",
+    "run_finished": "finished: all {step} inner steps are done",
 }
+"""A note for each kind of event that a screen tells of; fields as `observe/words.py` shows them."""
 
 
 def on_its_way(node: NodeView) -> str | None:
@@ -277,11 +172,6 @@ def _step_s(node: NodeView) -> float:
 def in_words(waits: tuple[tuple[str, ...], float] | None) -> str:
     """Whom the others wait for, as a screen shows it."""
     return "" if waits is None else f"{', '.join(waits[0])}, for {waits[1]:.0f} s"
-
-
-def names(member_ids: Sequence[str]) -> str:
-    """The nodes behind memberships, for a sentence."""
-    return ", ".join(sorted(node_id_of_member(member) for member in member_ids))
 
 
 def mean_curve(curves: Sequence[Sequence[float]], width: int) -> list[float]:

@@ -1,10 +1,9 @@
-"""The table, the claims, the page and its figures, from made-up outcomes."""
+"""The table, the claims, the document and its figures, from made-up outcomes."""
 
 from __future__ import annotations
 
 import math
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,12 @@ from tests.unit.tools.compare.outcomes import counted, failed, outcome
 
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, check, interval_of, parse_claims
-from zeroband.tools.compare.curves import charts
+from zeroband.tools.compare.figures import charts, ticks, write_pngs
 from zeroband.tools.compare.methods import Arm, parse_arms
-from zeroband.tools.compare.page import COLUMNS, UNITS, ResultPage, cells, html, markdown
-from zeroband.tools.compare.png import write_pngs
+from zeroband.tools.compare.page import COLUMNS, UNITS, ComparisonResult, cells, document, table
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.table import Row, find, gap, ppl_ratio, row_of, statement
-from zeroband.tools.document import html as parts
-from zeroband.tools.document.line_chart import draw, ticks
 from zeroband.tools.plan.forecast import Link
-from zeroband.tools.report import page as report_page
 
 LINK = Link(1e6, 1e6, 0.05)
 ALONE = counted(nodes=1, rounds=0, sent=0)
@@ -45,11 +40,11 @@ def rows(outcomes: list[Outcome] = OUTCOMES, arms: Sequence[str] = ("single", "d
 ARMS = [*parse_arms(["single", "ddp", "diloco", "demo"]), *(Arm(name, "diloco") for name in ("zero", "odd", "big"))]
 
 
-def report() -> ResultPage:
+def report() -> ComparisonResult:
     found = rows()
     verdicts = check([Claim("ppl_ratio", "diloco", "ddp", at_most=1.03)], found)
     about = ("A & B", "zeroband compare", [("machine", "<2 cores>")])
-    return ResultPage(*about, found, OUTCOMES, verdicts, ["diloco: few"],
+    return ComparisonResult(*about, found, OUTCOMES, verdicts, ["diloco: few"],
                   charts(found, "8mbit,50ms"))  # fmt: skip
 
 
@@ -209,83 +204,41 @@ def test_claim_without_a_figure_or_a_limit_is_refused(table: dict[str, object]) 
         parse_claims([table])
 
 
-def test_page_needs_no_other_file_and_escapes_what_it_shows() -> None:
-    page = html(report())
-    assert re.findall(r"(?:src|href)\s*=|@import|url\(", page) == []
-    assert "A &amp; B" in page and "&lt;2 cores&gt;" in page
-    assert page.count('<svg class="chart"') == 3 and "cannot tell: ppl_ratio" in page
-    assert "node1 ended with 1: boom" in page and "1.6100 +-0.0100" in page
-
-
-def body() -> ET.Element:
-    """The page below its head, which is written as XML but for that."""
-    return ET.fromstring(re.findall(r"<body>.*</body>", html(report()), re.DOTALL)[0])
-
-
-def said(element: ET.Element) -> str:
-    return "".join(element.itertext()).strip()
-
-
-def test_page_is_a_document_with_a_title_and_titled_parts() -> None:
-    page = body()
-    assert [said(title) for title in page.iter("h1")] == ["A & B"]
-    assert [said(title) for title in page.iter("h2")] == [
-        *("Results", "Before believing it", "What it should show", "Held-out loss", "Setting"),
-        *("Known of these settings", "All runs"),
+def test_document_has_the_table_first_and_everything_that_was_compared() -> None:
+    told = document(report(), ["loss-tokens.png", "loss-time.png"])
+    assert told.startswith(table(report())) and "cannot tell: ppl_ratio" in told
+    assert re.findall(r"^## (.*)", told, re.MULTILINE) == [
+        *("Held-out loss", "What the columns mean", "A & B", "Known of these settings", "All runs"),
     ]
-    assert [element.tag for element in page.iterfind("main/*")][:2] == ["h1", "p"]
-    assert "<title>A &amp; B</title>" in html(report())
+    assert re.findall(r"!\[(.*?)\]\((.*?)\)", told) == [
+        ("held-out loss, nats per token against tokens of all nodes", "loss-tokens.png"),
+        ("held-out loss, nats per token against seconds, simulated for 8mbit,50ms", "loss-time.png"),
+    ]
+    for figure in ("| machine | <2 cores> |", "```bash\nzeroband compare\n```", "- diloco: few", "1.6100 +-0.0100"):
+        assert figure in told, figure
+    assert "| demo | 0.001 | 0 | failed | - | 3 | node1 ended with 1: boom |" in told
+    assert "Held-out loss" not in document(report(), [])
 
 
-def test_headers_of_the_tables_name_the_unit_and_the_meaning() -> None:
-    results, runs = body().iter("table")
-    headers = {said(th).removesuffix(unit).strip(): (unit, th.get("title")) for th, unit in columns(results)}
-    assert headers == {name: (UNITS.get(name, ""), meaning) for name, meaning in COLUMNS.items()}
+def test_columns_are_told_with_their_units_and_meanings() -> None:
+    told = document(report(), [])
+    assert all(f"- {name} ({UNITS[name]}): {meaning}" in told for name, meaning in COLUMNS.items() if name in UNITS)
     assert COLUMNS.keys() - UNITS.keys() == {"method", "lr", "ppl", "rounds"}, "these have no unit"
-    assert {said(th): unit for th, unit in columns(runs) if unit} == {"loss nats/token": "nats/token", "took s": "s"}
-
-
-def columns(table: ET.Element) -> list[tuple[ET.Element, str]]:
-    """Each header of a table and the unit in it."""
-    return [(th, "".join(said(span) for span in th.iter("span"))) for th in table.iter("th")]
-
-
-def test_figures_stand_side_by_side_each_with_its_title() -> None:
-    (beside,) = (div for div in body().iter("div") if div.get("class") == "beside")
-    assert [card.get("class") for card in beside] == ["card"] * 3
-    assert [said(title) for title in beside.iter("h3")] == [
-        *("Against tokens of all nodes", "Against bytes that a node sent", "Against seconds, simulated for 8mbit,50ms"),
-    ]
-    assert [len([e for e in card.iter() if e.get("class") == "chart"]) for card in beside] == [1, 1, 1]
-    assert re.search(r"\.beside \{ display: grid;", html(report()))
-
-
-def test_page_and_report_of_a_run_have_one_design() -> None:
-    """Same document, style and policy; tests/unit/tools/report has the parts that only the report has."""
-    (style,) = re.findall(r"<style>.*</style>", html(report()), re.DOTALL)
-    assert style == re.findall(r"<style>.*</style>", parts.document("", []), re.DOTALL)[0]
-    assert report_page.html is parts
 
 
 def test_markdown_table_has_a_line_for_each_method() -> None:
-    lines = markdown(report()).splitlines()
+    lines = table(report()).splitlines()
     assert [line.count("|") for line in lines[:6]] == [len(COLUMNS) + 1] * 6
     assert lines[-1].startswith("- cannot tell: ppl_ratio")
 
 
-def test_charts_draw_what_was_measured_within_their_frame() -> None:
+def test_charts_have_what_was_measured() -> None:
     tokens, sent, seconds = charts(rows(), "8mbit,50ms")
     assert [series.name for series in tokens.series] == ["single", "ddp", "diloco"]
     assert [series.name for series in sent.series] == ["ddp", "diloco"]
     assert tokens.series[1].xs == (10_000, 20_000) and tokens.series[2].ys == (2.13, 1.63)
     assert tokens.series[1].ys == (2.1, 1.6) or tokens.series[1].ys == pytest.approx((2.11, 1.61))
     assert seconds.series[1].xs[1] > seconds.series[2].xs[1] > seconds.series[0].xs[1]
-    for chart in (tokens, sent, seconds):
-        drawn = ET.fromstring(draw(chart))
-        points = [p for e in drawn.iter() if e.tag.endswith("polyline") for p in e.attrib["points"].split()]
-        places = [tuple(map(float, point.split(","))) for point in points]
-        assert len(places) == 2 * len(chart.series)
-        assert all(56 <= x <= 628 and 10 <= y <= 240 for x, y in places)
 
 
 def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
@@ -294,10 +247,6 @@ def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
     row = row_of(parse_arms(["ddp"])[0], [first, second], LINK, overlap_steps=0, step_s=None)
     (line,) = charts([row], "8mbit,50ms")[0].series
     assert (line.xs, line.ys) == ((20_000,), (pytest.approx(1.7),))
-
-
-def test_chart_without_a_line_says_so() -> None:
-    assert "held-out loss, nats per token against tokens of all nodes: not measured" in draw(charts([], "1mbit,1ms")[0])
 
 
 @pytest.mark.parametrize(

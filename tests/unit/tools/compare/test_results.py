@@ -71,10 +71,10 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, 
     return comparison
 
 
-def test_page_says_the_model_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_says_the_model_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared(tmp_path, monkeypatch, Machine(), "--model.n-layers=3", "--model.d-model=96")
-    page = (tmp_path / "index.html").read_text()
-    assert "<dt>model</dt><dd>1k trained parameters: a Llama decoder of 3 layers, width 96, " in page
+    told = (tmp_path / "table.md").read_text()
+    assert "| model | 1k trained parameters: a Llama decoder of 3 layers, width 96, " in told
 
 
 def test_learning_rates_are_added_until_the_best_is_bracketed_then_the_other_seeds(
@@ -85,7 +85,7 @@ def test_learning_rates_are_added_until_the_best_is_bracketed_then_the_other_see
     of_ddp = [(lr, seed) for arm, lr, seed in machine.made if arm == "ddp"]
     assert of_ddp == [(1e-3, 0), (2e-3, 0), (4e-3, 0), (8e-3, 0), (4e-3, 1)]
     assert [(row.lr, row.is_bracketed, len(row.losses)) for row in comparison.rows()] == [(4e-3, True, 2)] * 2
-    assert (tmp_path / "index.html").exists() and (tmp_path / "table.md").read_text().startswith("| method |")
+    assert (tmp_path / "table.md").read_text().startswith("| method |")
 
 
 @pytest.mark.soak

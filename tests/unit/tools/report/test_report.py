@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from html.parser import HTMLParser
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +14,47 @@ import pytest
 
 import zeroband.cli
 from zeroband.observe.history import RunHistory
+from zeroband.tools.board.document import Setting
+from zeroband.tools.board.saved import saved_page
 from zeroband.tools.report.command import write_report
-from zeroband.tools.report.page import page
-from zeroband.tools.report.record import RunRecord, is_secret, read_record
+from zeroband.tools.report.record import RunRecord, is_secret
+from zeroband.tools.report.sections import saved_data
 
 AT_S = 1_700_000_000.0
-VOID = {"meta", "input", "br", "hr", "img", "link"}
 PASSWORD = "hunter2"
 EVIL = '<script>alert("x")</script>'
 
 
-class Checked(HTMLParser):
-    """Collects text, tags and what refers to other places; notes tags that do not match."""
+class Saved:
+    """The data in a report, and all texts that it says."""
 
     def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.wrong: list[str] = []
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
+        self.html = html
+        (text,) = re.findall(r'<script type="application/json" id="saved">(.*?)</script>', html, re.DOTALL)
+        self.data: dict[str, Any] = json.loads(text)
+        self.text = "\n".join(texts(self.data))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.references += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "style", "srcset")]
-        self.references += [f"{name}={value}" for name, value in attrs if name.startswith("on")]
-        if tag not in VOID:
-            self.open.append(tag)
+    def part(self, title: str) -> dict[str, Any]:
+        return next(part for part in (*self.data["first"], *self.data["last"]) if part["title"] == title)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
+    def promise(self, key: str) -> dict[str, Any]:
+        return next(promise for promise in self.data["state"]["promises"] if promise["key"] == key)
 
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.wrong.append(tag)
 
-    def handle_data(self, data: str) -> None:
-        self.text += data
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (key, *texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts(item)
+
+
+def saved(run_dir: Path, **options: Any) -> Saved:
+    write_report(run_dir, run_dir / "report.html", **options)
+    return Saved((run_dir / "report.html").read_text())
 
 
 def committed(round: int, members: Sequence[str], at_s: float, *, used: int = 4, skip: int = 0) -> dict[str, Any]:
@@ -133,40 +134,37 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
-@pytest.fixture
-def written(folder: Path) -> Callable[..., Checked]:
-    def write(**options: Any) -> Checked:
-        write_report(folder, folder / "report.html", **options)
-        return Checked((folder / "report.html").read_text())
-
-    return write
-
-
-def test_report_has_the_figures_of_the_run(written: Callable[..., Checked]) -> None:
-    said = written().text
-    for figure in ("finished", "2.0000", "from 4.9000", "4.2500", "1.23k", "of 30", "3 rounds", "4.1 kB", "step 20"):
-        assert figure in said, figure
-    assert "24 samples of 3 rounds were replayed: each was trained once." in said
-    assert "zeroband export" in said and "a has done all 30 steps." in said
+def test_report_has_the_figures_of_the_run(folder: Path) -> None:
+    told = saved(folder)
+    run = told.data["state"]["run"]
+    assert (run["state"], run["step"], run["total_steps"], run["round"]) == ("finished", 30, 30, 3)
+    assert (run["loss"], run["held_out"], run["parameters"], run["sent_bytes"]) == (2.0, 4.25, 1234, 6000)
+    assert [one["step"] for one in told.data["state"]["checkpoints"]] == [20]
+    assert told.promise("ledger")["words"] == "24 samples of 3 rounds were replayed: each was trained once."
+    assert told.data["series"].keys() == {"tokens", "time", "bytes", "step"}
+    loss = next(one for one in told.data["series"]["step"]["series"] if one["key"] == "loss")
+    assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.9, 2.0)
+    assert "zeroband export" in told.text and "a has done all 30 steps." in told.text
 
 
-def test_document_is_well_formed_and_refers_to_nothing_else(written: Callable[..., Checked]) -> None:
-    checked = written(price_per_hour=1.0)
-    assert (checked.wrong, checked.open) == ([], [])
-    assert checked.references == []
-    assert not {"script", "iframe", "object", "link", "img", "form", "base"} & checked.tags
-    assert {"svg", "table", "style", "section"} <= checked.tags
-    assert not re.search(r"@import|url\(|javascript:", checked.rawdata + checked.text)
+def test_page_needs_no_other_file_and_runs_its_own_scripts_alone(folder: Path) -> None:
+    html = saved(folder).html
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', html)
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    assert re.findall(r"script-src ([^;]*);", policy) == [" ".join(f"'sha256-{one}'" for one in hashes)]
+    assert policy.startswith("default-src 'none';") and len(hashes) == 2
+    assert re.findall(r"/static/|\simport |^export |\ssrc=\"(?!data:)|href=\"(?!data:|#)", html) == []
+    assert all(html.count(f"<{tag}>") for tag in ("style", "title"))
 
 
-def test_secrets_are_in_no_part_of_it(written: Callable[..., Checked], folder: Path) -> None:
+def test_secrets_are_in_no_part_of_it(folder: Path) -> None:
     failure = {"at_s": AT_S + 101, "kind": "run_failed", "error": f"StoreLost: redis://u:{PASSWORD}@host:6379 is away"}
     with (folder / "b" / "events.jsonl").open("a") as file:
         file.write(json.dumps(failure) + "\n")
-    written()
-    page_text = (folder / "report.html").read_text()
-    assert PASSWORD not in page_text
-    assert "@host:6379 is away" in page_text and "byte" in page_text
+    told = saved(folder)
+    assert PASSWORD not in told.html
+    assert "@host:6379 is away" in told.text and "byte" in told.text
 
 
 @pytest.mark.parametrize(
@@ -178,36 +176,34 @@ def test_secret_keys_are_told_by_their_names(name: str, expected: bool) -> None:
     assert is_secret(name) == expected
 
 
-def test_whatever_nodes_wrote_is_escaped(tmp_path: Path) -> None:
+def test_whatever_nodes_wrote_ends_no_element_and_is_data(tmp_path: Path) -> None:
     place = tmp_path / "r<b>" / "node<i>"
     place.mkdir(parents=True)
     files = node_files("a")
     files["events.jsonl"].append({"at_s": AT_S + 200, "kind": "run_failed", "error": EVIL})
     files["events.jsonl"].append({"at_s": AT_S + 201, "kind": f"kind{EVIL}", "x": EVIL})
+    sample = {"path": "x", "text": f"{EVIL}\x00\x1b["}
+    files["events.jsonl"].append({"at_s": AT_S + 202, "kind": "sample_written", **sample})
     files["metrics.jsonl"][-1][f"train/loss/{EVIL}"] = 1.0
-    files["metrics.jsonl"][-1]["train/loss/other"] = 1.0
     for file, records in files.items():
         (place / file).write_text("".join(json.dumps(record) + "\n" for record in records))
-    (place / "sample.txt").write_text(f"{EVIL}\x00\x1b[31m")
     (place / "config.toml").write_text(f"[data]\ntext = '{EVIL}'\n")
-    html = page(read_record(tmp_path / "r<b>", now_s=AT_S))
-    checked = Checked(html)
-    assert "script" not in checked.tags and "i" not in checked.tags and checked.wrong == []
-    assert checked.text.count(EVIL) >= 4 and "\x00" not in html and "\x1b" not in html
+    told = saved(tmp_path / "r<b>")
+    assert told.text.count(EVIL) >= 4 and EVIL not in told.html and "<title>r&lt;b&gt;: report</title>" in told.html
+    assert told.html.count("<script") == 3 and not {"\x00", "\x1b"} & {*told.text, *told.html}
 
 
-def test_keys_that_differ_between_nodes_stand_apart(written: Callable[..., Checked], folder: Path) -> None:
-    written()
-    html = (folder / "report.html").read_text()
-    marked = re.findall(r"<tr class=marked>(.*?)</tr>", html)
-    assert marked == ["<td>node.id</td><td>a</td><td>b</td>"]
+def test_keys_that_differ_between_nodes_stand_apart(folder: Path) -> None:
+    marked = [table for table in saved(folder).part("Configuration")["tables"] if table["is_marked"]]
+    assert [(table["columns"], table["rows"]) for table in marked] == [(["key", "a", "b"], [["node.id", "a", "b"]])]
 
 
 def test_unknown_values_are_said_to_be_not_measured() -> None:
-    said = Checked(page(RunRecord("empty", "runs/empty", RunHistory("empty"), AT_S, audit_missing="no round"))).text
-    for what in ("Links", "Rounds", "Events", "Data audit", "Configuration", "Membership over time", "Checkpoints"):
-        assert f"{what}: not measured" in said, what
-    assert "nothing recorded" in said and "nan" not in said.lower().replace("finance", "")
+    record = RunRecord("empty", RunHistory("empty"), AT_S, Setting("runs/empty"), audit_missing="no round")
+    told = "\n".join(texts(saved_data(record)))
+    for what in ("Rounds", "Data audit", "Configuration"):
+        assert f"{what}: not measured" in told, what
+    assert "No node has recorded anything yet." in told and "Nothing was recorded here" in told
 
 
 def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(tmp_path: Path) -> None:
@@ -219,10 +215,11 @@ def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(
     (place / "config.toml").write_text("[broken")
     (tmp_path / "r" / "b").mkdir()
     (tmp_path / "r" / "b" / "events.jsonl").write_bytes(b"\xff\xfe\n{}\n")
-    said = Checked(page(read_record(tmp_path / "r", now_s=AT_S))).text
-    assert "not finished when this was read" in said and "with --resume goes on from the checkpoint of step 20" in said
-    assert "could not be read, and are missing: 6" in said
-    assert "Invalid" in said or "Expected" in said  # what is wrong with config.toml
+    told = saved(tmp_path / "r")
+    assert told.data["state"]["run"]["state"] == "stalled"
+    assert "not finished: the same command with --resume goes on from the checkpoint of step 20" in told.text
+    assert "could not be read, and are missing: 4" in told.text
+    assert "Invalid" in told.text or "Expected" in told.text  # what is wrong with config.toml
 
 
 def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> None:
@@ -232,16 +229,18 @@ def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> N
                  for e in lines]  # fmt: skip
         wrong = [e | {"digest": name} if e.get("round") == 3 else e for e in wrong]
         (folder / name / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in wrong))
-    said = Checked(page(read_record(folder, now_s=AT_S))).text
-    assert said.count("BROKEN") == 2
-    assert "Nodes recorded different outer states after round 3." in said
-    assert "do not go on with this model" in said
+    told = saved(folder)
+    assert (told.promise("divergence")["state"], told.promise("ledger")["state"]) == ("bad", "bad")
+    steps = "\n".join(told.part("What to do next")["lines"])
+    assert "Nodes recorded different outer states after round 3." in steps
+    assert "do not go on with this model" in steps
 
 
-def test_cost_is_that_of_the_hours_that_nodes_were_up(written: Callable[..., Checked]) -> None:
-    said = written(price_per_hour=36.0, currency="EUR").text
-    assert "2.00 EUR" in said  # two nodes, 100 s each
-    assert "Cost" in said and "not measured: zeroband report" in written().text
+def test_cost_is_that_of_the_hours_that_nodes_were_up(folder: Path) -> None:
+    told = saved(folder, price_per_hour=36.0, currency="EUR")
+    assert "cost: 2.00 EUR" in told.part("Cost")["lines"]  # two nodes, 100 s each
+    assert told.data["state"]["run"]["cost"] == {"so_far": pytest.approx(2.0), "per_hour": 0, "currency": "EUR"}
+    assert "not measured: zeroband report" in saved(folder).text
 
 
 @pytest.mark.slow
@@ -250,9 +249,9 @@ def test_size_is_bounded_for_a_long_run() -> None:
     for name in ("a", "b"):
         for fact in _long(name):
             history.add((name, fact))  # type: ignore[arg-type]
-    html = page(RunRecord("long", "runs/long", history, AT_S))
+    html = saved_page("long", saved_data(RunRecord("long", history, AT_S, Setting("runs/long"))))
     assert len(history.rounds(most=10_000)) < 1000
-    assert 20_000 < len(html.encode()) < 400_000
+    assert 150_000 < len(html.encode()) < 500_000
 
 
 def _long(name: str) -> list[Mapping[str, Any]]:
@@ -278,7 +277,5 @@ def test_events_too_large_to_hold_are_not_audited_and_that_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeroband.tools.report.record.AUDITED_BYTES", 100)
-    said = Checked(page(read_record(folder, now_s=AT_S))).text
-    assert (
-        f"Data audit: not measured; the events are too large to replay here; run `zeroband data audit {folder}`" in said
-    )
+    said = f"Data audit: not measured; the events are too large to replay here; run `zeroband data audit {folder}`"
+    assert said in saved(folder).text

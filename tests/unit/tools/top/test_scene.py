@@ -9,7 +9,7 @@ from tests.unit.tools.conftest import node as make_node
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.events import EVENTS
 from zeroband.observe.view import EventView, RunView
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, in_words, mean_curve, names, on_its_way, waited_for
+from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, in_words, mean_curve, on_its_way, waited_for
 
 FIELDS: dict[str, dict[str, object]] = {
     "epoch_changed": {"epoch": 2, "members": ["node1#b", "node0#a"]},
@@ -65,7 +65,7 @@ def _event(kind: str, node_id: str = "node0", at_s: float = 110.0, **fields: obj
         ("fenced", "node0 was away too long"),
         ("run_failed", "node0 failed: ValueError: no"),
         ("round_retried", "outer step 4 is tried again: node1 is gone"),
-        ("transfer_stalled", "node0 gets nothing from node1 for 12 s, in outer step 4"),
+        ("transfer_stalled", "node0 gets nothing from node1 for 12.4 s, in outer step 4"),
         ("update_refused", "outer step 4 leaves out what node0 learned: not finite"),
         ("payload_refused", "outer step 4 leaves out what node1 learned: no payload"),
         ("impostor", "another node posed as node1 (10.0.0.9:4711), without effect"),
@@ -77,7 +77,7 @@ def _event(kind: str, node_id: str = "node0", at_s: float = 110.0, **fields: obj
         ("run_abandoned", "no member of the run lives; node0 waits 7 s"),
         ("checkpoint_committed", "checkpoint of step 30 is durable, 1.5 MB"),
         ("checkpoint_failed", "checkpoint of step 30 failed on node0: no room"),
-        ("evaluated", "held out at step 30: loss 2.5000"),
+        ("evaluated", "held out at step 30: loss 2.5"),
         ("left", "node0 left: asked"),
         ("run_finished", "finished: all 120 inner steps are done"),
     ],
@@ -127,10 +127,6 @@ def test_chronicle_never_dates_a_note_before_the_beginning() -> None:
     chronicle = Chronicle(started_at_s=100.0)
     chronicle.say(99.0, "early")
     assert chronicle.notes == (Note(0.0, "early"),)
-
-
-def test_names_are_nodes_in_order_without_their_incarnation() -> None:
-    assert names(["b#1", "a#2"]) == "a, b"
 
 
 def test_scene_step_is_that_of_the_node_that_is_furthest(make_scene: Callable[..., Scene]) -> None:

@@ -73,8 +73,7 @@ def test_draw_shows_the_bar_as_long_as_the_share_that_is_done(make_scene: Callab
 
 
 def test_draw_calls_a_divergence_by_its_name(make_scene: Callable[..., Scene], run: RunView) -> None:
-    other = replace(run.nodes[1], digests={4: "another"})
-    text = _drawn(make_scene(run=replace(run, nodes=(run.nodes[0], other))))
+    text = _drawn(make_scene(run=replace(run, disagreements=(4,))))
     assert "DIVERGED" in text
     assert "equal on all" not in text
 
@@ -89,10 +88,10 @@ def _busy(make_scene: Callable[..., Scene], nodes: int, name: str = "node") -> S
     """A run with as much to show as there can be: many nodes with long names, long lines, a wait, a divergence."""
     members = tuple(f"{name}{number}#a" for number in range(nodes))
     view = {"members": members, "total_steps": 120_000, "step": 98_765, "loss_curve": tuple(map(float, range(256)))}
-    views = [make_node(member.removesuffix("#a"), **view, digests={4: member}) for member in members]
+    views = [make_node(member.removesuffix("#a"), **view) for member in members]
     notes = tuple(Note(float(i), f"note {i} " + "of many words " * 20) for i in range(300))
     ids = tuple(node.node_id for node in views)
-    run = RunView("demo", tuple(views))
+    run = RunView("demo", tuple(views), disagreements=(4,) if nodes > 1 else ())
     footer = "Next: " + "this and that, " * 20
     return make_scene(run=run, node_ids=ids, down=frozenset(), notes=notes, footer=footer, waits=", ".join(ids))
 

@@ -15,10 +15,13 @@ const SERIES_EVERY_MS = 4_000;
 const RETRY_MS = [500, 1_000, 2_000, 5_000, 10_000];
 const OLD_S = 30; // a run that is silent for longer is told as such
 
+// A page that was saved with its data (saved.py) asks nobody: it has one state, its series by axis, and more to tell.
+const saved = JSON.parse(byId("saved")?.textContent ?? "null");
 const shown = { state: null, newest: null, received_ms: 0, made_ms: 0, series: null, series_ms: 0, by: "tokens" };
 const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
 
 async function ask(path) {
+  if (saved) return path.startsWith("/api/state") ? saved.state : saved.series[shown.by];
   const answer = await fetch(path, { cache: "no-cache", signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
@@ -42,6 +45,7 @@ async function refresh({ withSeries = false } = {}) {
 
 function refreshIn(wait_ms) {
   clearTimeout(link.timer);
+  if (saved) return;
   link.timer = setTimeout(refresh, wait_ms);
 }
 
@@ -77,7 +81,7 @@ async function fetchOnce() {
 /** Follow the board's stream; a stream that the board refuses is tried again with the next answer. */
 function connect() {
   const isOpen = link.source && link.source.readyState !== EventSource.CLOSED;
-  if (isOpen || Date.now() - link.opened_ms < STREAM_AGAIN_MS) return;
+  if (saved || isOpen || Date.now() - link.opened_ms < STREAM_AGAIN_MS) return;
   link.opened_ms = Date.now();
   link.source = new EventSource("/api/stream");
   link.source.addEventListener("state", () => document.hidden || refresh());
@@ -91,7 +95,7 @@ function draw() {
   setHidden(byId("no-run"), state.run_id !== null);
   setHidden(byId("run"), state.run_id === null);
   setText(byId("run-id"), state.run_id ?? "");
-  updateOrders(shown.newest ?? state);
+  if (!saved) updateOrders(shown.newest ?? state);
   if (state.run_id === null) {
     setText(byId("no-run-place"), state.place);
     document.title = "zeroband: no run yet";
@@ -107,7 +111,7 @@ function draw() {
   panels.drawSample(state.sample, state.at_s);
   panels.drawCheckpoints(state.checkpoints, state.at_s);
   drawRounds(state.rounds);
-  drawTime(state);
+  if (!saved) drawTime(state);
   if (shown.series) drawCharts(shown.series, chosen() === null ? null : state);
   nameTab(state);
 }
@@ -133,7 +137,9 @@ function tellAge() {
   const fact_s = shown.newest?.age_s == null ? null : shown.newest.age_s + (Date.now() - shown.made_ms) / 1000;
   const hasEnded = ["finished", "failed"].includes((shown.newest ?? state)?.run.state); // a past moment may be before its end
   const notes = [];
-  if (link.isLost) {
+  if (saved) {
+    setLink("unknown", `saved ${format.clock(saved.state.now_s, true)}`);
+  } else if (link.isLost) {
     setLink("bad", past_s === null ? "no answer yet" : `shown: ${format.age(past_s)}`);
     const old = past_s === null ? "Nothing is known yet." : `What you see is from ${format.age(past_s)}.`;
     notes.push(`✕ The board does not answer. ${old} The page asks again by itself.`);
@@ -201,6 +207,8 @@ function listenTheme() {
     applyTheme(name);
   });
   prefersDark.addEventListener("change", () => applyTheme(name));
+  window.addEventListener("beforeprint", () => applyTheme("light"));
+  window.addEventListener("afterprint", () => applyTheme(name));
   applyTheme(name in THEMES ? name : "auto");
 }
 
@@ -210,6 +218,10 @@ function chosenOf(id) {
   return byId(id).querySelector("input:checked").value;
 }
 
+if (saved) {
+  panels.drawTold(byId("told-first"), saved.first);
+  panels.drawTold(byId("told-last"), saved.last);
+}
 listenTheme();
 listenTime(() => {
   if (chosen() === null) {

@@ -1,6 +1,6 @@
 // Loss and throughput as uPlot charts. What lies after the moment that is shown is veiled.
 
-import { byId, colour, make, setText } from "./dom.js";
+import { byId, colour, make, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
 
 // Per axis: its name, a value in words, and where a moment of the run lies on it.
@@ -135,16 +135,21 @@ class Chart {
 
 let charts = null;
 
-/** Draw both charts from a document of /api/series; `moment` is the state that is shown, if it is of the past. */
+/** Draw all charts from a document of /api/series; `moment` is the state that is shown, if it is of the past. */
 export function drawCharts({ by, series }, moment) {
   charts ??= {
     loss: new Chart("loss-chart", {
       isDashed: (key) => key === "held_out", value: format.loss, tick: (value) => String(Number(value.toFixed(4))), legend: byId("loss-legend"),
     }),
     rate: new Chart("rate-chart", { value: (value) => format.count(value), tick: (value) => format.tick(format.count(value)), floor: 0 }),
+    nodes: new Chart("members-chart", { value: (value) => format.count(value), tick: (value) => format.tick(format.count(value)), floor: 0 }),
+    mfu: new Chart("mfu-chart", { value: format.percent, tick: (value) => format.percent(value, 0), floor: 0 }),
   };
+  setHidden(byId("mfu-chart").parentElement, !series.some((one) => one.key === "mfu" && one.x.length)); // of a GPU that is known
   const limit = moment ? X[by][2](moment.run, moment.at_s) : null;
   charts.loss.draw(series.filter((one) => one.key === "loss" || one.key === "held_out" || one.key.startsWith("loss/")), by, limit);
-  charts.rate.draw(series.filter((one) => one.key === "tokens_per_s"), by, limit);
+  for (const [name, key] of [["rate", "tokens_per_s"], ["nodes", "nodes"], ["mfu", "mfu"]]) {
+    charts[name].draw(series.filter((one) => one.key === key), by, limit);
+  }
   setText(byId("rate-title").lastElementChild, `tokens/s, against ${X[by][0].toLowerCase()}`);
 }

@@ -322,3 +322,22 @@ export function drawCheckpoints(checkpoints, now_s) {
     make("thead", "", null, [row("th", ["Step", "Round", "Durable at", "Size", "Took"])]), make("tbody", "", null, rows),
   ]));
 }
+
+/** What a saved page tells beside the documents of its run: titled parts of sentences and tables. */
+export function drawTold(parent, parts) {
+  parent.replaceChildren(...parts.map(({ title, about, lines, tables }) => make("section", "card told", null, [
+    make("div", "card-head", null, [make("h2", "", title)]),
+    make("p", "muted", about),
+    make("ul", "", null, lines.map((line) => make("li", "", line))),
+    ...tables.map(toldTable),
+  ])));
+}
+
+function toldTable({ title, columns, rows, is_folded, is_marked }) {
+  const row = (tag, texts) => make("tr", "", null, texts.map((text) => make(tag, "", text)));
+  const table = make("div", "scroll", null, [make("table", `list${is_marked ? " is-marked" : ""}`, null, [
+    make("thead", "", null, [row("th", columns)]), make("tbody", "", null, rows.map((texts) => row("td", texts))),
+  ])]);
+  const parts = [...(title ? [make(is_folded ? "summary" : "h3", "", title)] : []), table];
+  return make(is_folded ? "details" : "div", "", null, parts);
+}

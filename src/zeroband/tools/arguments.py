@@ -79,3 +79,11 @@ def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     named = environ.get(f"{TOKEN_VARIABLE}_FILE")
     token_file: Path | None = options.token_file or (None if TOKEN_VARIABLE in environ or not named else Path(named))
     return environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
+
+
+def price(text: str) -> float:
+    """What a node costs in an hour, as an argument. Raises ArgumentTypeError."""
+    found = float(text)
+    if not 0 <= found < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no price")
+    return found

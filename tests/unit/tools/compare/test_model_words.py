@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroband.config.model import LlamaConfig, TransformersConfig
-from zeroband.tools.document.model_words import model_in_words
+from zeroband.tools.compare.page import model_in_words
 
 
 def test_decoder_is_told_by_its_size_and_shape() -> None:

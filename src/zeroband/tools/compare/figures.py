@@ -1,0 +1,128 @@
+"""Held-out loss along the runs as figures: their lines, and PNG files of them by matplotlib (extra `compare`)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroband.observe.status import human_count
+from zeroband.tools.compare.table import Row
+
+COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#565f67")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart."""
+
+    name: str
+    number: int
+    """Gives its colour: the same in every chart."""
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one axis."""
+
+    name: str
+    """Short name, that of its file."""
+    x_label: str
+    is_log: bool
+    series: tuple[Series, ...]
+    y_label: str = "held-out loss, nats per token"
+
+
+def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
+    """Loss against tokens, against bytes sent, and against wall-clock at a link."""
+    return (
+        Chart("loss-tokens", "tokens of all nodes", False, _series(rows, _tokens)),
+        Chart("loss-bytes", "bytes that a node sent", True, _series(rows, _bytes)),
+        Chart("loss-time", f"seconds, simulated for {link}", True, _series(rows, _seconds)),
+    )
+
+
+def _tokens(row: Row, share: float) -> float:
+    return share * row.measured.tokens if row.measured else 0.0
+
+
+def _bytes(row: Row, share: float) -> float:
+    return share * row.measured.sent_bytes if row.measured else 0.0
+
+
+def _seconds(row: Row, share: float) -> float:
+    return share * row.measured.steps * row.at_link.step_s if row.measured and row.at_link else 0.0
+
+
+def _series(rows: Sequence[Row], x_of: Callable[[Row, float], float]) -> tuple[Series, ...]:
+    """The mean over the seeds at each place; without places at 0, and methods that have none."""
+    found: list[Series] = []
+    for place, row in enumerate(rows):
+        if row.measured is None:
+            continue
+        last = row.runs[0].points[-1].step
+        places = [(point.step / last, _mean_loss(row, point.step)) for point in row.runs[0].points]
+        shown = [(x_of(row, share), loss) for share, loss in places if loss is not None and x_of(row, share) > 0]
+        if shown:
+            found.append(Series(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
+    return tuple(found)
+
+
+def _mean_loss(row: Row, step: int) -> float | None:
+    """Mean over the seeds; None where one has none: a checkpoint is skipped while the one before is being written."""
+    losses = [point.loss for run in row.runs for point in run.points if point.step == step and point.loss is not None]
+    return statistics.mean(losses) if len(losses) == len(row.runs) else None
+
+
+def write_pngs(charts: Sequence[Chart], folder: Path) -> tuple[Path, ...]:
+    """One file for each chart that has a line; none where matplotlib is not installed."""
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return ()
+    return tuple(_write(chart, folder / f"{chart.name}.png", figures) for chart in charts if chart.series)
+
+
+def _write(chart: Chart, path: Path, figures: Any) -> Path:
+    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for series in chart.series:
+        colour = COLOURS[series.number % len(COLOURS)]
+        axes.plot(series.xs, series.ys, marker="o", markersize=4, color=colour, label=series.name)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    if chart.is_log:
+        axes.set_xscale("log")
+        xs = [x for series in chart.series for x in series.xs]
+        axes.xaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
+        places = ticks(min(xs), max(xs), is_log=True)
+        axes.set_xticks(places, [human_count(place) for place in places])
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def ticks(low: float, high: float, *, is_log: bool) -> tuple[float, ...]:
+    """Round numbers that lie in a range, about five of them."""
+    if not low < high:
+        return (low,)
+    if is_log:
+        decades = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        if len(decades) >= 2:
+            return tuple(10.0**d for d in decades)
+        steps = (
+            m * 10.0**d for d in range(math.floor(math.log10(low)), math.ceil(math.log10(high))) for m in (1, 2, 5)
+        )
+        return tuple(t for t in steps if low <= t <= high)
+    raw = (high - low) / 5
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return tuple(round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1))
