@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from zeroband.elastic.membership.succession import (
     Line,
     Meeting,
     Promise,
+    StayPut,
     are_different,
     electors,
     may_commit,
@@ -170,7 +171,7 @@ class Play:
         record = member.place.record
         has_store = self.reaches(node, member.place) and record.generation == member.generation
         if not has_store:
-            self._seek(node, member, has_store=False)
+            self._seek(node, member, has_store=False, has_waited=False)
         elif member.promised > member.generation:
             self._seek(node, member, has_store=True)
         else:
@@ -251,7 +252,7 @@ class Play:
         for place, candidate in self._candidates(node, member):
             places[candidate.store] = place
             candidates.append(candidate)
-        match next_step(candidates, member.account, has_store=has_store):
+        match next_step(candidates, member.account, has_store=has_store, has_waited=True):
             case Enter(candidate, generation):
                 self._enter(member, places[candidate.store], generation)
             case Promise(generation):
@@ -336,3 +337,64 @@ def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
 def test_one_store_under_two_names_is_one() -> None:
     one, again, other = Candidate("x", None), Candidate("x", None), Candidate("y", None)
     assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)
+
+
+def lost_by_moving(seed: int) -> list[str]:
+    """Members that have to come back as others after all of them lost their store, of a number of interleavings.
+
+    Each member asks one store after the other, so what it knows of the first is older than what it knows of the last.
+    """
+    chance = random.Random(seed)
+    ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
+    opening = Opening(1, 1, 0, ids, ones, ones, ones)
+    first, committed = Generation(1, "gone"), Verdict(opening, "d0", {"session": "one"})
+    own = {member: Account(first, first, committed, opening, "d0", {}) for member in ids}
+    stores = {name: Candidate(name, None) for name in "ab"}
+    asked: dict[str, list[Candidate]] = {member: [] for member in ids}
+    lost, at_work = list[str](), list(ids)
+    while at_work:
+        member = chance.choice(at_work)
+        if len(asked[member]) < len(stores):
+            place = chance.choice([name for name in stores if name not in {c.store for c in asked[member]}])
+            known = stores[place]
+            stores[place] = replace(known, accounts={**known.accounts, member: own[member]})
+            asked[member].append(stores[place])
+            continue
+        seen, asked[member] = sorted(asked[member], key=lambda c: c.store), []
+        match next_step(seen, own[member], has_store=False, has_waited=False):
+            case Promise(generation):
+                own[member] = replace(own[member], promised=generation)
+            case Begin(candidate, generation, _) if stores[candidate.store].generation is None:
+                stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
+            case Enter():
+                at_work.remove(member)
+            case ComeBack():
+                lost.append(member)
+                at_work.remove(member)
+            case _:
+                pass
+    return lost
+
+
+def test_members_that_lose_a_store_together_go_on_together() -> None:
+    """Whichever of them first hears at which store that the others lost it, too: none is left behind by its promise."""
+    assert [seed for seed in range(300) if lost_by_moving(seed)] == []
+
+
+def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
+    """Most members may be cut off from the first one."""
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
+    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    seen = [Candidate("a", None, accounts={"n0#0": own}), Candidate("b", None, accounts=dict.fromkeys(ids, own))]
+    assert isinstance(next_step(seen, own, has_store=False, has_waited=False), StayPut)
+    assert next_step(seen, own, has_store=False, has_waited=True) == Promise(Generation(2, "b"))
+
+
+def test_generation_begins_above_what_any_of_its_members_has_promised() -> None:
+    """Else the one that promised another store could not vote there, and had to come back as another member."""
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
+    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    here = replace(own, promised=Generation(2, "a"))
+    accounts = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promised=Generation(2, "b"))}
+    step = next_step([Candidate("a", None, accounts=accounts)], here, has_store=False, has_waited=False)
+    assert step == Promise(Generation(3, "a"))
