@@ -126,3 +126,9 @@ def test_way_between_two_that_cannot_be_dialled_is_asked_for_only_where_there_ar
     assert leaves_enough(["a", "b"], 2, behind=["a"])
     assert not leaves_enough(["a", "b"], 2, behind=["a", "b"])
     assert not leaves_enough(["a"], 2, behind=[])
+
+
+def test_store_in_use_can_be_lost_with_its_node_where_nodes_hold_the_stores() -> None:
+    held, one = set(kinds_of(stores=0, behind=0)), set(kinds_of(stores=1, behind=0))
+    assert held - one == {Kind.HOLDER_KILLED, *OF_SEVERAL_STORES} and one - held == {*OF_ONE_STORE}
+    assert Kind.HOLDER_KILLED not in kinds_of(stores=3, behind=2)
