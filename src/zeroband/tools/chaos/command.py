@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,9 @@ def soak(
     violations = Violations(say)
     with ExitStack() as stack:
         network = None if obstacle else stack.enter_context(Network())
-        stores = stack.enter_context(Stores(options.stores, network) if options.stores else StoresOfNodes())
+        stores = stack.enter_context(
+            Stores(options.stores, network) if options.stores else StoresOfNodes(options.names)
+        )
         meddling = Meddling(Path(stack.enter_context(TemporaryDirectory()))) if _meddles(options) else None
         cluster = stack.enter_context(_open_cluster(options, stores, network, meddling))
         if isinstance(stores, StoresOfNodes):
@@ -119,6 +122,13 @@ def _meddles(options: ChaosOptions) -> bool:
     return any(kind in OF_SURROUNDINGS for kind in options.wanted_kinds)
 
 
+def _token(stores: Stores | StoresOfNodes) -> Mapping[str, str]:
+    """A token of the run where nodes hold stores, which others could enter without one; one that is set stays."""
+    if not isinstance(stores, StoresOfNodes):
+        return {}
+    return {"ZERO_BAND_RUN__TOKEN": os.environ.get("ZERO_BAND_RUN__TOKEN") or secrets.token_hex(16)}
+
+
 def _open_cluster(
     options: ChaosOptions, stores: Stores | StoresOfNodes, network: Network | None, meddling: Meddling | None
 ) -> LocalCluster:
@@ -128,7 +138,7 @@ def _open_cluster(
         nodes=options.nodes,
         run_id=options.run_id,
         store_url=stores.url,
-        env={"OMP_NUM_THREADS": "1", **({} if meddling is None else meddling.environment())},
+        env={"OMP_NUM_THREADS": "1", **_token(stores), **({} if meddling is None else meddling.environment())},
         network=network,
     )
 
@@ -150,7 +160,7 @@ class _Conducted:
         self._violations, self._obstacle, self._meddling = violations, obstacle, meddling
         began_s, began_at_s = time.monotonic(), time.time()
         self._now = lambda: time.monotonic() - began_s
-        names = tuple(f"node{number}" for number in range(options.nodes))
+        names = options.names
         self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
         self._plan = self._planned(names)
         if not self._plan:
@@ -192,8 +202,6 @@ class _Conducted:
         run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         is_held = isinstance(self._stores, StoresOfNodes)
-        for number in range(options.nodes if is_held else 0):
-            cluster.store_place(f"node{number}")
         patience_s = _NODES_STORE_PATIENCE_S if is_held else _STORE_PATIENCE_S
         with closing(
             RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, patience_s=patience_s)

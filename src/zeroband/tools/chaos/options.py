@@ -57,9 +57,14 @@ class ChaosOptions:
         return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all nodes."""
+        return tuple(f"node{number}" for number in range(self.nodes))
+
+    @property
     def behind_nodes(self) -> tuple[str, ...]:
         """Names of the nodes that others cannot dial."""
-        return tuple(f"node{number}" for number in range(self.nodes - self.behind, self.nodes))
+        return self.names[self.nodes - self.behind :]
 
     @property
     def wanted_kinds(self) -> tuple[Kind, ...]:
@@ -177,10 +182,10 @@ def require_soak(options: ChaosOptions) -> None:
             f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
             "which must be 1 or more: somebody has to be there to notice a fault"
         )
-    if not (options.stores >= 0 and 0 <= options.behind < options.nodes):
+    if not 0 <= options.behind < options.nodes:
         raise ConfigError(
-            f"--stores={options.stores} must be 1 or more, or nodes, and --behind={options.behind} fewer than "
-            f"--nodes={options.nodes}: somebody must be there who can be dialled"
+            f"--behind={options.behind} must be 0 or more, and fewer than --nodes={options.nodes}: somebody must be "
+            "there who can be dialled"
         )
     possible = kinds_of(stores=options.stores, behind=options.behind)
     if impossible := [kind.value for kind in options.kinds if kind not in possible]:
@@ -197,7 +202,7 @@ def _stores(text: str) -> int:
     """Type of --stores."""
     number = 0 if text == NODES else int(text)
     if text != NODES and number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be 1 or more, or {NODES}")
+        raise ConfigError(f"--stores={number} must be 1 or more, or {NODES}")
     return number
 
 

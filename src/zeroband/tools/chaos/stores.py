@@ -21,7 +21,8 @@ class StoresOfNodes:
     url = NODES
     folders: Sequence[Path] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
         self.cluster: LocalCluster | None = None
         """Whose nodes hold them; set before anything else is asked."""
         self._program = find_redis_server().resolve()
@@ -29,7 +30,7 @@ class StoresOfNodes:
     @property
     def local_url(self) -> str:
         """For this process, which is in the network of the nodes."""
-        return address_of_nodes([self._cluster.store_place(node) for node in self._cluster.nodes])
+        return address_of_nodes([self._cluster.store_place(node) for node in self._nodes])
 
     @property
     def _cluster(self) -> LocalCluster:
@@ -38,7 +39,7 @@ class StoresOfNodes:
 
     def holder(self, address: str) -> str:
         """Return the node that holds the store of this address; empty where none does."""
-        places = {address_of_node(self._cluster.store_place(node)): node for node in self._cluster.nodes}
+        places = {address_of_node(self._cluster.store_place(node)): node for node in self._nodes}
         return places.get(address, "")
 
     def at(self, address: str) -> StoreOfNode:

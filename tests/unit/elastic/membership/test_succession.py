@@ -171,7 +171,7 @@ class Play:
         record = member.place.record
         has_store = self.reaches(node, member.place) and record.generation == member.generation
         if not has_store:
-            self._seek(node, member, has_store=False, has_waited=False)
+            self._seek(node, member, has_store=False)
         elif member.promised > member.generation:
             self._seek(node, member, has_store=True)
         else:
@@ -252,7 +252,8 @@ class Play:
         for place, candidate in self._candidates(node, member):
             places[candidate.store] = place
             candidates.append(candidate)
-        match next_step(candidates, member.account, has_store=has_store, has_waited=True):
+        has_waited = self.random.random() < 0.5
+        match next_step(candidates, member.account, has_store=has_store, has_waited=has_waited):
             case Enter(candidate, generation):
                 self._enter(member, places[candidate.store], generation)
             case Promise(generation):

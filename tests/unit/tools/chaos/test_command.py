@@ -107,7 +107,7 @@ WRONG = [
     (["--nodes", "1"], "--nodes=1"),
     (["--nodes", "2", "--keep-undisturbed", "3"], "--keep-undisturbed=3"),
     (["--stores", "0"], "--stores=0 must be 1 or more"),
-    (["--nodes", "3", "--behind", "3"], "--behind=3 fewer than --nodes=3"),
+    (["--nodes", "3", "--behind", "3"], "--behind=3 must be 0 or more, and fewer than --nodes=3"),
     (["--kinds", "store dead"], "--kinds: no kind of fault is called 'store dead'; there are: machine killed, "),
     (["--kinds", "cut off,store lost"], "--kinds: store lost cannot happen with --stores=1 --behind=0"),
     (["--stores", "2", "--kinds", "store paused"], "store paused, store restarted, store emptied need --stores=1"),

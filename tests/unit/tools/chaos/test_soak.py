@@ -157,7 +157,7 @@ def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.M
 def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the_plan_drew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, round_s=10.0, stores=StoresOfNodes())
+    scene = Scene(monkeypatch, round_s=10.0, stores=StoresOfNodes(["node0", "node1"]))
     scene.struck.over_s["node0"] = 1.0
     scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
     scene.watch.store_address = "node://host:1"
