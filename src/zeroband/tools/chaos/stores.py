@@ -57,7 +57,7 @@ class StoresOfNodes:
             listed for pid in self._cluster.nodes[node].pids for listed in Path(f"/proc/{pid}/task").glob("*/children")
         ]
         children = [pid for listed in lists for pid in _children(listed)]
-        return [pid for pid in children if Path(f"/proc/{pid}/exe").resolve() == self._program]
+        return [pid for pid in children if _program_of(pid) == self._program]
 
     def __enter__(self) -> StoresOfNodes:
         return self
@@ -90,6 +90,13 @@ def _children(listed: Path) -> list[int]:
         return [int(pid) for pid in listed.read_text().split()]
     except OSError:  # gone meanwhile
         return []
+
+
+def _program_of(pid: int) -> Path | None:
+    try:
+        return Path(f"/proc/{pid}/exe").readlink()
+    except OSError:  # gone meanwhile
+        return None
 
 
 class Stores:
