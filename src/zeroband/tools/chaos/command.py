@@ -198,7 +198,9 @@ class _Conducted:
     def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Go through all phases, from the first start to the last exit."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
-        rules = SoakRules(fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes)
+        rules = SoakRules(
+            fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes, not options.is_host_shared
+        )
         run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         is_held = isinstance(self._stores, StoresOfNodes)

@@ -47,6 +47,8 @@ class ChaosOptions:
     keep_undisturbed: int = 2
     slack_s: float = 10.0
     """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
+    is_host_shared: bool = False
+    """Whether other work keeps the processors busy, so that nodes that start would wait behind it for minutes."""
     directory: Path = Path("runs")
     """run.dir of every node."""
     run_id: str | None = None
@@ -91,6 +93,7 @@ class ChaosOptions:
         }
         given = [text for flag, value in flags.items() for text in (flag, f"{value:g}")]
         given += ["--stores", str(self.stores or NODES)]
+        given += ["--shared-host"] if self.is_host_shared else []
         kinds = ["--kinds", ",".join(kind.value for kind in self.kinds)] if self.kinds else []
         return shlex.join(["zeroband", "chaos", *self.arguments, *given, *kinds])
 
@@ -113,6 +116,7 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
         kinds=_kinds(known.kinds),
         keep_undisturbed=known.keep_undisturbed,
         slack_s=known.slack_s,
+        is_host_shared=known.shared_host,
         directory=directory,
         run_id=run_id,
     )
@@ -161,6 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
+    )
+    parser.add_argument(
+        "--shared-host", action="store_true", help="nodes start at the usual priority, since others keep this host busy"
     )
     parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
     return parser

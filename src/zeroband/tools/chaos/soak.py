@@ -64,6 +64,8 @@ class SoakRules:
     keep_undisturbed: int
     behind: tuple[str, ...] = ()
     """Nodes that cannot be dialled."""
+    start_in_background: bool = True
+    """Whether nodes that start again do so behind all else that runs."""
 
 
 @dataclass
@@ -411,7 +413,8 @@ class Soak:
             node = self._cluster.nodes[node_id]
             assert one.undone_s is not None
             is_in = self._watch.joined_s.get(node_id, -1.0) > one.undone_s
-            set_background(node.pids, not is_in)
+            if self._rules.start_in_background:
+                set_background(node.pids, not is_in)
             if is_in:
                 one.restart_cpu_s = cpu_s(node.pids)
                 del self._starting[node_id]

@@ -183,6 +183,7 @@ def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(node
 
 
 def test_stores_of_nodes_are_asked_for_by_their_name() -> None:
-    asked, _ = read_options(["--stores=nodes", "--kinds=holder killed"])
+    asked, _ = read_options(["--stores=nodes", "--kinds=holder killed", "--shared-host"])
     again, _ = read_options(shlex.split(asked.command)[2:])
     assert (again.stores, again.kinds) == (asked.stores, asked.kinds) == (0, (Kind.HOLDER_KILLED,))
+    assert again.is_host_shared
