@@ -94,8 +94,8 @@ class History:
 class Play:
     """Some nodes and stores, and whatever happens to them in an order that follows from a number."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, *, mixes_waits: bool = False) -> None:
+        self.random, self._mixes_waits = random.Random(seed), mixes_waits
         self.places = [Place(f"s{i}") for i in range(STORES)]
         self.serial = NODES
         ids = tuple(f"n{i}#{i}" for i in range(NODES))
@@ -252,7 +252,7 @@ class Play:
         for place, candidate in self._candidates(node, member):
             places[candidate.store] = place
             candidates.append(candidate)
-        has_waited = self.random.random() < 0.5
+        has_waited = not self._mixes_waits or self.random.random() < 0.5
         match next_step(candidates, member.account, has_store=has_store, has_waited=has_waited):
             case Enter(candidate, generation):
                 self._enter(member, places[candidate.store], generation)
@@ -277,8 +277,8 @@ class Play:
         member.generation = member.promised = generation
 
 
-def play(seed: int) -> Play:
-    game = Play(seed)
+def play(seed: int, *, mixes_waits: bool = False) -> Play:
+    game = Play(seed, mixes_waits=mixes_waits)
     for _ in range(STEPS):
         game.step()
     return game
@@ -291,6 +291,15 @@ def test_there_is_one_line_of_history_whatever_is_cut_off_and_lost(first: int) -
     moved = [max([0, *(p.record.generation.number for p in game.places if p.record.generation)]) for game in games]
     assert sum(rounds) > 300 and sum(number > 1 for number in moved) > 20, (rounds, moved)
     assert sum(game.mistakes for game in games) > 20
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a generation counts a round as committed since all who promised it voted for it; its store is lost before "
+    "they read that, and the next generation, promised by one of them and one who did not vote, counts it as open",
+)
+def test_round_that_a_generation_began_with_outlives_the_store_of_that_generation() -> None:
+    play(64, mixes_waits=True)
 
 
 def a_line(session: str, *, round: int = 5, tokens: int = 100) -> Line:
