@@ -94,8 +94,8 @@ def test_plan_without_possible_faults_is_empty() -> None:
 
 def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> None:
     plain, several, behind = kinds_of(stores=1, behind=0), kinds_of(stores=2, behind=1), kinds_of(stores=1, behind=2)
-    assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED}
-    assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED}
+    assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
+    assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
     assert {*behind} - {*plain} == {Kind.RELAY_KILLED}
 
 
