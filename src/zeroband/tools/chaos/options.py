@@ -209,7 +209,7 @@ def _stores(text: str) -> int:
     """Type of --stores."""
     number = 0 if text == NODES else int(text)
     if text != NODES and number < 1:
-        raise ConfigError(f"--stores={number} must be 1 or more, or {NODES}")
+        raise ConfigError(f"--stores={number} must be 1 or more, or nodes")
     return number
 
 
