@@ -1,18 +1,18 @@
 """What members that lie cost: the loss after 40 rounds of 8 members of which 1, 2 or 3 lie, over the honest ones alone.
 
 python bench/byzantine.py [--rules off clip trimmed] [--lies flip scale] [--liars 1 2 3] [--seeds 0 1]
-python bench/byzantine.py --nodes [--rules off clip] [--lies flip] [--liars 1]     # 8 real nodes for each figure
+python bench/byzantine.py --nodes [--rules off clip] [--lies flip vote] [--liars 1]     # 8 real nodes for each figure
 
 Without --nodes all members are in this process: a small model of bytes learns made-up text, of which a quarter is in a
 language of each member. Contributions are encoded, combined and decoded by the code that nodes use, and openings and
 verdicts are their records, so that weights and trust are those of a run. With --nodes, 8 nodes train as
-`zeroband simulate` has them, and liars lie by a custom outer algorithm (bench/liar.py).
+`zeroband simulate` has them (bench/lying_nodes.py), which can also lie about what only a hostile process can, and it is
+said who was named after how many rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import finite, require, require_known
+from evidence import finite, require_known
+from forked_nodes import load
+from lying_nodes import HOSTILE, INNER_STEPS, train
 from torch import Tensor
 
 from zeroband.config.data import SyntheticSource
@@ -35,10 +37,8 @@ from zeroband.elastic.membership.trust import RECORD, scores_after, trust_of
 from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
 from zeroband.outer.outer_optimizer import OuterSGD
-from zeroband.tools.cluster import LocalCluster
 
-ROOT = Path(__file__).parents[1]
-MEMBERS, ROUNDS, INNER_STEPS = 8, 40, 10
+MEMBERS, ROUNDS = 8, 40
 RULES: dict[str, RobustRule | None] = {
     "off": None,
     "clip": RobustRule("clip"),
@@ -166,73 +166,42 @@ def final_loss(rule: RobustRule | None, kind: str, honest: int, liars: int, seed
         return float(learners.losses(outer[None], asked[None])[0])
 
 
-# -- with real nodes ----------------------------------------------------------------------------------------------
-
-TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--train.dtype", "float32", "--train.threads", "1", "--train.batch-size", "4"),
-    *("--train.micro-bs", "4", "--optim.warmup-steps", "5", "--optim.adamw.lr", "3e-3", "--comm.codec", "int8"),
-    *("--comm.sites", "off", "--data.source.type", "synthetic", "--data.source.documents", "2000"),
-    *("--outer.type", "custom", "--outer.algorithm", str(ROOT / "bench" / "liar.py")),
-    *("--outer.inner-steps", str(INNER_STEPS), "--fault.detect-s", "10"),
-)
-LAST_STEPS = 50
-"""The mean over the training loss of these is compared, over all honest nodes."""
-
-
-def final_loss_of_nodes(
-    rule: RobustRule | None, kind: str, honest: int, liars: int, seed: int, *, rounds: int = ROUNDS, timeout_s: float
-) -> float:
-    """Nats per token at the end of a run of real nodes; not a number where it does not end in time."""
-    count = honest + liars
-    chosen = [] if rule is None else ["--outer.robust.type", rule.name]
-    chosen += ["--outer.robust.trim", str(rule.trim)] if rule is not None and rule.name == "trimmed" else []
-    lies = json.dumps([f'lie="{kind}"', f"honest={honest}"])
-    arguments = (*TINY, *chosen, "--outer.settings", lies, "--run.seed", str(seed))
-    steps = ("--train.total-steps", str(rounds * INNER_STEPS))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LocalCluster(Path(folder), (*arguments, *steps), nodes=count, env={"OMP_NUM_THREADS": "1"}) as cluster,
-    ):
-        for _ in range(count):
-            cluster.start()
-        try:
-            cluster.wait(timeout_s=timeout_s)
-        except TimeoutError:
-            return math.nan
-        losses: list[float] = []
-        for place in range(honest):
-            lines = (cluster.run_dir / f"node{place}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            losses += [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record][
-                -LAST_STEPS:
-            ]
-    require(bool(losses), "no node wrote its loss")
-    return statistics.mean(losses)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=list(RULES))
-    parser.add_argument("--lies", nargs="+", default=list(LIES))
+    parser.add_argument("--lies", nargs="+", help="default: all; with --nodes also those of hostile processes")
     parser.add_argument("--liars", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--nodes", action="store_true", help="8 real nodes for each figure: minutes each")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one run of real nodes")
     options = parser.parse_args()
     require_known(parser, options.rules, RULES)
-    require_known(parser, options.lies, LIES)
+    known = (*LIES, *HOSTILE) if options.nodes else LIES
+    options.lies = options.lies or known
+    require_known(parser, options.lies, known)
     torch.set_num_threads(1)
 
-    def loss(rule: str, kind: str, honest: int, liars: int) -> float:
-        if options.nodes:
-            how = {"timeout_s": options.timeout_s}
-            return statistics.mean(
-                final_loss_of_nodes(RULES[rule], kind, honest, liars, seed, **how) for seed in options.seeds
-            )
-        return statistics.mean(final_loss(RULES[rule], kind, honest, liars, seed) for seed in options.seeds)
+    cache = tempfile.TemporaryDirectory()
 
+    def measured(rule: str, kind: str, honest: int, liars: int) -> tuple[float, str]:
+        """The loss, and with real nodes what else is said of the run."""
+        if not options.nodes:
+            return statistics.mean(final_loss(RULES[rule], kind, honest, liars, seed) for seed in options.seeds), ""
+        ended = [
+            train(
+                *(RULES[rule], kind, honest, liars, seed),
+                rounds=ROUNDS,
+                cache=Path(cache.name),
+                timeout_s=options.timeout_s,
+            )
+            for seed in options.seeds
+        ]
+        return statistics.mean(one.loss for one in ended), "".join(f" ({one})" for one in ended)
+
+    if options.nodes:
+        load()
     alone = {
-        liars: finite(loss("off", "none", MEMBERS - liars, 0), "the loss of the honest alone")
+        liars: finite(measured("off", "none", MEMBERS - liars, 0)[0], "the loss of the honest alone")
         for liars in sorted({0, *options.liars})
     }
     print("honest alone:", ", ".join(f"{MEMBERS - liars}: {value:.4f}" for liars, value in alone.items()))
@@ -241,9 +210,9 @@ def main() -> None:
     for kind, liars in cells:
         said: list[str] = []
         for rule in options.rules:
-            value = loss(rule, kind, MEMBERS - liars, liars)
+            value, more = measured(rule, kind, MEMBERS - liars, liars)
             off = 100 * (value / alone[liars] - 1)
-            said.append("stands still" if math.isnan(value) else f"{off:+.1f} %" if off < 1000 else "diverges")
+            said.append(("stands still" if math.isnan(value) else f"{off:+.1f} %" if off < 1000 else "diverges") + more)
         print(f"| {kind} | {liars} | {' | '.join(said)} |", flush=True)
 
 

@@ -6,7 +6,9 @@ stop, and behind a handshake for each purpose that there is: words of its protoc
 The run must commit rounds all the time, lose no node, keep one digest and an exact ledger, leave no traceback, and
 close what was opened at it. Each kind must have been sent, else the run proves nothing. Linux.
 
-    python bench/fuzz_port.py --minutes 3 --seed 1
+    python bench/fuzz_port.py --minutes 3 --seed 1 [--stores nodes]
+
+With --stores nodes the three hold the stores of the run, and their ports are called for those as well.
 
 Exit codes: 0 all of that held, 1 something did not.
 """
@@ -33,6 +35,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from zeroband.config.store_url import NODES as NODES_URL
+from zeroband.config.store_url import address_of_nodes
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.records import Opening, View
 from zeroband.elastic.store.redis_store import RedisStore
@@ -437,6 +441,8 @@ class Fuzz:
     """Whom to call; asked once a second."""
     seed: int
     per_s: float
+    purposes: Sequence[Purpose]
+    """For which the ports are called."""
     sent: Counter[str] = field(default_factory=Counter)
     """What was said, by kind."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -466,7 +472,7 @@ class Fuzz:
 
     def _run(self, number: int) -> None:
         chance, held = random.Random(f"{self.seed}/{number}"), deque[Call]()
-        known, names = kinds(), list[str]()
+        known, names = kinds(self.purposes), list[str]()
         while not self._is_over.wait(CALLERS / self.per_s):
             names = names or chance.sample(list(known), len(known))
             name = names.pop()
@@ -582,22 +588,23 @@ def what_is_wrong(cluster: LocalCluster) -> list[str]:
     return wrong
 
 
-def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
+def fuzz(folder: Path, minutes: float, seed: int, per_s: float, *, are_of_nodes: bool) -> list[str]:
     """Start the run, say everything to it, end it; what did not hold. Prints what was said and how the run got on."""
     env = {"OMP_NUM_THREADS": "1", "ZERO_BAND_RUN__TOKEN": TOKEN}
     arguments = (*TINY, "--data.cache-dir", str(folder / "cache"))
-    with LocalCluster(folder, arguments, nodes=NODES, env=env) as cluster:
+    store_url, purposes = NODES_URL if are_of_nodes else None, tuple(Purpose) if are_of_nodes else GUARDED
+    with LocalCluster(folder, arguments, nodes=NODES, env=env, store_url=store_url) as cluster:
         for _ in range(NODES):
             cluster.start()
         cluster.wait_until(lambda run: (run.round or 0) >= 5, timeout_s=DEADLINE_S)
-        assert cluster.store_url is not None
+        places = [cluster.store_place(node) for node in cluster.nodes]
+        url = address_of_nodes(places) if are_of_nodes else cluster.store_url
+        assert url is not None
         key = RunKey.of(TOKEN, cluster.run_id, node=NodeKey.new())
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
         guardians = frozenset(filter(is_guardian, before))
-        with closing(
-            RedisStore(cluster.store_url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)
-        ) as store:
-            said, rounds = Fuzz(lambda: targets_of(store.view(0), key, cluster.run_id), seed, per_s), Rounds()
+        with closing(RedisStore(url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)) as store:
+            said, rounds = Fuzz(lambda: targets_of(store.view(0), key, cluster.run_id), seed, per_s, purposes), Rounds()
             first, end_s = store.view(0).committed, time.monotonic() + 60 * minutes
             said.start()
             while time.monotonic() < end_s and len(cluster.running) == NODES:
@@ -613,16 +620,16 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
         wrong += what_is_wrong(cluster)
         if wrong:
             print(cluster.describe())
-    report(said, rounds.newest - (first.round if first else 0), rounds.longest_gap_s)
-    wrong += [f"nothing of the kind {name} was sent" for name in kinds() if said.sent[name] == 0]
+    report(said, kinds(purposes), rounds.newest - (first.round if first else 0), rounds.longest_gap_s)
+    wrong += [f"nothing of the kind {name} was sent" for name in kinds(purposes) if said.sent[name] == 0]
     if rounds.longest_gap_s > LONGEST_GAP_S or rounds.moved_at_s == 0:
         wrong.append(f"no round for {rounds.longest_gap_s:.1f} s; at most {LONGEST_GAP_S:g} s may pass")
     return wrong
 
 
-def report(said: Fuzz, rounds: int, gap_s: float) -> None:
+def report(said: Fuzz, names: Collection[str], rounds: int, gap_s: float) -> None:
     print("\n| what | said | not taken or not answered |\n|---|---|---|")
-    for name in kinds():
+    for name in names:
         print(f"| {name} | {said.sent[name]} | {said.failed[name]} |")
     print(f"| all | {said.sent.total()} | {said.failed.total()} |")
     print(f"\n{rounds} rounds were committed meanwhile; the longest time without one was {gap_s:.1f} s.")
@@ -633,11 +640,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--calls-per-s", type=float, default=40.0)
+    parser.add_argument("--stores", choices=("one", NODES_URL), default="one", help="nodes: each node holds one")
     parser.add_argument("--folder", type=Path, help="keep the run's files there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.folder or Path(scratch)
-        wrong = fuzz(folder, arguments.minutes, arguments.seed, arguments.calls_per_s)
+        wrong = fuzz(
+            folder, arguments.minutes, arguments.seed, arguments.calls_per_s, are_of_nodes=arguments.stores == NODES_URL
+        )
     for problem in wrong:
         print(f"WRONG: {problem}")
     print("failed" if wrong else f"all held: {NODES} nodes, {arguments.minutes:g} minutes, seed {arguments.seed}")

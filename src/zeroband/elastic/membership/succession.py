@@ -280,11 +280,14 @@ def next_step(
     own: Account,
     *,
     has_store: bool,
+    has_waited: bool,
 ) -> Step:
     """What a member does whose store is gone, or too few go on there.
 
     `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
     account. `own`: that account. `has_store`: its store is there, with its record, but too few members are.
+    `has_waited`: so long that all who lost the store could tell the others; before, only the first store is promised
+    where nothing is, since members that promise different ones may not vote in one another's.
     """
     newest = in_use([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
     is_open = newest is not None and _generation_of(newest) >= own.promised
@@ -305,7 +308,10 @@ def next_step(
     if not electable:
         return StayPut(_too_few(candidates))
     candidate, promised = max(electable, key=lambda one: _rank(one[1]))
-    if promised is not None and own.promised == promised:
+    if promised is None and candidate is not candidates[0] and not has_waited:
+        return StayPut("others have to tell the first store of the run that they lost theirs")
+    newest_promise = max(account.promised for account in candidate.accounts.values())
+    if promised is not None and own.promised == promised == newest_promise:
         bound = {member: account for member, account in candidate.accounts.items() if account.promised == promised}
         legacy = legacy_of(bound)
         return StayPut("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)

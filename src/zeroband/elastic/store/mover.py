@@ -31,6 +31,8 @@ _AGAIN_S = 2.0
 _REMIND_S = 30.0
 _ASKING_S = 3.0
 """For so long other stores are asked before the silent one is called again, which may take a lease."""
+_ALL_TOLD_S = 2.0
+"""Within which all members that lost a store tell the others, each of which answers within a second."""
 _CLOSE_S = 5.0
 
 _log = get_logger(__name__)
@@ -56,6 +58,8 @@ class Mover:
         self._on_event = on_event
         self._lock = threading.RLock()
         self._looked_at_s = time.monotonic()
+        self._since_s: float | None = None
+        """Since when this member is without a store; None: it has one."""
         self._said, self._said_at_s = "", 0.0
         self._meetings = Meetings(store)
         self._met: Meeting | None = None
@@ -112,13 +116,20 @@ class Mover:
         with self._lock:
             if self._flags.is_fenced:
                 raise Fenced(f"{self._member_id} may not vote any more: the run went on without it")
-            before = self._memory.generation
+            before, now_s = self._memory.generation, time.monotonic()
+            if not has_store and self._since_s is None:
+                self._since_s = now_s
             account = self._memory.account()
             seen = self._store.survey(self._member_id, account)
             stores = {candidate.store: store for store, candidate in seen}
-            step = next_step([candidate for _, candidate in seen], account, has_store=has_store)
+            step = next_step(
+                *([candidate for _, candidate in seen], account),
+                has_store=has_store,
+                has_waited=self._since_s is None or now_s - self._since_s > _ALL_TOLD_S,
+            )
             match step:
                 case Enter(candidate, generation):
+                    self._since_s = None
                     self._store.enter(stores[candidate.store], generation)
                     self._memory.enter(generation, self._store.view(0).opening)
                     self._flags.set_generation(generation.number)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from zeroband.config import RunConfig, load_config
 from zeroband.data.ledger import count
@@ -23,11 +25,12 @@ from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import left_behind
 from zeroband.tools.chaos.fault_costs import Fence, PhaseComparison, RoundCost, compare, round_costs
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
+from zeroband.tools.chaos.meddling import Meddling
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
-from zeroband.tools.chaos.plan import OF_NETWORK, PlannedFault, PlanRules, plan
+from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault, PlanRules, plan
 from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed, SoakRules
 from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
-from zeroband.tools.chaos.stores import Stores
+from zeroband.tools.chaos.stores import Stores, StoresOfNodes
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.cluster.local import LocalCluster
@@ -36,6 +39,8 @@ from zeroband.tools.data.audit import Audit
 
 _EXIT_CONFIG = 2
 _STORE_PATIENCE_S = 10.0
+_NODES_STORE_PATIENCE_S = 1.0
+"""With a store that a node holds, which may go with it."""
 _LEAVING_S = 60.0
 """Time for the last guardians to clean up."""
 
@@ -86,8 +91,15 @@ def soak(
     violations = Violations(say)
     with ExitStack() as stack:
         network = None if obstacle else stack.enter_context(Network())
-        stores = stack.enter_context(Stores(options.stores, network))
-        cluster = stack.enter_context(_open_cluster(options, stores, network))
+        stores = stack.enter_context(
+            Stores(options.stores, network) if options.stores else StoresOfNodes(options.names)
+        )
+        meddling = Meddling(Path(stack.enter_context(TemporaryDirectory()))) if _meddles(options) else None
+        cluster = stack.enter_context(_open_cluster(options, stores, network, meddling))
+        if isinstance(stores, StoresOfNodes):
+            stores.cluster = cluster
+            if network is not None:
+                stack.enter_context(network.joined("watch"))
         environment = cluster.environment("node0", 1)
         if options.behind:
             load_config((*cluster.arguments, *UNDIALLED), environment)
@@ -95,7 +107,7 @@ def soak(
         require_own(config, cluster)
         require_endless(config, options)
         say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
-        outcome = _Conducted(options, cluster, stores, config, violations, obstacle)
+        outcome = _Conducted(options, cluster, stores, config, violations, obstacle, meddling)
         outcome.conduct(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
@@ -106,14 +118,27 @@ def soak(
     return SoakOutcome(report, judgement, cluster.run_dir)
 
 
-def _open_cluster(options: ChaosOptions, stores: Stores, network: Network | None) -> LocalCluster:
+def _meddles(options: ChaosOptions) -> bool:
+    return any(kind in OF_SURROUNDINGS for kind in options.wanted_kinds)
+
+
+def _token(stores: Stores | StoresOfNodes) -> Mapping[str, str]:
+    """A token of the run where nodes hold stores, which others could enter without one; one that is set stays."""
+    if not isinstance(stores, StoresOfNodes):
+        return {}
+    return {"ZERO_BAND_RUN__TOKEN": os.environ.get("ZERO_BAND_RUN__TOKEN") or secrets.token_hex(16)}
+
+
+def _open_cluster(
+    options: ChaosOptions, stores: Stores | StoresOfNodes, network: Network | None, meddling: Meddling | None
+) -> LocalCluster:
     return LocalCluster(
         options.directory,
         options.arguments,
         nodes=options.nodes,
         run_id=options.run_id,
         store_url=stores.url,
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **_token(stores), **({} if meddling is None else meddling.environment())},
         network=network,
     )
 
@@ -125,16 +150,17 @@ class _Conducted:
         self,
         options: ChaosOptions,
         cluster: LocalCluster,
-        stores: Stores,
+        stores: Stores | StoresOfNodes,
         config: RunConfig,
         violations: Violations,
         obstacle: str,
+        meddling: Meddling | None,
     ) -> None:
         self._options, self._cluster, self._stores, self._config = options, cluster, stores, config
-        self._violations, self._obstacle = violations, obstacle
+        self._violations, self._obstacle, self._meddling = violations, obstacle, meddling
         began_s, began_at_s = time.monotonic(), time.time()
         self._now = lambda: time.monotonic() - began_s
-        names = tuple(f"node{number}" for number in range(options.nodes))
+        names = options.names
         self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
         self._plan = self._planned(names)
         if not self._plan:
@@ -172,14 +198,25 @@ class _Conducted:
     def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Go through all phases, from the first start to the last exit."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
-        rules = SoakRules(fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes)
-        url, run_id = self._stores.local_url, cluster.run_id
-        token = self._config.run.token
+        rules = SoakRules(
+            fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes, not options.is_host_shared
+        )
+        run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
-        lease_s = fault.time_outs.lease_s
-        with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
-            self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
-            soak = Soak(cluster, self._stores, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
+        is_held = isinstance(self._stores, StoresOfNodes)
+        patience_s = _NODES_STORE_PATIENCE_S if is_held else _STORE_PATIENCE_S
+        with closing(
+            RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, patience_s=patience_s)
+        ) as store:
+            watch = Watch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
+            self._watch = watch
+            soak = Soak(
+                *(cluster, self._stores, watch, rules),
+                meddling=self._meddling,
+                now=self._now,
+                is_stopped=is_stopped,
+                say=say,
+            )
             self._course = soak.course
             soak.found(self._ranks())
             say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")

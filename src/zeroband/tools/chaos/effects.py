@@ -13,8 +13,17 @@ from pathlib import Path
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
-from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, OF_STORE, Kind, PlannedFault
-from zeroband.tools.chaos.stores import Stores
+from zeroband.tools.chaos.meddling import Meddling
+from zeroband.tools.chaos.plan import (
+    OF_NETWORK,
+    OF_PROCESSES,
+    OF_RANKS,
+    OF_STORE,
+    OF_SURROUNDINGS,
+    Kind,
+    PlannedFault,
+)
+from zeroband.tools.chaos.stores import StoreOfNode, Stores, StoresOfNodes
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess
@@ -27,9 +36,9 @@ _STOPS_STORE = (Kind.STORE_PAUSED, Kind.STORE_STOPPED)
 class Striker:
     """Strikes and undoes faults, of stores one at a time."""
 
-    def __init__(self, cluster: LocalCluster, stores: Stores) -> None:
-        self._cluster, self._stores = cluster, stores
-        self._store: RedisServer | None = None
+    def __init__(self, cluster: LocalCluster, stores: Stores | StoresOfNodes, meddling: Meddling | None = None) -> None:
+        self._cluster, self._stores, self._meddling = cluster, stores, meddling
+        self._store: RedisServer | StoreOfNode | None = None
         """The store that a fault has struck."""
         self._stopped: dict[int, tuple[int, ...]] = {}
         """Processes that a fault, by its number, has stopped."""
@@ -51,12 +60,14 @@ class Striker:
         elif fault.kind in OF_STORE:
             self._store = self._stores.at(store)
             self._store.pause() if fault.kind in _STOPS_STORE else self._store.stop()
+        elif fault.kind in OF_SURROUNDINGS:
+            self._meddle(fault, is_on=True)
         elif fault.kind is not Kind.ENDED:
             self._strike_processes(fault, self._cluster.nodes[fault.nodes[0]])
 
     def _strike_processes(self, fault: PlannedFault, node: NodeProcess) -> None:
         match fault.kind:
-            case Kind.MACHINE_KILLED | Kind.RELAY_KILLED:
+            case Kind.MACHINE_KILLED | Kind.RELAY_KILLED | Kind.HOLDER_KILLED:
                 node.kill()
             case Kind.RANKS_KILLED:
                 signal_all(node.rank_pids, signal.SIGKILL)
@@ -68,6 +79,10 @@ class Striker:
                 pids = node.pids if fault.kind is Kind.MACHINE_FROZEN else node.rank_pids
                 self._stopped[fault.number] = pids
                 signal_all(pids, signal.SIGSTOP)
+
+    def _meddle(self, fault: PlannedFault, *, is_on: bool) -> None:
+        assert self._meddling is not None, "the nodes were started with it"
+        self._meddling.set(fault.nodes[0], fault.kind, is_on=is_on)
 
     def _break_network(self, fault: PlannedFault) -> None:
         node = fault.nodes[0]
@@ -90,6 +105,8 @@ class Striker:
         elif fault.kind in OF_NETWORK:
             for node in fault.nodes:
                 self._network.heal(node)
+        elif fault.kind in OF_SURROUNDINGS:
+            self._meddle(fault, is_on=False)
         elif fault.kind in OF_STORE:
             assert self._store is not None, "it was struck"
             if fault.kind in _STOPS_STORE:
@@ -130,7 +147,7 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
             continue
 
 
-def left_behind(run_id: str, stores: Stores, shm_dir: Path, *, is_closed: bool) -> list[str]:
+def left_behind(run_id: str, stores: Stores | StoresOfNodes, shm_dir: Path, *, is_closed: bool) -> list[str]:
     """Processes and shared memory of a run; with `is_closed`, also its servers' folders and its network."""
     folders = NodeFolder.path_of(shm_dir, run_id, "*")
     found = [str(path) for path in folders.parent.glob(folders.name)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.config import RunConfig
+from zeroband.config.store_url import NODES
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_SEVERAL_STORES, PLANNED, Kind, kinds_of
 from zeroband.tools.cluster.asked import asked_run
@@ -38,7 +39,7 @@ class ChaosOptions:
     """Undisturbed before that. None: a fifth of `minutes`."""
     seed: int = 1
     stores: int = 1
-    """Number of stores, of which the run uses one at a time."""
+    """Number of stores, of which the run uses one at a time; 0: each node holds one."""
     behind: int = 0
     """Nodes that others cannot dial, the last ones."""
     kinds: tuple[Kind, ...] = ()
@@ -46,6 +47,8 @@ class ChaosOptions:
     keep_undisturbed: int = 2
     slack_s: float = 10.0
     """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
+    is_host_shared: bool = False
+    """Whether other work keeps the processors busy, so that nodes that start would wait behind it for minutes."""
     directory: Path = Path("runs")
     """run.dir of every node."""
     run_id: str | None = None
@@ -56,9 +59,14 @@ class ChaosOptions:
         return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all nodes."""
+        return tuple(f"node{number}" for number in range(self.nodes))
+
+    @property
     def behind_nodes(self) -> tuple[str, ...]:
         """Names of the nodes that others cannot dial."""
-        return tuple(f"node{number}" for number in range(self.nodes - self.behind, self.nodes))
+        return self.names[self.nodes - self.behind :]
 
     @property
     def wanted_kinds(self) -> tuple[Kind, ...]:
@@ -68,7 +76,7 @@ class ChaosOptions:
     @property
     def in_peace(self) -> int:
         """So many nodes are left in peace: with several stores more than half, which alone may go to another store."""
-        return max(self.keep_undisturbed, self.nodes // 2 + 1 if self.stores > 1 else 0)
+        return max(self.keep_undisturbed, self.nodes // 2 + 1 if self.stores != 1 else 0)
 
     @property
     def command(self) -> str:
@@ -79,12 +87,13 @@ class ChaosOptions:
             "--baseline-minutes": self.calm_minutes,
             "--mtbf-s": self.mtbf_s,
             "--seed": self.seed,
-            "--stores": self.stores,
             "--behind": self.behind,
             "--keep-undisturbed": self.keep_undisturbed,
             "--slack-s": self.slack_s,
         }
         given = [text for flag, value in flags.items() for text in (flag, f"{value:g}")]
+        given += ["--stores", str(self.stores or NODES)]
+        given += ["--shared-host"] if self.is_host_shared else []
         kinds = ["--kinds", ",".join(kind.value for kind in self.kinds)] if self.kinds else []
         return shlex.join(["zeroband", "chaos", *self.arguments, *given, *kinds])
 
@@ -107,6 +116,7 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
         kinds=_kinds(known.kinds),
         keep_undisturbed=known.keep_undisturbed,
         slack_s=known.slack_s,
+        is_host_shared=known.shared_host,
         directory=directory,
         run_id=run_id,
     )
@@ -138,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
     parser.add_argument(
-        "--stores", type=int, default=default.stores, help="of which one is in use, default: %(default)s"
+        "--stores",
+        type=_stores,
+        default=default.stores,
+        help="of which one is in use, default: %(default)s; nodes: each node holds one",
     )
     parser.add_argument(
         "--behind", type=int, default=default.behind, help="nodes that cannot be dialled, default: %(default)s"
@@ -152,6 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
+    )
+    parser.add_argument(
+        "--shared-host", action="store_true", help="nodes start at the usual priority, since others keep this host busy"
     )
     parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
     return parser
@@ -173,18 +189,28 @@ def require_soak(options: ChaosOptions) -> None:
             f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
             "which must be 1 or more: somebody has to be there to notice a fault"
         )
-    if not (options.stores >= 1 and 0 <= options.behind < options.nodes):
+    if not 0 <= options.behind < options.nodes:
         raise ConfigError(
-            f"--stores={options.stores} must be 1 or more, and --behind={options.behind} fewer than "
-            f"--nodes={options.nodes}: somebody must be there who can be dialled"
+            f"--behind={options.behind} must be 0 or more, and fewer than --nodes={options.nodes}: somebody must be "
+            "there who can be dialled"
         )
     possible = kinds_of(stores=options.stores, behind=options.behind)
     if impossible := [kind.value for kind in options.kinds if kind not in possible]:
         raise ConfigError(
-            f"--kinds: {', '.join(impossible)} cannot happen with --stores={options.stores} --behind={options.behind}: "
-            f"{_needs(OF_ONE_STORE)} need --stores=1, {_needs(OF_SEVERAL_STORES)} need 2 or more of them, and "
+            f"--kinds: {', '.join(impossible)} cannot happen with --stores={options.stores or NODES} "
+            f"--behind={options.behind}: "
+            f"{_needs(OF_ONE_STORE)} need --stores=1, {_needs(OF_SEVERAL_STORES)} need 2 or more of them or "
+            f"--stores=nodes, {_needs([Kind.HOLDER_KILLED])} needs --stores=nodes, and "
             f"{_needs([Kind.RELAY_KILLED])} needs --behind=2 or more"
         )
+
+
+def _stores(text: str) -> int:
+    """Type of --stores."""
+    number = 0 if text == NODES else int(text)
+    if text != NODES and number < 1:
+        raise ConfigError(f"--stores={number} must be 1 or more, or nodes")
+    return number
 
 
 def _needs(kinds: Sequence[Kind]) -> str:

@@ -41,6 +41,12 @@ class Kind(Enum):
     """The one in use of several stores is killed for good; an empty one is started at its address later."""
     STORE_STOPPED = "store stopped"
     """SIGSTOP of the one in use of several stores, later SIGCONT."""
+    HOLDER_KILLED = "holder killed"
+    """SIGKILL of every process of the node that holds the store in use."""
+    DESCRIPTORS_GONE = "descriptors gone"
+    """Each process of the node has taken all of its descriptors, later it gives them back."""
+    CLOCK_JUMPS = "clock jumps"
+    """The wall clock of the node is hours ahead, later right again."""
     RELAY_KILLED = "relay killed"
     """SIGKILL of every process of the node through which two talk that cannot be dialled."""
     LEAVES = "asked to leave"
@@ -53,7 +59,7 @@ PLANNED = tuple(kind for kind in Kind if kind is not Kind.ENDED)
 """Kinds that a plan may hold."""
 
 OF_PROCESSES = (
-    *(Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RELAY_KILLED),
+    *(Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RELAY_KILLED, Kind.HOLDER_KILLED),
     *(Kind.LEAVES, Kind.ENDED),
 )
 """Faults after which the node's processes end, and it is started again."""
@@ -63,6 +69,9 @@ OF_RANKS = (Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RANKS_FROZEN, Kind.LEAVE
 
 OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR_CUT, Kind.LINK_DOWN)
 """Faults that need a network that can be broken."""
+
+OF_SURROUNDINGS = (Kind.DESCRIPTORS_GONE, Kind.CLOCK_JUMPS)
+"""Faults of what a node's processes find around them, which cost nobody a round."""
 
 OF_ONE_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
 """Faults of a store that is the only one: all wait for it."""
@@ -127,10 +136,11 @@ class PlanRules:
 
 
 def kinds_of(*, stores: int, behind: int) -> tuple[Kind, ...]:
-    """Kinds that can happen to a run of so many stores and nodes that cannot be dialled."""
-    apart = OF_ONE_STORE if stores > 1 else OF_SEVERAL_STORES
+    """Kinds that can happen to a run of so many stores, 0 where nodes hold them, and nodes that cannot be dialled."""
+    apart = OF_SEVERAL_STORES if stores == 1 else OF_ONE_STORE
+    holder = (Kind.HOLDER_KILLED,) if stores else ()
     relay = () if behind >= _LEAST_BEHIND else (Kind.RELAY_KILLED,)
-    return tuple(kind for kind in PLANNED if kind not in (*apart, *relay))
+    return tuple(kind for kind in PLANNED if kind not in (*apart, *holder, *relay))
 
 
 def leaves_enough(in_peace: Collection[str], keep_undisturbed: int, behind: Collection[str]) -> bool:
@@ -203,7 +213,7 @@ class _Calendar:
             spared |= {*dialled}
         free = [node for node in undone if node not in spared]
         rested = [node for node in free if node in calm]
-        if kind is Kind.RELAY_KILLED:
+        if kind in (Kind.RELAY_KILLED, Kind.HOLDER_KILLED):
             return [node for node in rested if node in dialled]
         return rested if is_at_peace and len(rested) >= targets else free
 

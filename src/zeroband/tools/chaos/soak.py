@@ -14,9 +14,18 @@ from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
 from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
 from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_PROCESSES, OF_STORE, Kind, PlannedFault, leaves_enough
+from zeroband.tools.chaos.meddling import Meddling
+from zeroband.tools.chaos.plan import (
+    OF_ONE_STORE,
+    OF_PROCESSES,
+    OF_STORE,
+    OF_SURROUNDINGS,
+    Kind,
+    PlannedFault,
+    leaves_enough,
+)
 from zeroband.tools.chaos.starvation import QueueTimes
-from zeroband.tools.chaos.stores import Stores
+from zeroband.tools.chaos.stores import Stores, StoresOfNodes
 from zeroband.tools.chaos.watch import Overdue, Watch
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.node_process import NodeProcess
@@ -55,6 +64,8 @@ class SoakRules:
     keep_undisturbed: int
     behind: tuple[str, ...] = ()
     """Nodes that cannot be dialled."""
+    start_in_background: bool = True
+    """Whether nodes that start again do so behind all else that runs."""
 
 
 @dataclass
@@ -88,17 +99,18 @@ class Soak:
     def __init__(
         self,
         cluster: LocalCluster,
-        stores: Stores,
+        stores: Stores | StoresOfNodes,
         watch: Watch,
         rules: SoakRules,
         *,
+        meddling: Meddling | None = None,
         now: Callable[[], float],
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self._cluster, self._stores, self._watch, self._rules = cluster, stores, watch, rules
         self._now, self._is_stopped, self._say = now, is_stopped, say
-        self._striker = Striker(cluster, stores)
+        self._striker = Striker(cluster, stores, meddling)
         self._queue: list[PlannedFault] = []
         self._late_s = 0.0
         self._surveyed_s = 0.0
@@ -270,10 +282,17 @@ class Soak:
 
     def _aimed(self, fault: PlannedFault) -> PlannedFault:
         """The fault at a relay that is in use, where it is one of relays and the plan drew another node."""
+        if fault.kind is Kind.HOLDER_KILLED:
+            return replace(fault, nodes=(self._holder or fault.nodes[0],))
         if fault.kind is not Kind.RELAY_KILLED:
             return fault
         relays = self._watch.relays().intersection(self._steady())
         return fault if not relays or relays & {*fault.nodes} else replace(fault, nodes=(min(relays),))
+
+    @property
+    def _holder(self) -> str:
+        """The node that holds the store in use; empty where no node does."""
+        return self._stores.holder(self._watch.store_address) if isinstance(self._stores, StoresOfNodes) else ""
 
     def _can_strike(self, fault: PlannedFault) -> bool:
         """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
@@ -299,7 +318,7 @@ class Soak:
         self._say(f"{one.at_s:7.1f} s  {fault}")
         if fault.kind in OF_STORE:
             self._watch.store_was_struck(one)
-        elif fault.kind not in (Kind.LEAVES, Kind.ENDED):
+        elif fault.kind not in (Kind.LEAVES, Kind.ENDED, *OF_SURROUNDINGS) and self._holder not in fault.nodes:
             self._watch.expect_detection(one)
         if fault.kind in OF_PROCESSES:
             self._starting.pop(fault.nodes[0], None)
@@ -394,7 +413,8 @@ class Soak:
             node = self._cluster.nodes[node_id]
             assert one.undone_s is not None
             is_in = self._watch.joined_s.get(node_id, -1.0) > one.undone_s
-            set_background(node.pids, not is_in)
+            if self._rules.start_in_background:
+                set_background(node.pids, not is_in)
             if is_in:
                 one.restart_cpu_s = cpu_s(node.pids)
                 del self._starting[node_id]

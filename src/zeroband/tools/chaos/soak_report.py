@@ -27,6 +27,7 @@ class SoakSetting:
     left_out: str
     """Kinds that were impossible here, and why; empty where all were possible."""
     stores: int = 1
+    """0: each node holds one."""
     behind: int = 0
     """Number of nodes that cannot be dialled."""
 
@@ -90,7 +91,7 @@ def _setting(setting: SoakSetting, counts: Counts) -> str:
 
 def _special(setting: SoakSetting) -> str:
     behind = f", of which {setting.behind} cannot be dialled" if setting.behind else ""
-    return behind + (f", {setting.stores} stores" if setting.stores > 1 else "")
+    return behind + {0: ", each with a store", 1: ""}.get(setting.stores, f", {setting.stores} stores")
 
 
 def _invariants(counts: Counts, judgement: Judgement) -> str:

@@ -30,6 +30,8 @@ _AUDIT_EVERY_S = 5.0
 _AUDIT_SHARE = 0.05
 """Part of the soak's time for audits: reading all events again takes longer the longer the run is."""
 _SHOWN_EVENTS = 8
+_WRONG_CLOCK_S = 600.0
+"""A record that is dated so far ahead was written by a clock that jumped."""
 
 
 class Violations:
@@ -79,16 +81,20 @@ class NodeFiles:
         self.records: dict[str, list[dict[str, Any]]] = {node: [] for node in nodes}
         """Records of each node so far, in the order of time."""
 
-    def read(self) -> list[tuple[str, dict[str, Any]]]:
-        """The new ones, with their nodes."""
+    def read(self, now_s: float) -> list[tuple[str, dict[str, Any]]]:
+        """The new ones, with their nodes. One that a wrong clock dated is as old as this look."""
         fresh: list[tuple[str, dict[str, Any]]] = []
         for node, tails in self._tails.items():
             read = [r for tail in tails for r in tail.read() if "kind" in r or "outer/round" in r]
-            dated = [{**record, "at_s": record["at_s"] - self._began_at_s} for record in read]
+            dated = [{**record, "at_s": _likely_s(record["at_s"] - self._began_at_s, now_s)} for record in read]
             dated.sort(key=lambda record: record["at_s"])  # an event of a round stands before its metrics
             self.records[node] += dated
             fresh += [(node, record) for record in dated]
         return fresh
+
+
+def _likely_s(at_s: float, now_s: float) -> float:
+    return at_s if at_s < now_s + _WRONG_CLOCK_S else now_s
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,18 @@ def cuts_of(view: View) -> frozenset[tuple[str, str]]:
 class Watch:
     """Looks at a run and checks it. Who strikes the store says so."""
 
-    def __init__(self, store: RedisStore, files: NodeFiles, run_dir: Path, violations: Violations) -> None:
+    def __init__(
+        self,
+        store: RedisStore,
+        files: NodeFiles,
+        run_dir: Path,
+        violations: Violations,
+        *,
+        is_held_by_nodes: bool = False,
+    ) -> None:
         self._store, self._files, self._run_dir = store, files, run_dir
+        self._is_held_by_nodes = is_held_by_nodes
+        """Whether faults of nodes are faults of stores: one that is silent is followed, and hangs are judged."""
         self.violations = violations
         self.is_store_up = True
         """Whether the store in use is expected to answer."""
@@ -247,6 +263,9 @@ class Watch:
                 return []
             verdicts = self._store.history()
         except StoreLost as error:
+            if self._is_held_by_nodes:
+                self._store.follow()
+                return []
             self.violations.add(f"the store is up and does not answer: {error}")
             return []
         fresh = sorted((v for v in verdicts if v.round not in self.line.rounds), key=lambda v: v.round)
@@ -261,7 +280,7 @@ class Watch:
 
     def read(self, now_s: float) -> None:
         """Read what the nodes wrote, and check it."""
-        for node, record in self._files.read():
+        for node, record in self._files.read(now_s):
             if "kind" not in record:
                 continue
             if record["kind"] == "store_in_use":

@@ -52,6 +52,7 @@ class LocalCluster:
     this process's environment.
     `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
     `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
+    `node`: starts a node.
     On leaving the context every process is killed and nothing stays in shared memory.
     """
 
@@ -68,6 +69,7 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         network: Network | None = None,
         redis: RedisServer | None = None,
+        node: Callable[[NodeSpec], NodeProcess] = NodeProcess,
     ) -> None:
         self.run_id = run_id or f"local-{secrets.token_hex(4)}"
         self.run_dir = directory.absolute() / self.run_id
@@ -84,7 +86,7 @@ class LocalCluster:
         self._founders = nodes
         self._store_ports: dict[str, int] = {}
         """Where the nodes that hold stores listen, by node."""
-        self._script = script
+        self._script, self._node = script, node
         self._env = {**os.environ, **(env or {})}
         self._gpus = visible_gpus(self._env)
         self._reader = RunReader(FolderFacts(self.run_dir))
@@ -136,7 +138,7 @@ class LocalCluster:
         spec = replace(spec, arguments=arguments, env={**spec.env, **secrets})
         old = self.nodes.get(spec.node_id)
         assert old is None or not old.is_running, f"{spec.node_id} is running"
-        node = self.nodes[spec.node_id] = NodeProcess(spec)
+        node = self.nodes[spec.node_id] = self._node(spec)
         self._stack.callback(node.kill)
         return node
 

@@ -10,6 +10,7 @@ router in it. Dropping in the sender's own queue would look alike, but TCP sees 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import secrets
@@ -17,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +127,19 @@ class Network:
         """What to put before a command to run it in a node's namespace; its process id stays the one of the command."""
         self.add(node)
         return [_ip_program(), "netns", "exec", self._namespace(node)]
+
+    @contextmanager
+    def joined(self, node: str) -> Generator[None]:
+        """Have this thread, and what it starts, be in a node's namespace: it reaches the others as that node does."""
+        self.add(node)
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/proc/thread-self/ns/net").open("rb") as home:
+            with (_NAMESPACES / self._namespace(node)).open("rb") as there:
+                _enter(libc, there.fileno())
+            try:
+                yield
+            finally:
+                _enter(libc, home.fileno())
 
     def address(self, node: str) -> str:
         """The address under which the others reach a node."""
@@ -244,6 +259,11 @@ class Network:
 
     def _configure(self, node: str, commands: Sequence[str]) -> None:
         _ip("-n", self._namespace(node), "-batch", "-", commands=commands)
+
+
+def _enter(libc: ctypes.CDLL, namespace: int) -> None:
+    if libc.setns(namespace, 0):
+        raise ConfigError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def sweep() -> None:

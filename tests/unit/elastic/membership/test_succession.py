@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from zeroband.elastic.membership.succession import (
     Line,
     Meeting,
     Promise,
+    StayPut,
     are_different,
     electors,
     may_commit,
@@ -93,8 +94,8 @@ class History:
 class Play:
     """Some nodes and stores, and whatever happens to them in an order that follows from a number."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, *, mixes_waits: bool = False) -> None:
+        self.random, self._mixes_waits = random.Random(seed), mixes_waits
         self.places = [Place(f"s{i}") for i in range(STORES)]
         self.serial = NODES
         ids = tuple(f"n{i}#{i}" for i in range(NODES))
@@ -251,7 +252,8 @@ class Play:
         for place, candidate in self._candidates(node, member):
             places[candidate.store] = place
             candidates.append(candidate)
-        match next_step(candidates, member.account, has_store=has_store):
+        has_waited = not self._mixes_waits or self.random.random() < 0.5
+        match next_step(candidates, member.account, has_store=has_store, has_waited=has_waited):
             case Enter(candidate, generation):
                 self._enter(member, places[candidate.store], generation)
             case Promise(generation):
@@ -275,8 +277,8 @@ class Play:
         member.generation = member.promised = generation
 
 
-def play(seed: int) -> Play:
-    game = Play(seed)
+def play(seed: int, *, mixes_waits: bool = False) -> Play:
+    game = Play(seed, mixes_waits=mixes_waits)
     for _ in range(STEPS):
         game.step()
     return game
@@ -289,6 +291,15 @@ def test_there_is_one_line_of_history_whatever_is_cut_off_and_lost(first: int) -
     moved = [max([0, *(p.record.generation.number for p in game.places if p.record.generation)]) for game in games]
     assert sum(rounds) > 300 and sum(number > 1 for number in moved) > 20, (rounds, moved)
     assert sum(game.mistakes for game in games) > 20
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a generation counts a round as committed since all who promised it voted for it; its store is lost before "
+    "they read that, and the next generation, promised by one of them and one who did not vote, counts it as open",
+)
+def test_round_that_a_generation_began_with_outlives_the_store_of_that_generation() -> None:
+    play(64, mixes_waits=True)
 
 
 def a_line(session: str, *, round: int = 5, tokens: int = 100) -> Line:
@@ -336,3 +347,64 @@ def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
 def test_one_store_under_two_names_is_one() -> None:
     one, again, other = Candidate("x", None), Candidate("x", None), Candidate("y", None)
     assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)
+
+
+def lost_by_moving(seed: int) -> list[str]:
+    """Members that have to come back as others after all of them lost their store, of a number of interleavings.
+
+    Each member asks one store after the other, so what it knows of the first is older than what it knows of the last.
+    """
+    chance = random.Random(seed)
+    ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
+    opening = Opening(1, 1, 0, ids, ones, ones, ones)
+    first, committed = Generation(1, "gone"), Verdict(opening, "d0", {"session": "one"})
+    own = {member: Account(first, first, committed, opening, "d0", {}) for member in ids}
+    stores = {name: Candidate(name, None) for name in "ab"}
+    asked: dict[str, list[Candidate]] = {member: [] for member in ids}
+    lost, at_work = list[str](), list(ids)
+    while at_work:
+        member = chance.choice(at_work)
+        if len(asked[member]) < len(stores):
+            place = chance.choice([name for name in stores if name not in {c.store for c in asked[member]}])
+            known = stores[place]
+            stores[place] = replace(known, accounts={**known.accounts, member: own[member]})
+            asked[member].append(stores[place])
+            continue
+        seen, asked[member] = sorted(asked[member], key=lambda c: c.store), []
+        match next_step(seen, own[member], has_store=False, has_waited=False):
+            case Promise(generation):
+                own[member] = replace(own[member], promised=generation)
+            case Begin(candidate, generation, _) if stores[candidate.store].generation is None:
+                stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
+            case Enter():
+                at_work.remove(member)
+            case ComeBack():
+                lost.append(member)
+                at_work.remove(member)
+            case _:
+                pass
+    return lost
+
+
+def test_members_that_lose_a_store_together_go_on_together() -> None:
+    """Whichever of them first hears at which store that the others lost it, too: none is left behind by its promise."""
+    assert [seed for seed in range(300) if lost_by_moving(seed)] == []
+
+
+def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
+    """Most members may be cut off from the first one."""
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
+    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    seen = [Candidate("a", None, accounts={"n0#0": own}), Candidate("b", None, accounts=dict.fromkeys(ids, own))]
+    assert isinstance(next_step(seen, own, has_store=False, has_waited=False), StayPut)
+    assert next_step(seen, own, has_store=False, has_waited=True) == Promise(Generation(2, "b"))
+
+
+def test_generation_begins_above_what_any_of_its_members_has_promised() -> None:
+    """Else the one that promised another store could not vote there, and had to come back as another member."""
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
+    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    here = replace(own, promised=Generation(2, "a"))
+    accounts = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promised=Generation(2, "b"))}
+    step = next_step([Candidate("a", None, accounts=accounts)], here, has_store=False, has_waited=False)
+    assert step == Promise(Generation(3, "a"))

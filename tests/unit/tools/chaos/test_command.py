@@ -107,7 +107,7 @@ WRONG = [
     (["--nodes", "1"], "--nodes=1"),
     (["--nodes", "2", "--keep-undisturbed", "3"], "--keep-undisturbed=3"),
     (["--stores", "0"], "--stores=0 must be 1 or more"),
-    (["--nodes", "3", "--behind", "3"], "--behind=3 fewer than --nodes=3"),
+    (["--nodes", "3", "--behind", "3"], "--behind=3 must be 0 or more, and fewer than --nodes=3"),
     (["--kinds", "store dead"], "--kinds: no kind of fault is called 'store dead'; there are: machine killed, "),
     (["--kinds", "cut off,store lost"], "--kinds: store lost cannot happen with --stores=1 --behind=0"),
     (["--stores", "2", "--kinds", "store paused"], "store paused, store restarted, store emptied need --stores=1"),
@@ -177,6 +177,13 @@ def test_report_names_stores_nodes_behind_and_kinds_too() -> None:
     assert (again.stores, again.behind, again.kinds) == (2, 2, asked.kinds)
 
 
-@pytest.mark.parametrize(("nodes", "stores", "keep"), [(7, 1, 2), (7, 2, 4), (8, 2, 5), (2, 2, 2)])
+@pytest.mark.parametrize(("nodes", "stores", "keep"), [(7, 1, 2), (7, 2, 4), (8, 2, 5), (2, 2, 2), (5, 0, 3)])
 def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(nodes: int, stores: int, keep: int) -> None:
     assert ChaosOptions((), nodes=nodes, stores=stores).in_peace == keep
+
+
+def test_stores_of_nodes_are_asked_for_by_their_name() -> None:
+    asked, _ = read_options(["--stores=nodes", "--kinds=holder killed", "--shared-host"])
+    again, _ = read_options(shlex.split(asked.command)[2:])
+    assert (again.stores, again.kinds) == (asked.stores, asked.kinds) == (0, (Kind.HOLDER_KILLED,))
+    assert again.is_host_shared

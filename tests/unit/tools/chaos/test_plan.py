@@ -94,8 +94,8 @@ def test_plan_without_possible_faults_is_empty() -> None:
 
 def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> None:
     plain, several, behind = kinds_of(stores=1, behind=0), kinds_of(stores=2, behind=1), kinds_of(stores=1, behind=2)
-    assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED}
-    assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED}
+    assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
+    assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
     assert {*behind} - {*plain} == {Kind.RELAY_KILLED}
 
 
@@ -126,3 +126,9 @@ def test_way_between_two_that_cannot_be_dialled_is_asked_for_only_where_there_ar
     assert leaves_enough(["a", "b"], 2, behind=["a"])
     assert not leaves_enough(["a", "b"], 2, behind=["a", "b"])
     assert not leaves_enough(["a"], 2, behind=[])
+
+
+def test_store_in_use_can_be_lost_with_its_node_where_nodes_hold_the_stores() -> None:
+    held, one = set(kinds_of(stores=0, behind=0)), set(kinds_of(stores=1, behind=0))
+    assert held - one == {Kind.HOLDER_KILLED, *OF_SEVERAL_STORES} and one - held == {*OF_ONE_STORE}
+    assert Kind.HOLDER_KILLED not in kinds_of(stores=3, behind=2)

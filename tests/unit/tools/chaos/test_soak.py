@@ -15,13 +15,14 @@ from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.soak import Soak, SoakRules
 from zeroband.tools.chaos.starvation import Starvation
+from zeroband.tools.chaos.stores import StoresOfNodes
 from zeroband.tools.chaos.watch import Violations
 
 
 class Scene:
     """A soak of two nodes, of which one was cut off and healed; `clock_s` goes on with every pause."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, round_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, round_s: float, stores: StoresOfNodes | None = None) -> None:
         self.clock_s, self.is_stopped = 0.0, False
         monkeypatch.setattr(soak_module.time, "sleep", self._pause)
         pulse = Pulse(round_s=round_s, detect_s=3.0, slack_s=10.0)
@@ -33,12 +34,20 @@ class Scene:
             is_running=True, exit_code=None, pids=(), console_tail=lambda lines: "", kill=Mock()
         )
         self.cluster = cluster = MagicMock(nodes={"node0": node, "node1": node}, running=[])
-        self.stores = MagicMock(pids=[os.getpid()])
+        self.stores: Any = MagicMock(pids=[os.getpid()]) if stores is None else stores
+        cluster.store_place = lambda node: f"host:{node.removeprefix('node')}"
+        if stores is not None:
+            stores.cluster = cluster
+        self.meddling = MagicMock()
         self.watch.relays.return_value, self.watch.stays_without_store.return_value = frozenset[str](), None
         rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
         say, is_stopped = lambda line: None, lambda: self.is_stopped
         self.soak = Soak(
-            cluster, self.stores, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say
+            *(cluster, self.stores, self.watch, rules),
+            meddling=self.meddling,
+            now=lambda: self.clock_s,
+            is_stopped=is_stopped,
+            say=say,
         )
         self.struck = InjectedFault(PlannedFault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
         self.soak.course.struck.append(self.struck)
@@ -143,3 +152,25 @@ def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.M
     scene.watch.stays_without_store.side_effect = [lost, None, None, None]
     scene.soak.storm([], 25.0)
     assert scene.watch.violations.found == ["no other store is in use 13 s after #2 store lost for 15.0 s"]
+
+
+def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the_plan_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, round_s=10.0, stores=StoresOfNodes(["node0", "node1"]))
+    scene.struck.over_s["node0"] = 1.0
+    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene.watch.store_address = "node://host:1"
+    scene.soak.storm([PlannedFault(1, 0.0, Kind.HOLDER_KILLED, ("node0",), 50.0)], 20.0)
+    assert scene.soak.course.struck[-1].fault.nodes == ("node1",)
+    scene.watch.expect_detection.assert_not_called()  # its lease goes with the store
+
+
+def test_clock_that_jumps_is_not_waited_for_to_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene.soak.storm([PlannedFault(1, 0.0, Kind.CLOCK_JUMPS, ("node0",), 5.0)], 20.0)
+    scene.watch.expect_detection.assert_not_called()
+    scene.meddling.set.assert_any_call("node0", Kind.CLOCK_JUMPS, is_on=True)
+    scene.meddling.set.assert_called_with("node0", Kind.CLOCK_JUMPS, is_on=False)

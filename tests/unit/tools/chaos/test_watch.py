@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import StoreLost
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.fault_costs import InjectedFault
+from zeroband.tools.chaos.meddling import CLOCK_AHEAD_S
 from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 
@@ -280,3 +283,22 @@ def test_relays_are_the_first_lines_of_those_that_are_called_and_cannot_be_diall
     peers["node2#a"] = peer("node2#a", "node3#a", "node0#a")
     scene.look()
     assert scene.watch.relays() == {"node0"}, "of its lines one is there"
+
+
+def test_record_of_a_clock_that_jumped_is_as_old_as_the_look_at_it(scene: Scene) -> None:
+    scene.write("node0", "events", [event(1, "a", 1010.0), event(2, "b", 1020.0 + CLOCK_AHEAD_S)])
+    scene.watch.read(25.0)
+    assert [record["at_s"] for record in scene.files.records["node0"]] == [10.0, 25.0]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_silent_store_is_a_violation_unless_a_node_holds_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    store = cast(RedisStore, scene.store)
+    watch = Watch(store, scene.files, scene.run_dir, Violations(scene.said.append), is_held_by_nodes=is_held)
+    monkeypatch.setattr(scene.store, "view", Mock(side_effect=StoreLost("silent")))
+    scene.store.newest = Generation(2, "second")
+    assert watch.look(lambda: 1.0) == []
+    assert [line.startswith("VIOLATION: the store is up") for line in scene.said] == ([] if is_held else [True])
+    assert (scene.store.generation == scene.store.newest) == is_held
