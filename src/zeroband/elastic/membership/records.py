@@ -80,6 +80,19 @@ class Ready:
     """The site that its node is at, as configured; None: it names none."""
     largest: Magnitude | None = None
     """Largest size of a value that it contributes to a mean; None: not known, or it sends payloads."""
+    gains: EachMember[Loss | None] = ()
+    """By how many nats per token each payload of the round before that was drawn (`scoring`) lowered its held-out loss;
+    None of one that it could not measure. Empty: it measured none."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the members found a payload of the round before to be worth."""
+
+    member: Id
+    """Its sender."""
+    nats: Loss
+    """By which it lowered the held-out loss of the others, per token: their median."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +174,8 @@ class Opening:
     no sites."""
     largest: EachMember[Magnitude] = ()
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
+    gains: EachMember[Gain] = ()
+    """Of payloads of the round before, as its members measured them; none: none was drawn, or too few measured it."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""

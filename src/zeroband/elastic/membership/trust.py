@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroband.elastic.membership.records import Opening
 
-RECORD = "agreement"
+RECORD, GAIN = "agreement", "gain"
 """Where scores stand in a verdict's record."""
 
 _NEW = 0.1
@@ -29,9 +29,9 @@ _FULL, _HALF = -0.05, -0.1
 value by value have no small votes."""
 
 
-def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The scores that a verdict recorded; of one that recorded nothing, none."""
-    said = record.get(RECORD, {})
+def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:
+    """The scores of this name that a verdict recorded; of one that recorded nothing, none."""
+    said = record.get(name, {})
     return {member: float(score) for member, score in said.items()} if isinstance(said, dict) else {}
 
 
@@ -44,20 +44,32 @@ def weight_of(score: float) -> float:
 
 def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, ...]:
     """What each member counts after a verdict with this record. Members without a score are trusted."""
-    scores = scores_of(record)
-    return tuple(weight_of(scores.get(member, 0.0)) for member in members)
+    scores = [scores_of(record, name) for name in (RECORD, GAIN)]
+    return tuple(min(weight_of(said.get(member, 0.0)) for said in scores) for member in members)
 
 
-def scores_after(record: Mapping[str, Any], opening: Opening, cosines: Mapping[str, float]) -> dict[str, float]:
-    """Scores after the round of this opening; `record`: of the round before, `cosines`: what was measured in this one.
+def scores_after(
+    record: Mapping[str, Any], opening: Opening, measured: Mapping[str, float], name: str = RECORD
+) -> dict[str, float]:
+    """Scores after the round of this opening; `record`: of the round before, `measured`: in this one, in -1..1.
 
     Members that are neither in the round nor late for it are forgotten.
     """
-    before = scores_of(record)
+    before = scores_of(record, name)
 
     def score(member: str) -> float:
-        if member in cosines:
-            return (1 - _NEW) * before.get(member, 0.0) + _NEW * max(-1.0, min(1.0, cosines[member]))
+        if member in measured:
+            return (1 - _NEW) * before.get(member, 0.0) + _NEW * max(-1.0, min(1.0, measured[member]))
         return _KEPT * before.get(member, 0.0)
 
     return {member: score(member) for member in (*opening.members, *opening.late)}
+
+
+def gains_after(record: Mapping[str, Any], opening: Opening) -> dict[str, float]:
+    """Scores of gain after the round of this opening, which has what was measured of the payloads of the round before.
+
+    They are as before where nothing was measured. A payload that changes no loss lowers none.
+    """
+    if not opening.gains:
+        return scores_of(record, GAIN)
+    return scores_after(record, opening, {gain.member: 1.0 if gain.nats > 0 else -1.0 for gain in opening.gains}, GAIN)
