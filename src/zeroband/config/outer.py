@@ -56,7 +56,7 @@ Robust = Annotated[ClipConfig | TrimmedConfig | CenteredClipConfig, Field(discri
 
 
 class ScoreConfig(Section):
-    """Scores of payloads: by how much each alone lowers the loss of rows that nobody trains on.
+    """Scores of payloads: by how much each lowers the loss of rows that nobody trains on, beside one's own payload.
 
     Each member measures for itself, on rows that its data.hold_out keeps back or else of its eval.sources; what counts
     is the median of what the others found. Needs three members.
@@ -64,12 +64,13 @@ class ScoreConfig(Section):
 
     rounds: PositiveInt = 8
     """One of so many rounds is scored, on average; drawn when its payloads are sent. Measuring takes about a third of
-    an inner step for each payload, and for the state before: with rounds of one step, as DeMo's, set 50 or more."""
-    members: PositiveInt = 2
+    an inner step for each payload, and twice for what they are compared with: with rounds of one step, as DeMo's, set
+    50 or more."""
+    members: int = Field(default=3, ge=2)
     """Members whose payloads are scored in such a round, the same for all who measure; drawn, too."""
     counts: bool = False
-    """Whether a member whose payloads mostly lower no loss counts less and less, and nothing at last; needs
-    outer.robust. False: scores are measured and shown."""
+    """Whether a member whose payloads raise the loss counts less and less, and nothing at last; needs outer.robust.
+    False: scores are measured and shown."""
 
 
 class WeighedConfig(Section):

@@ -70,8 +70,8 @@ EVENTS: Mapping[str, EventKind] = {
         logging.ERROR,
     ),
     "payload_scored": EventKind(
-        "What the members found the payload of one of them in this round to be worth, with outer.score; gain: nats per "
-        "token by which it alone lowers the loss of their held-out rows, the median.",
+        "What the members found the payload of one of them in this round to be worth, with outer.score; gain: by how "
+        "much it lowers the loss of their held-out rows, as a part of what their own payloads do, -1 to 1; the median.",
         ("round", "member_id", "gain"),
     ),
     "record_refused": EventKind(

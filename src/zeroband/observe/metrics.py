@@ -140,9 +140,9 @@ METRICS: Mapping[str, Metric] = {
         "ratio", "What this node counts for how its updates did in the rounds before, in 0..1; with outer.robust."
     ),
     "outer/gain": Metric(
-        "nats",
-        "Nats per token by which this node's payload of the round before alone lowers the others' held-out loss, their "
-        "median; where it was drawn, with outer.score.",
+        "ratio",
+        "By how much this node's payload of the round before lowers the others' held-out loss, as a part of what their "
+        "own payloads do, -1 to 1: their median; where it was drawn, with outer.score.",
     ),
     "outer/score_s": Metric("s", "Time for measuring what payloads are worth, with outer.score.", adds_up=True),
     "outer/sent_bytes": Metric(

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from zeroband.config.ranges import MOST_LOSS
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.scoring import drawn, lot_of
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.node.mesh import LocalMesh
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import parameter_shards
 
 SCORED = "scored"
 """Name of the shared buffer that has what one payload alone makes: 4 bytes a parameter, where payloads are scored."""
+
+_PART = 0.5
+"""Part of a step that is measured: near the end of training a payload that helps beside the others overshoots alone."""
 
 
 class PayloadScores:
@@ -37,9 +38,10 @@ class PayloadScores:
             parts.buffers.open(SCORED)
 
     def measure(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
-        """By how many nats per token each drawn payload alone lowers the loss; empty where none is drawn.
+        """Return `Ready.gains`: by how much each drawn payload alone lowers the loss, beside this node's own payload.
 
-        Empty as well for a node that leaves. `turn`: fragment of the round, which is committed and not applied.
+        Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `turn`: fragment of the
+        round, which is committed and not applied.
         """
         parts, member_id = self._parts, self._parts.mesh.member_id
         scored, scorer = drawn(verdict, parts.scoring), parts.scorer
@@ -47,30 +49,27 @@ class PayloadScores:
             return ()
         rows = lot_of(verdict, f"rows of {member_id}")
         before = scorer.loss(self._values(None), rows)
-        if not math.isfinite(before):
+        own = self._gain(member_id, turn, before, rows)
+        if own is None or not own > 0:
             return ()
-        gains: list[float | None] = []
-        for sender in scored:
-            _show_life(parts.mesh.local, parts.mesh.flags.advance)
-            is_there = self._payloads.write_alone(sender, parts.buffers[SCORED])
-            gains.append(_gain(before, scorer.loss(self._values(turn), rows)) if is_there else None)
-        return tuple(gains)
+        gains = [self._gain(sender, turn, before, rows) if sender != member_id else own for sender in scored]
+        return tuple(None if gain is None else max(-1.0, min(1.0, gain / own)) for gain in gains)
+
+    def _gain(self, sender: str, turn: int, before: float, rows: int) -> float | None:
+        """By how many nats per token a payload alone lowers the loss; None where it did not count in the round."""
+        parts = self._parts
+        if parts.mesh.local.rank == 0:
+            parts.mesh.flags.advance()
+        if not self._payloads.write_alone(sender, parts.buffers[SCORED]):
+            return None
+        gain = before - parts.scorer.loss(self._values(turn), rows) if parts.scorer is not None else math.nan
+        return gain if math.isfinite(gain) else -math.inf
 
     def _values(self, turn: int | None) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters before the round, or after a step by what lies in the buffer for this fragment."""
+        """This rank's parameters before the round, or on the way of a step by the payload in the buffer."""
         parts = self._parts
         shards = parameter_shards(parts.model)
         names = () if turn is None else [name for name in parts.fragments[turn].names if name in shards]
         moved = dict(parts.sent.held(parts.buffers[SCORED], names)) if names else {}
         for name, outer in parts.shards.held(parts.buffers[self._section], shards):
-            yield name, self._step(outer, moved[name]) if name in moved else outer
-
-
-def _gain(before: float, after: float) -> float:
-    """What is told of two losses; one that is not finite any more is as bad as can be."""
-    return max(-MOST_LOSS, min(MOST_LOSS, before - after)) if math.isfinite(after) else -MOST_LOSS
-
-
-def _show_life(local: LocalMesh, advance: Callable[[], object]) -> None:
-    if local.rank == 0:
-        advance()
+            yield name, outer.lerp(self._step(outer, moved[name]), _PART) if name in moved else outer

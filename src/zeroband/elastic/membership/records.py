@@ -26,6 +26,7 @@ from zeroband.config.ranges import (
     Millis,
     Phases,
     Port,
+    Ratio,
     Round,
     Share,
     Text,
@@ -80,9 +81,9 @@ class Ready:
     """The site that its node is at, as configured; None: it names none."""
     largest: Magnitude | None = None
     """Largest size of a value that it contributes to a mean; None: not known, or it sends payloads."""
-    gains: EachMember[Loss | None] = ()
-    """By how many nats per token each payload of the round before that was drawn (`scoring`) lowered its held-out loss;
-    None of one that it could not measure. Empty: it measured none."""
+    gains: EachMember[Ratio | None] = ()
+    """By how much each payload of the round before that was drawn (`scoring`) lowers its held-out loss, as a part of
+    what its own payload does; None of one that it could not measure. Empty: it measured none."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class Gain:
 
     member: Id
     """Its sender."""
-    nats: Loss
-    """By which it lowered the held-out loss of the others, per token: their median."""
+    ratio: Ratio
+    """By how much it lowers the others' held-out loss, as a part of what their own payloads do: their median. 1: as
+    much as these, or more; below 0: the loss rises."""
 
 
 @dataclass(frozen=True)

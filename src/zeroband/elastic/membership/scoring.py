@@ -1,8 +1,9 @@
 """Which payloads are scored by held-out loss, and what comes of what the members measured. Pure rules.
 
 Every member has all payloads of a round. Of some rounds each member measures, on rows of its own, by how much the
-payloads of a few members alone lower the loss, and says so in its next `Ready`; the next opening has the medians. What
-a member counts then follows from the records (`trust`), the same for all.
+payloads of a few members alone lower the loss beside its own payload, which it knows to be honest. It says so in its
+next `Ready`; the next opening has the medians. What a member counts then follows from the records (`trust`), the same
+for all. Where its own payload lowers nothing, as near the end of a training, it measures nothing of others' either.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def gains_told(verdict: Verdict | None, ready: Mapping[str, Ready], rule: Scorin
     """What the others found the drawn payloads of a committed round to be worth, by their records of the next round.
 
     The median of all members of that round that count anything, without the sender; one that says nothing says the best
-    of it, so a payload is worth nothing only where more than half of them say so.
+    of it, so a payload is found to raise the loss only where more than half of them say so.
     """
     told: list[Gain] = []
     if verdict is None or not (scored := drawn(verdict, rule)):
@@ -74,5 +75,5 @@ def _median(said: Sequence[float | None]) -> float | None:
     """The higher median, where None is above all; None where it is that, or too few could say anything."""
     if len(said) < _FEWEST_OTHERS:
         return None
-    median = sorted(math.inf if nats is None else nats for nats in said)[len(said) // 2]
+    median = sorted(math.inf if ratio is None else ratio for ratio in said)[len(said) // 2]
     return None if median == math.inf else median

@@ -161,7 +161,7 @@ class RoundCoordinator(ABC):
         self._largest: float | None = None
         """Largest size of a value in the contribution buffer; None: not known."""
         self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
-        """What this node says in the ready of a round: by how much payloads of the one before lower its loss."""
+        """What this node says in the ready of a round: `Ready.gains` of the one before."""
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -175,10 +175,7 @@ class RoundCoordinator(ABC):
         return {}
 
     def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
-        """By how much each payload that is drawn of a committed round lowers the loss, as in `Ready.gains`.
-
-        Before the round is applied.
-        """
+        """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
         return ()
 
     def _describe_founding(self) -> Mapping[str, Any]:
@@ -700,6 +697,6 @@ class RoundCoordinator(ABC):
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
             trust=self._trust_in(member_id, opening),
-            gains=tuple((gain.member, gain.nats) for gain in opening.gains),
+            gains=tuple((gain.member, gain.ratio) for gain in opening.gains),
             score_s=costs.score_s,
         )

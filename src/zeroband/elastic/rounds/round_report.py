@@ -45,7 +45,7 @@ class RoundReport:
     trust: float | None = None
     """What this node counts from the next round on for how it did; None: the run does not ask (`outer.robust`)."""
     gains: tuple[tuple[str, float], ...] = ()
-    """Members whose payload of the round before was scored, and the nats per token by which it lowers others' loss."""
+    """Members whose payload of the round before was scored, and what the others found it to be worth (`Gain`)."""
     score_s: float | None = None
     """What measuring this round's payloads took this node; None: it measured none."""
 
