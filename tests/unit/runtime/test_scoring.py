@@ -81,7 +81,7 @@ def test_rows_are_those_of_evaluation_where_none_is_held_out_and_too_few_are_an_
     node = build(**{"data.hold_out": 0, "eval.sources": f"other={tmp_path / 'other.jsonl'}"})
     assert scorer_of(node).loss((), 3) > 0
     with pytest.raises(ConfigError, match=r"outer\.score: data\.hold_out=0\.1 keeps no sample back"):
-        open_scorer(build(**{"data.source": '{"type": "synthetic", "documents": 1}', "data.seq_length": 300}), [])
+        open_scorer(build(**{"data.source": '{"type": "synthetic", "documents": 1}', "data.seq_length": 311}), [])
 
 
 def test_nothing_is_opened_where_nothing_is_scored(build: Callable[..., TrainerParts]) -> None:
