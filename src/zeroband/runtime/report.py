@@ -200,7 +200,7 @@ class NodeReport:
         for member_id, reason in round.refused:
             self.events.emit("payload_refused", round=round.round, member_id=member_id, reason=reason)
         for member_id, gain in round.gains:
-            self.events.emit("payload_scored", round=round.round - 1, member_id=member_id, gain=round(gain, 6))
+            self.events.emit("payload_scored", round=round.round - 1, member_id=member_id, gain=gain)
         self.events.emit(
             "round_committed",
             round=round.round,

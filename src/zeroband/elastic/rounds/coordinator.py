@@ -664,12 +664,12 @@ class RoundCoordinator(ABC):
         before, now = opening.trust, trust.trust_of(opening.members, self.record)
         for member, was, weight in zip(opening.members, before, now, strict=True):
             if (was < _HALF) != (weight < _HALF) and self._local.rank == 0:
-                fields = {"round": opening.round, "member_id": member, "weight": round(weight, 2)}
+                scores = {name: trust.scores_of(self.record, name).get(member) for name in (trust.RECORD, trust.GAIN)}
                 _log.warning(
-                    "a member's contributions disagree with the others'"
+                    "a member's contributions disagree with the others' or raise their loss, and count less"
                     if weight < _HALF
-                    else "a member's contributions agree again",
-                    extra={"fields": fields},
+                    else "a member's contributions count again",
+                    extra={"fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}},
                 )
         return now[opening.members.index(member_id)]
 
