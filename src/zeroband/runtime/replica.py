@@ -141,11 +141,7 @@ class Replica:
 
     def __init__(self, node: NodeParts, on_event: Callable[..., object], scorer: Scorer | None = None) -> None:
         config, local = node.config, node.local
-        if scoring_of(config) is not None and scorer is None:
-            raise ConfigError(
-                "outer.score measures with the trainer's model and data, which a loop of your own lacks; drop it"
-            )
-        self._scorer = scorer
+        self._scorer = _required(scorer, config)
         self._on_event = on_event
         assert config.store.address is not None and config.outer is not None
         self._node = node
@@ -574,6 +570,15 @@ class Replica:
         is_crash = kind is not None and issubclass(kind, Exception) and not issubclass(kind, _CLEAN_ENDS)
         self._is_left = is_crash and bool(restarting_launcher(os.environ, left=True))
         self._stack.close()
+
+
+def _required(scorer: Scorer | None, config: RunConfig) -> Scorer | None:
+    """What measures payloads. Raises ConfigError where they are to be scored and nothing does."""
+    if scoring_of(config) is not None and scorer is None:
+        raise ConfigError(
+            "outer.score measures with the trainer's model and data, which a loop of your own lacks; drop it"
+        )
+    return scorer
 
 
 def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:

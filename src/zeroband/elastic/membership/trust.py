@@ -36,7 +36,7 @@ _FULL, _HALF = -0.05, -0.1
 value by value have no small votes."""
 
 _GAIN_FULL, _GAIN_HALF = -0.2, -0.4
-"""The same of scores of gain, which are of few rows: where a training has converged, honest ones came to -0.2."""
+"""Those of scores of gain, which are of few rows: where a training has converged, honest ones came to -0.2."""
 
 
 def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:

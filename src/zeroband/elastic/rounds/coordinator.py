@@ -669,7 +669,9 @@ class RoundCoordinator(ABC):
                     "a member's contributions disagree with the others' or raise their loss, and count less"
                     if weight < _HALF
                     else "a member's contributions count again",
-                    extra={"fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}},
+                    extra={
+                        "fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}
+                    },
                 )
         return now[opening.members.index(member_id)]
 
