@@ -177,7 +177,7 @@ class Opening:
     largest: EachMember[Magnitude] = ()
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
     gains: EachMember[Gain] = ()
-    """Of payloads of the round before, as its members measured them; none: none was drawn, or too few measured it."""
+    """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""
