@@ -202,10 +202,17 @@ class PayloadExchange:
             return False
         place, (payloads, counted) = self._senders.index(sender), self._decoded
         weights, parts, *_ = *([numbers[place]] for numbers in counted), None, None
-        local, out, is_finite = self._mesh.local, out[slice(*self._bounds[self._turn])], True
-        how = {"weights": weights, "parts": parts, "divisor": self._divisor}
+        local, is_finite = self._mesh.local, True
         try:
-            self._codec.decode([payloads[place]], out, **how, rank=local.rank, world_size=local.world_size)
+            self._codec.decode(
+                [payloads[place]],
+                out[slice(*self._bounds[self._turn])],
+                weights=weights,
+                parts=parts,
+                divisor=self._divisor,
+                rank=local.rank,
+                world_size=local.world_size,
+            )
         except MalformedPayload:
             is_finite = False
         return all_ok(is_finite, local)

@@ -466,7 +466,9 @@ class RoundCoordinator(ABC):
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
     def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
-        scores = {trust.RECORD: trust.scores_after(self.record, opening, agreement)} if opening.trust else {}
+        scores = dict[str, dict[str, float]]()
+        if opening.trust:
+            scores[trust.RECORD] = trust.scores_after(self.record, opening, agreement)
         if self._parts.scoring is not None and self._parts.scoring.counts:
             scores[trust.GAIN] = trust.gains_after(self.record, opening)
         return {
