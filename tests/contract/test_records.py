@@ -27,6 +27,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
     Blame,
     Evidence,
+    Gain,
     Generation,
     LinkRates,
     Opening,
@@ -85,6 +86,7 @@ OPENING = Opening(
     sites=(0, 0),
     largest=(0.5, 0.0),
     is_flat=True,
+    gains=(Gain(B, -0.5),),
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
     proposer=A,
 )
@@ -102,7 +104,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5)
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5, (0.25, None))
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -301,7 +303,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-7b196e8abd6c"
+    assert OPENING.id == "41-14714a4d331f"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -30,8 +30,9 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, StateCopy
+from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, Scorer, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
@@ -459,6 +460,9 @@ class FakeRun:
     rollback: RollbackConfig | None = None
     memory: Any = None
     """What nodes stamp their state in that are added from now on."""
+    scoring: ScoringRule | None = None
+    scorer: Callable[[str], Scorer] | None = None
+    """Makes what measures losses for the node of a name."""
     corpora: Mapping[str, str] = field(default_factory=dict[str, str])
     """Names of the documents that nodes have for themselves."""
     said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
@@ -484,7 +488,7 @@ class FakeRun:
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
         is_robust = not isinstance(self.algorithm, DdpConfig) and self.algorithm.robust is not None
         rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
-        rules = replace(rules, is_robust=is_robust)
+        rules = replace(rules, is_robust=is_robust, scoring=self.scoring)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -526,6 +530,8 @@ class FakeRun:
             stage=lambda step: self._stage(step, name),
             corpus=self.corpora.get(name, SHARED),
             flush_every=self.flush_every,
+            scoring=self.scoring,
+            scorer=None if self.scorer is None else self.scorer(name),
             memory=self.memory,
             auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
         )
@@ -668,6 +674,8 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
         optim: OptimConfig = OPTIM,
         rollback: RollbackConfig | None = None,
         corpora: Mapping[str, str] | None = None,
+        scoring: ScoringRule | None = None,
+        scorer: Callable[[str], Scorer] | None = None,
     ) -> FakeRun:
         run = FakeRun(
             algorithm,
@@ -684,6 +692,8 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
             optim=optim,
             rollback=rollback,
             corpora=corpora or {},
+            scoring=scoring,
+            scorer=scorer,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

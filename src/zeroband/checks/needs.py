@@ -138,9 +138,9 @@ class Needs:
             case DdpConfig():
                 return 3, 2, 0  # the moments are held already
             case DemoConfig():
-                return 2, 1, 0  # parameters and momentum; steps by signs have no moments
+                return 2, 1 + (outer.score is not None), 0  # parameters, momentum; steps by signs have no moments
             case SparseLocoConfig():
-                return 2, 2 + own, 2  # parameters and errors
+                return 2, 2 + own + (outer.score is not None), 2  # parameters and errors
             case CustomConfig():
                 return self.sections, 2 + own + needs_feedback, 2
             case DilocoConfig():

@@ -55,6 +55,24 @@ class CenteredClipConfig(Section):
 Robust = Annotated[ClipConfig | TrimmedConfig | CenteredClipConfig, Field(discriminator="type")]
 
 
+class ScoreConfig(Section):
+    """Scores of payloads: by how much each lowers the loss of rows that nobody trains on, beside one's own payload.
+
+    Each member measures for itself, on rows that its data.hold_out keeps back or else of its eval.sources; what counts
+    is the median of what the others found. Needs three members.
+    """
+
+    rounds: PositiveInt = 8
+    """One of so many rounds is scored, on average; drawn when its payloads are sent. Measuring takes about a third of
+    an inner step for each payload, and twice for what they are compared with: with rounds of one step, as DeMo's, set
+    50 or more."""
+    members: int = Field(default=3, ge=2)
+    """Members whose payloads are scored in such a round, the same for all who measure; drawn, too."""
+    counts: bool = False
+    """Whether a member whose payloads raise the loss counts less and less, and nothing at last; needs outer.robust.
+    False: scores are measured and shown."""
+
+
 class WeighedConfig(Section):
     """What algorithms have in common that take a mean over the nodes."""
 
@@ -180,9 +198,14 @@ class DemoConfig(Section):
     for home uplinks and many nodes; needs comm.backend = "native"."""
     robust: Robust | None = None
     """clip: how payloads are combined where members may be broken or lie. None: their mean over the senders."""
+    score: ScoreConfig | None = None
+    """Scoring of payloads by the loss of rows that nobody trains on. None: none is scored."""
 
     @model_validator(mode="after")
     def _combines_payloads(self) -> DemoConfig:
+        require_for_scores(self.score, self.robust)
+        if self.score is not None and self.aggregator:
+            raise ValueError("outer.aggregator gives members one sum, and outer.score needs each payload; drop one")
         if self.robust is not None and self.aggregator:
             raise ValueError(
                 "outer.aggregator has one member combine all payloads, whom outer.robust does not trust; drop one"
@@ -211,9 +234,12 @@ class SparseLocoConfig(RoundsConfig):
     same values, so with M nodes the outer step is up to M times shorter."""
     lr: PositiveFloat = 1.0
     """Learning rate of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
+    score: ScoreConfig | None = None
+    """Scoring of payloads by the loss of rows that nobody trains on. None: none is scored."""
 
     @model_validator(mode="after")
     def _has_a_share_of_its_own(self) -> SparseLocoConfig:
+        require_for_scores(self.score, self.robust)
         require_for_payloads(self.robust)
         if self.merge == "eager" and self.divisor == "senders":
             raise ValueError(
@@ -243,6 +269,17 @@ def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig
         raise ValueError(
             f"outer.robust.type={robust.type!r} compares all members' values, and of a payload's most are sent by one; "
             'set outer.robust.type = "clip"'
+        )
+
+
+def require_for_scores(
+    score: ScoreConfig | None, robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None
+) -> None:
+    """Raise ValueError for scores that are to change what members count, where nothing does."""
+    if score is not None and score.counts and robust is None:
+        raise ValueError(
+            "outer.score.counts=true changes what members count by how they did, which they do with outer.robust only; "
+            'set outer.robust.type = "clip", or leave counts out to have scores shown'
         )
 
 

@@ -42,6 +42,7 @@ Magnitude = Annotated[float, Field(ge=0, le=MOST_MAGNITUDE, allow_inf_nan=False)
 Phases = Annotated[float, Field(ge=0, le=MOST_PHASES, allow_inf_nan=False)]
 """Training, as a part of a usual turn."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 Id = Annotated[str, Field(max_length=512)]
 """Name of a member, node, site, corpus or session; a digest."""
 Text = Annotated[str, Field(max_length=1 << 16)]

@@ -539,6 +539,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_rows_to_score_on(self) -> RunConfig:
+        is_scored = isinstance(self.outer, DemoConfig | SparseLocoConfig) and self.outer.score is not None
+        if is_scored and not self.data.hold_out and not (self.eval and self.eval.sources):
+            raise ValueError(
+                "outer.score has no rows that nobody trains on: data.hold_out=0 keeps none back and eval.sources is "
+                "empty; set one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _payloads_travel_as_they_are(self) -> RunConfig:
         if not isinstance(self.outer, DemoConfig | SparseLocoConfig):
             return self

@@ -69,6 +69,11 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
+    "payload_scored": EventKind(
+        "What the members found the payload of one of them in this round to be worth, with outer.score; gain: by how "
+        "much it lowers the loss of their held-out rows, as a part of what their own payloads do, -1 to 1; the median.",
+        ("round", "member_id", "gain"),
+    ),
     "record_refused": EventKind(
         "What a member announced for this round is out of range, or more than the run dealt to it: the round goes on "
         "without it.",

@@ -109,7 +109,7 @@ _OF_CHECKPOINTS = (
     *("checkpoint_committed", "checkpoints_removed", "checkpoint_failed", "checkpoint_left_out"),
     *("resumed_from", "rolled_back"),
 )
-_NOT_SHOWN = ("round_committed", "join_state", "join_progress", "links")
+_NOT_SHOWN = ("round_committed", "payload_scored", "join_state", "join_progress", "links")
 """Too many beside what happened: they are rounds, and states of nodes and links."""
 
 _MOST = 2**53

@@ -137,8 +137,14 @@ METRICS: Mapping[str, Metric] = {
         "samples.",
     ),
     "outer/trust": Metric(
-        "ratio", "What this node counts for how its updates agreed with the rounds before, in 0..1; with outer.robust."
+        "ratio", "What this node counts for how its updates did in the rounds before, in 0..1; with outer.robust."
     ),
+    "outer/gain": Metric(
+        "ratio",
+        "By how much this node's payload of the round before lowers the others' held-out loss, as a part of what their "
+        "own payloads do, -1 to 1: their median; where it was drawn, with outer.score.",
+    ),
+    "outer/score_s": Metric("s", "Time for measuring what payloads are worth, with outer.score.", adds_up=True),
     "outer/sent_bytes": Metric(
         "bytes since the last line",
         "Payload that this node sent to other nodes.",

@@ -19,6 +19,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "blamed": "Round {round} failed because of {member_ids} ({consequence}): {reason}.",
     "update_refused": "The update of {node} was left out of round {round}: {reason}.",
     "payload_refused": "What {member_id} sent in round {round} was left out: {reason}.",
+    "payload_scored": "What {member_id} sent in round {round} is worth {gain} of what the others sent.",
     "record_refused": "What {member_id} announced for round {round} was refused: {reason}.",
     "opening_refused": "{node} refused an opening of round {round}: {reason}.",
     "impostor": "Another node posed as {member_id} ({where}), without effect.",

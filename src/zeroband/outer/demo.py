@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
+from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.rounds.coordinator import Committed
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -31,6 +32,7 @@ from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.scoring import PayloadScores
 from zeroband.state.flat import FlatLayout, gradient_shards, parameter_shards
 
 MOMENTUM = "momentum"
@@ -57,7 +59,14 @@ class Demo(EveryStep):
         self._memory = LocalMemory(parts, MOMENTUM, [rule])
         kind, clips = AggregatedExchange if config.aggregator else PayloadExchange, config.robust is not None
         self._payloads = kind(parts.mesh, parts.buffers, self._memory, [rule.codec], divisor="senders", clips=clips)
+        stepper = parts.stepper
+        self._scores = PayloadScores(
+            parts, self._payloads, PARAMS, lambda outer, alone: outer - alone.sign().mul(stepper.lr)
+        )
         super().__init__(parts, self._payloads)
+
+    def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, 0)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._count_step()

@@ -77,6 +77,8 @@ class PayloadExchange:
         """The payloads of the newest round, of all members, where they came directly from them."""
         self._decoded: tuple[Sequence[Payload], Counted] = (), ()
         """What the last result was decoded from."""
+        self._senders: Sequence[str] = ()
+        """Whose payloads these are, in the newest round that this node was in."""
 
     @property
     def is_robust(self) -> bool:
@@ -183,12 +185,37 @@ class PayloadExchange:
             trust = dict(zip(opening.members, opening.trust, strict=True))
             counted = ([trust[member] for member in payloads],)
         measured = Measured.of(len(payloads)) if self._clips else None
-        is_decoded = self._decode(list(payloads.values()), counted, measured)
+        is_decoded, self._senders = self._decode(list(payloads.values()), counted, measured), list(payloads)
         if measured is not None:
             add_up(measured.values, self._mesh.local)
             cosines = zip(payloads, measured.cosines(), strict=True)
             self._agreement = {member: cosine for member, cosine in cosines if cosine is not None}
         return is_decoded
+
+    def write_alone(self, sender: str, out: Tensor) -> bool:
+        """Write what the newest round's result were with one payload alone; False where that one did not count.
+
+        Shape: out as the result buffer, shared by the local ranks. With divisor "none" it counts no more than beside
+        the others. Before the next `run`.
+        """
+        if sender not in self._senders:
+            return False
+        place, (payloads, counted) = self._senders.index(sender), self._decoded
+        weights, parts, *_ = *([numbers[place]] for numbers in counted), None, None
+        local, is_finite = self._mesh.local, True
+        try:
+            self._codec.decode(
+                [payloads[place]],
+                out[slice(*self._bounds[self._turn])],
+                weights=weights,
+                parts=parts,
+                divisor=self._divisor,
+                rank=local.rank,
+                world_size=local.world_size,
+            )
+        except MalformedPayload:
+            is_finite = False
+        return all_ok(is_finite, local)
 
     def _decode(self, payloads: Sequence[Payload], counted: Counted, measured: Measured | None = None) -> bool:
         """Whether their update was written; as `_is_decoded`. `measured`: gets what this rank saw of its chunks."""

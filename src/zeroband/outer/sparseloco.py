@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, SparseLocoConfig
+from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.node.mesh import barrier
@@ -25,6 +26,7 @@ from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCode
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.scoring import PayloadScores
 from zeroband.state.flat import FlatLayout
 from zeroband.state.fragments import arranged
 
@@ -69,11 +71,15 @@ class SparseLoCo(ManySteps):
             clips=config.robust is not None,
         )
         self._is_eager = config.merge == "eager"
+        self._scores = PayloadScores(parts, self._payloads, PARAMS, lambda outer, alone: outer - alone.mul(config.lr))
         super().__init__(parts, config, exchange=self._payloads)
 
     def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         assert self.outer_sgd is not None
         outer[PARAMS].sub_(result.mul(self.outer_sgd.lr))
+
+    def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, self._turn)
 
     def contribute(self, turn: int) -> bool:
         """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""

@@ -95,8 +95,9 @@ class HeldOutEvaluations:
     def run(self, step: int) -> Mapping[str, MetricValue | None]:
         """Evaluate the outer parameters; measures nothing where the node is asked to leave meanwhile."""
         from_s = time.monotonic()
-        outer = self._world.outer_parameters
-        with holding(self._node.parameters, self._shards, outer), self._node.departure.in_step():
+        outer, names = self._world.outer_parameters, [name for name, _ in self._node.parameters.named_parameters()]
+        wanted = () if outer is None else self._shards.held(outer, names)
+        with holding(self._node.parameters, wanted), self._node.departure.in_step():
             results = {one.source: self._evaluate(one) for one in self._sets}
         whole = {source: result for source, result in results.items() if result is not None}
         if len(whole) < len(self._sets):
@@ -115,7 +116,7 @@ class HeldOutEvaluations:
         if not stays.to_the_end:
             return None
         sums = torch.tensor(
-            [part.samples, part.targets, part.text_bytes, part.nats], dtype=torch.float64, device=_exact(node)
+            [part.samples, part.targets, part.text_bytes, part.nats], dtype=torch.float64, device=exact_device(node)
         )
         sum_over_ranks(sums, node.local)
         samples, targets, text_bytes, nats = sums.tolist()
@@ -141,16 +142,15 @@ class _Stay:
 
 
 @contextmanager
-def holding(model: Parameters, places: ShardMap, flat: Tensor | None) -> Generator[None]:
+def holding(model: Parameters, wanted: Iterable[tuple[str, Tensor]]) -> Generator[None]:
     """Have a model hold other parameters, and afterwards its own ones again, bit for bit.
 
-    `flat`: (n,) float32, in the order of the names; None: its own ones. Only parameters that differ are copied: 4 bytes
-    each, on the model's device.
+    `wanted`: name and (n,) float32 of what this rank holds of a parameter. Only those that differ are copied: 4 bytes a
+    value, on the model's device.
     """
-    own = dict[str, Tensor]()
-    shards = {} if flat is None else parameter_shards(model)
+    own, shards = dict[str, Tensor](), parameter_shards(model)
     try:
-        for name, part in () if flat is None else places.held(flat, shards):
+        for name, part in wanted:
             held, wanted = shards[name].detach().view(-1), part.to(shards[name].device)
             if not torch.equal(held, wanted):
                 own[name] = held.clone()
@@ -196,8 +196,8 @@ def _fields_of(
     }
 
 
-def _exact(node: TrainerParts) -> torch.device:
-    """Where sums in float64 are made: with other ranks on the device that they talk through."""
+def exact_device(node: TrainerParts) -> torch.device:
+    """Return where sums in float64 are made: with other ranks on the device that they talk through."""
     return node.local.device if node.local.world_size > 1 else torch.device("cpu")
 
 

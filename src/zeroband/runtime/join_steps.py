@@ -27,7 +27,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import verify
+from zeroband.elastic.rounds.interfaces import Scorer, verify
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver, ZerobandError
@@ -45,9 +45,11 @@ _LINGER_S = 2.0
 _log = get_logger(__name__)
 
 
-def open_replica(node: NodeParts, events: Events, stack: ExitStack) -> tuple[Replica, Joiner]:
-    """A node's place in a run of several, and its way into it; `stack` gives it back."""
-    run = Replica(node, on_event=events.emit)
+def open_replica(
+    node: NodeParts, events: Events, stack: ExitStack, scorer: Scorer | None = None
+) -> tuple[Replica, Joiner]:
+    """A node's place in a run of several, and its way into it; `stack` gives it back. `scorer`: as for `Replica`."""
+    run = Replica(node, on_event=events.emit, scorer=scorer)
     stack.push(run.leave)
     return run, Joiner(ReplicaSteps(node, run, events), node.local, node.departure, events)
 

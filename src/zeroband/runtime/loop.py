@@ -54,7 +54,9 @@ from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
 from zeroband.runtime.own_store import open_own_store
+from zeroband.runtime.replica import scoring_of
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
+from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.transport_setup import HeldPort
 from zeroband.runtime.world import World
@@ -113,7 +115,7 @@ def train(
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     compile_model(node)
-    world, joiner = open_world(node, report, stack)
+    world, joiner = open_world(node, report, stack, sets)
     joined = joiner.enter()
     note_entry(world, report, joined)
     checkpoints = open_checkpoints(node, world, report.events, stack)
@@ -160,12 +162,14 @@ def save_if_last(training: Training) -> None:
         training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
 
-def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[World, Joiner]:
-    """The run that the configuration asks for, and the way into it."""
+def open_world(
+    node: TrainerParts, report: Report, stack: ExitStack, sets: Sequence[EvaluationSet] = ()
+) -> tuple[World, Joiner]:
+    """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
         single = SingleNode(node, report.events)
         return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
-    return open_replica(node, report.events, stack)
+    return open_replica(node, report.events, stack, open_scorer(node, sets))
 
 
 def open_evaluations(node: TrainerParts, world: World, sets: Sequence[EvaluationSet], report: Report) -> Evaluations:
@@ -362,8 +366,9 @@ def _pass_through(node: TrainerParts, batch: MicroBatch, scale: float) -> TokenL
 def compile_model(node: TrainerParts) -> None:
     """Have the compiler do its work before this node is a member, for whose first step the others would wait.
 
-    One step's passes and, with [eval], one of those without gradients, over made-up rows of the shapes of training. The
-    model, its gradients and the random states are as before. Does nothing where nothing is compiled. All local ranks.
+    One step's passes and, with [eval] or outer.score, one of those without gradients, over made-up rows of the shapes
+    of training. The model, its gradients and the random states are as before. Does nothing where nothing is compiled.
+    All local ranks.
     """
     config, device = node.config, node.local.device
     if not compiles(config.train, node.local):
@@ -378,7 +383,7 @@ def compile_model(node: TrainerParts) -> None:
         set_gradient_sync(node.model, True)
         _pass_through(node, batch, 1.0)
         node.inner.zero_grad()
-        if config.eval is not None:
+        if config.eval is not None or scoring_of(config) is not None:
             with evaluating(node.model):
                 node.model(batch.tokens, batch.cu_seqlens, batch.targets)
     for buffer, before in buffers:

@@ -19,7 +19,14 @@ from torch import Tensor
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
 from zeroband.checks.needs import COPIED_BYTES
-from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
+from zeroband.config.outer import (
+    CustomConfig,
+    DdpConfig,
+    DemoConfig,
+    DilocoConfig,
+    RoundsConfig,
+    SparseLocoConfig,
+)
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.holdings import Holding
@@ -27,10 +34,11 @@ from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.membership.resume_rules import begins_on_checkpoint, rounds_since
+from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
-from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, Scorer
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
@@ -89,6 +97,12 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
     return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
 
 
+def scoring_of(config: RunConfig) -> ScoringRule | None:
+    """Which payloads are scored by held-out loss; None: none is."""
+    score = config.outer.score if isinstance(config.outer, SparseLocoConfig | DemoConfig) else None
+    return None if score is None else ScoringRule(score.rounds, score.members, score.counts)
+
+
 def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0) -> Rules:
     """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter.
 
@@ -102,6 +116,7 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0)
         has_several_stores=config.store.are_several,
         counts_equally=weighs_equally,
         is_robust=isinstance(outer, RoundsConfig | DemoConfig) and outer.robust is not None,
+        scoring=scoring_of(config),
         sites=config.comm.sites if config.comm.backend == "native" else "off",
         shape=shape_of(config, sample_tokens),
     )
@@ -121,10 +136,12 @@ class Replica:
     """A node's place in a run of several: owns the membership, the shared memory and the state server.
 
     Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
+    `scorer`: measures payloads, where the configuration asks for it.
     """
 
-    def __init__(self, node: NodeParts, on_event: Callable[..., object]) -> None:
+    def __init__(self, node: NodeParts, on_event: Callable[..., object], scorer: Scorer | None = None) -> None:
         config, local = node.config, node.local
+        self._scorer = _required(scorer, config)
         self._on_event = on_event
         assert config.store.address is not None and config.outer is not None
         self._node = node
@@ -320,6 +337,8 @@ class Replica:
             corpus=self._node.corpus,
             flush_every=every if config.ckpt.path is not None else None,
             auto_rollback=self._auto_rollback(),
+            scoring=scoring_of(config),
+            scorer=self._scorer,
             memory=self.memory if local.rank == 0 else None,
         )
         if self._node.build_algorithm is not None:
@@ -551,6 +570,15 @@ class Replica:
         is_crash = kind is not None and issubclass(kind, Exception) and not issubclass(kind, _CLEAN_ENDS)
         self._is_left = is_crash and bool(restarting_launcher(os.environ, left=True))
         self._stack.close()
+
+
+def _required(scorer: Scorer | None, config: RunConfig) -> Scorer | None:
+    """What measures payloads. Raises ConfigError where they are to be scored and nothing does."""
+    if scoring_of(config) is not None and scorer is None:
+        raise ConfigError(
+            "outer.score measures with the trainer's model and data, which a loop of your own lacks; drop it"
+        )
+    return scorer
 
 
 def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:

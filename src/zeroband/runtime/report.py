@@ -176,6 +176,8 @@ class NodeReport:
             "outer/retries": sum(r.retries for r in rounds),
             "outer/weight": round.weights[round.members.index(round.member_id)],
             "outer/trust": round.trust,
+            "outer/gain": dict(round.gains).get(round.member_id),
+            "outer/score_s": sum(r.score_s or 0.0 for r in rounds) or None,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
             "outer/wide_bytes": sum_known(r.wide_bytes for r in rounds),
@@ -197,6 +199,8 @@ class NodeReport:
             self.events.emit("update_refused", round=round.round, reason="it is not finite")
         for member_id, reason in round.refused:
             self.events.emit("payload_refused", round=round.round, member_id=member_id, reason=reason)
+        for member_id, gain in round.gains:
+            self.events.emit("payload_scored", round=round.round - 1, member_id=member_id, gain=gain)
         self.events.emit(
             "round_committed",
             round=round.round,

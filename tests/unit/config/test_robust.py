@@ -8,6 +8,7 @@ import pytest
 
 from zeroband.config import RunConfig
 from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoConfig, SparseLocoConfig, TrimmedConfig
+from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.kernels.robust import RobustRule
 from zeroband.outer.robust import rule_of
 from zeroband.runtime.replica import rules_of
@@ -62,3 +63,28 @@ def test_custom_algorithms_have_it_too(load: Callable[..., RunConfig]) -> None:
     flags = ("--outer.type=custom", "--outer.algorithm=examples/fed_adam.py", "--comm.sites=off")
     config = load(*flags, CLIP, **STORE)
     assert isinstance(config.outer, CustomConfig) and rules_of(config).is_robust
+
+
+def test_scores_of_payloads_are_off_unless_asked_for_and_counted_only_with_robust(
+    load: Callable[..., RunConfig], refusal: Callable[..., str]
+) -> None:
+    assert rules_of(load("--outer.type=sparseloco", **STORE)).scoring is None
+    shown = load("--outer.type=demo", "--outer.score.rounds=50", **STORE)
+    assert rules_of(shown).scoring == ScoringRule(rounds=50, members=3, counts=False)
+    counted = load("--outer.type=sparseloco", CLIP, "--outer.score.counts=true", **STORE)
+    assert rules_of(counted).scoring == ScoringRule(rounds=8, members=3, counts=True)
+    assert 'set outer.robust.type = "clip"' in refusal("--outer.type=sparseloco", "--outer.score.counts=true", **STORE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--outer.type=demo", "--outer.score={}", "--outer.aggregator=true"], "outer.score needs each payload"),
+        (["--outer.type=sparseloco", "--outer.score={}", "--data.hold_out=0"], "set one of them"),
+        (["--outer.type=sparseloco", "--outer.score.members=1"], "outer.score.members"),
+        (["--outer.type=diloco", "--outer.score={}"], "outer.score"),
+    ],
+    ids=["aggregator", "no rows", "one member", "dense"],
+)
+def test_what_does_not_go_with_scores_is_refused(refusal: Callable[..., str], flags: list[str], said: str) -> None:
+    assert said in refusal(*flags, **STORE)

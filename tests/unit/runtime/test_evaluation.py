@@ -239,7 +239,7 @@ def test_evaluation_that_fails_leaves_the_model_its_own_parameters() -> None:
     places = ShardMap(FlatLayout.of(model), 0, 1, is_copy=True)
 
     def fail() -> None:
-        with holding(model, places, torch.zeros(6)):
+        with holding(model, places.held(torch.zeros(6), dict(model.named_parameters()))):
             assert not any(value.any() for value in bits(model).values())
             raise ValueError("in it")
 

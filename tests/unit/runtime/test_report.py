@@ -71,6 +71,16 @@ def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node
     assert tokens_of(node, steps) == [10, 20, 50, 60]
 
 
+def test_scored_payloads_are_told_of_with_the_round_that_they_were_sent_in(node: Any) -> None:
+    scored = replace(round_after(after(40), 0), round=5, gains=(("a#1", 0.25), ("b#2", -1.0)), score_s=0.5)
+    tokens_of(node, [(RunProgress(after(40), is_now=True), [scored])])
+    (line,) = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    assert (line["outer/gain"], line["outer/score_s"]) == (0.25, 0.5)
+    events = [json.loads(line) for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]
+    told = [(e["round"], e["member_id"], e["gain"]) for e in events if e["kind"] == "payload_scored"]
+    assert told == [(4, "a#1", 0.25), (4, "b#2", -1.0)]
+
+
 def test_mfu_is_of_all_cards_of_the_node_each_once_whatever_a_rank_sees(node: Any) -> None:
     node.local.cards = (
         Card("NVIDIA L4", "a", "1", 24),

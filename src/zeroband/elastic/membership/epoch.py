@@ -22,6 +22,7 @@ from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Blame,
     Evidence,
+    Gain,
     LinkRates,
     Opening,
     Ready,
@@ -29,6 +30,7 @@ from zeroband.elastic.membership.records import (
     View,
 )
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
+from zeroband.elastic.membership.scoring import ScoringRule, gains_told
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import electors, may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
@@ -80,6 +82,8 @@ class Rules:
     """Nodes count the same in a round, however much each of them has learned."""
     is_robust: bool = False
     """Members may lie: what they say of their own weight is bounded, and they count by how they agreed so far."""
+    scoring: ScoringRule | None = None
+    """Which payloads are scored by held-out loss; None: none is."""
     sites: SitesRule = "off"
     """How members are grouped that have a network of their own between them."""
     shape: RunShape | None = None
@@ -259,7 +263,13 @@ def _opening_to(
         is_equal=said.is_equal,
         sites=sites,
         largest=said.largest,
+        gains=gains_in(members, view, rules),
     )
+
+
+def gains_in(members: Sequence[str], view: View, rules: Rules) -> tuple[Gain, ...]:
+    """What these members found payloads of the round before to be worth."""
+    return gains_told(view.committed, {m: view.ready[m] for m in members}, rules.scoring)
 
 
 def trust_in(members: Sequence[str], view: View, rules: Rules) -> tuple[float, ...]:

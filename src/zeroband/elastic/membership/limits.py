@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
-from zeroband.elastic.membership.epoch import Rules, of_members, trust_in
+from zeroband.elastic.membership.epoch import Rules, gains_in, of_members, trust_in
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, View
 from zeroband.elastic.membership.resume_rules import restarts_with
@@ -101,6 +101,8 @@ def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
     if len(ready) == len(opening.members):
         yield from _other_numbers(opening, list(ready.values()), rules)
         yield from _other_sites(opening, [said.site for said in ready.values()], rules)
+        if opening.gains != gains_in(opening.members, view, rules):
+            yield "what it says of scored payloads does not follow from the records of its members"
     if opening.trust != trust_in(opening.members, view, rules):
         yield "its trust in the members does not follow from the rounds before"
     if opening.orders == view.orders.version and opening.rollback not in (None, view.orders.rollback):

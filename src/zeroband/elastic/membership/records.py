@@ -26,6 +26,7 @@ from zeroband.config.ranges import (
     Millis,
     Phases,
     Port,
+    Ratio,
     Round,
     Share,
     Text,
@@ -80,6 +81,20 @@ class Ready:
     """The site that its node is at, as configured; None: it names none."""
     largest: Magnitude | None = None
     """Largest size of a value that it contributes to a mean; None: not known, or it sends payloads."""
+    gains: EachMember[Ratio | None] = ()
+    """By how much each payload of the round before that was drawn (`scoring`) lowers its held-out loss, as a part of
+    what its own payload does; None of one that it could not measure. Empty: it measured none."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the members found a payload of the round before to be worth."""
+
+    member: Id
+    """Its sender."""
+    ratio: Ratio
+    """By how much it lowers the others' held-out loss, as a part of what their own payloads do: their median. 1: as
+    much as these, or more; below 0: the loss rises."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +176,8 @@ class Opening:
     no sites."""
     largest: EachMember[Magnitude] = ()
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
+    gains: EachMember[Gain] = ()
+    """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""

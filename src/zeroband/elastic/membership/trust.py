@@ -1,20 +1,27 @@
-"""What members count by how far their contributions agreed with what the rounds came to. Pure rules.
+"""What members count by what their contributions to the rounds before were worth. Pure rules.
 
-A score is a running mean of cosines, of a member's contribution and of the committed result. Verdicts record the
-scores, so every opening's proposer comes to the same weights. Honest contributions point somewhat the same way, or at
-worst nowhere in particular, so that each one's own part in the result makes its cosine positive; one that points
-against the others for several rounds counts less and less, and nothing at last. Norms do not show here: a combination
-bounds them (`outer.robust`).
+A score is a running mean, in -1..1. Verdicts record the scores, so every opening's proposer comes to the same weights.
+Norms do not show here: a combination bounds them (`outer.robust`). There are two:
+
+- *agreement*: of the cosine of a member's contribution and of the committed result. Honest contributions point somewhat
+  the same way, or at worst nowhere in particular, so that each one's own part in the result makes its cosine positive;
+  one that points against the others for several rounds counts less and less, and nothing at last.
+- *gain*: of how much its payloads lower the others' held-out loss beside their own, where that is measured and counts
+  (`outer.score.counts`). Of most values of a payload there is one sender, so its own part makes the cosine of a lie
+  positive, too.
+
+A member counts what the lower of its scores allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Any
 
 from zeroband.elastic.membership.records import Opening
 
-RECORD = "agreement"
+RECORD, GAIN = "agreement", "gain"
 """Where scores stand in a verdict's record."""
 
 _NEW = 0.1
@@ -28,24 +35,28 @@ _FULL, _HALF = -0.05, -0.1
 """Scores down to which a member counts fully, and half; below it counts nothing: combinations that compare members
 value by value have no small votes."""
 
+_GAIN_FULL, _GAIN_HALF = -0.2, -0.4
+"""Those of scores of gain, which are of few rows: where a training has converged, honest ones came to -0.2."""
 
-def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The scores that a verdict recorded; of one that recorded nothing, none."""
-    said = record.get(RECORD, {})
+
+def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:
+    """The scores of this name that a verdict recorded; of one that recorded nothing, none."""
+    said = record.get(name, {})
     return {member: float(score) for member, score in said.items()} if isinstance(said, dict) else {}
 
 
-def weight_of(score: float) -> float:
+def weight_of(score: float, name: str = RECORD) -> float:
     """What a member of this score counts: 0, or 0.5..1. One whose score is no number counts nothing."""
-    if not score >= _HALF:  # also where it is no number
+    full, half = (_GAIN_FULL, _GAIN_HALF) if name == GAIN else (_FULL, _HALF)
+    if not score >= half:  # also where it is no number
         return 0.0
-    return min(1.0, 0.5 + 0.5 * (score - _HALF) / (_FULL - _HALF))
+    return min(1.0, 0.5 + 0.5 * (score - half) / (full - half))
 
 
 def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, ...]:
     """What each member counts after a verdict with this record. Members without a score are trusted."""
-    scores = scores_of(record)
-    return tuple(weight_of(scores.get(member, 0.0)) for member in members)
+    scores = {name: scores_of(record, name) for name in (RECORD, GAIN)}
+    return tuple(min(weight_of(said.get(m, 0.0), name) for name, said in scores.items()) for m in members)
 
 
 def scores_after(record: Mapping[str, Any], opening: Opening, cosines: Mapping[str, float]) -> dict[str, float]:
@@ -53,11 +64,31 @@ def scores_after(record: Mapping[str, Any], opening: Opening, cosines: Mapping[s
 
     Members that are neither in the round nor late for it are forgotten.
     """
-    before = scores_of(record)
+    before, members = scores_of(record), (*opening.members, *opening.late)
+    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_KEPT) for m in members}
+
+
+def _score(before: float, measured: float | None, *, kept: float) -> float:
+    """A running mean with what was measured; `kept`: what is left of it where nothing was."""
+    if measured is None:
+        return kept * before
+    return (1 - _NEW) * before + _NEW * max(-1.0, min(1.0, measured))
+
+
+def gains_after(record: Mapping[str, Any], opening: Opening) -> dict[str, float]:
+    """Scores of gain after the round of this opening, which has what was measured of the payloads of the round before.
+
+    They are as before where nothing was measured, but of members that count nothing. Where most of the measured
+    payloads raise the loss, as when nobody learns any more, a member is compared with these.
+    """
+    before = scores_of(record, GAIN)
+    if not opening.gains:
+        return before
+    usual = min(0.0, median_high(gain.ratio for gain in opening.gains))
+    measured = {gain.member: gain.ratio - usual for gain in opening.gains}
 
     def score(member: str) -> float:
-        if member in cosines:
-            return (1 - _NEW) * before.get(member, 0.0) + _NEW * max(-1.0, min(1.0, cosines[member]))
-        return _KEPT * before.get(member, 0.0)
+        was = before.get(member, 0.0)
+        return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _KEPT)
 
     return {member: score(member) for member in (*opening.members, *opening.late)}

@@ -87,6 +87,8 @@ class RoundCosts:
     received_bytes: int = 0
     wide_bytes: int | None = None
     """Part of those sent that went to other sites; None: there were no sites."""
+    score_s: float | None = None
+    """What measuring the worth of its payloads took; None: it was not measured."""
     failures: list[str] = field(default_factory=list[str])
     """Why the round was opened again, once for each time."""
     newest: Transfer | None = None
@@ -158,6 +160,8 @@ class RoundCoordinator(ABC):
         self._is_left_out = False
         self._largest: float | None = None
         """Largest size of a value in the contribution buffer; None: not known."""
+        self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
+        """What this node says in the ready of a round: `Ready.gains` of the one before."""
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -169,6 +173,10 @@ class RoundCoordinator(ABC):
     def _describe(self, result: Tensor) -> Mapping[str, Any]:
         """What the verdict says of a result, beside the progress. Local rank 0."""
         return {}
+
+    def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
+        """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
+        return ()
 
     def _describe_founding(self) -> Mapping[str, Any]:
         """What the founding's verdict says, beside the progress."""
@@ -361,7 +369,8 @@ class RoundCoordinator(ABC):
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
         ready = replace(ready, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
-        ready = replace(ready, largest=offer.largest)
+        scored_for, gains = self._gains
+        ready = replace(ready, largest=offer.largest, gains=gains if scored_for == round else ())
         ready = replace(ready, missed=round - offer.round if passes else 0)
         self._parts.mesh.announce_ready(ready)
         if passes:
@@ -457,7 +466,11 @@ class RoundCoordinator(ABC):
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
     def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
-        scores = {trust.RECORD: trust.scores_after(self.record, opening, agreement)} if opening.trust else {}
+        scores = dict[str, dict[str, float]]()
+        if opening.trust:
+            scores[trust.RECORD] = trust.scores_after(self.record, opening, agreement)
+        if self._parts.scoring is not None and self._parts.scoring.counts:
+            scores[trust.GAIN] = trust.gains_after(self.record, opening)
         return {
             "progress": self.progress.after(opening, self._parts.shape).to_record(),
             "weight": opening.total_weight,
@@ -488,6 +501,10 @@ class RoundCoordinator(ABC):
         finally:
             self._is_awaited = False
         self.exchange.conclude(counts=offer.weight > 0)
+        scored_from_s = time.monotonic()
+        self._gains = outcome.verdict.round + 1, self._score(outcome.verdict)
+        if self._gains[1]:
+            outcome.costs.score_s = time.monotonic() - scored_from_s
         return outcome
 
     def _offered_again(self, offer: Offer) -> Offer:
@@ -649,12 +666,14 @@ class RoundCoordinator(ABC):
         before, now = opening.trust, trust.trust_of(opening.members, self.record)
         for member, was, weight in zip(opening.members, before, now, strict=True):
             if (was < _HALF) != (weight < _HALF) and self._local.rank == 0:
-                fields = {"round": opening.round, "member_id": member, "weight": round(weight, 2)}
+                scores = {name: trust.scores_of(self.record, name).get(member) for name in (trust.RECORD, trust.GAIN)}
                 _log.warning(
-                    "a member's contributions disagree with the others'"
+                    "a member's contributions disagree with the others' or raise their loss, and count less"
                     if weight < _HALF
-                    else "a member's contributions agree again",
-                    extra={"fields": fields},
+                    else "a member's contributions count again",
+                    extra={
+                        "fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}
+                    },
                 )
         return now[opening.members.index(member_id)]
 
@@ -682,4 +701,6 @@ class RoundCoordinator(ABC):
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
             trust=self._trust_in(member_id, opening),
+            gains=tuple((gain.member, gain.ratio) for gain in opening.gains),
+            score_s=costs.score_s,
         )

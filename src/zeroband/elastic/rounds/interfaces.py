@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
@@ -153,6 +154,17 @@ class Stepper(Inner, Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """Measures losses on rows that nobody trains on. Called by all local ranks."""
+
+    def loss(self, values: Iterable[tuple[str, Tensor]], lot: int) -> float:
+        """Mean loss with these parameters, in nats per token, the same on all local ranks; changes nothing.
+
+        `values`: name and (n,) float32 of what this rank holds of each parameter. `lot`: draws the rows.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class OuterParts:
     """What an outer algorithm works with."""
@@ -185,6 +197,10 @@ class OuterParts:
     """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
     auto_rollback: RollbackRule | None = None
     """Answers rounds whose loss calls for going back; None: the run never does by itself."""
+    scoring: ScoringRule | None = None
+    """Which payloads are scored by held-out loss; None: none is."""
+    scorer: Scorer | None = None
+    """Measures it; there is one wherever payloads are scored."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 

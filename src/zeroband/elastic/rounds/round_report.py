@@ -43,7 +43,11 @@ class RoundReport:
     payload_bytes: int | None = None
     """Size of this node's payload, as it goes to each node or site; None: it sent none."""
     trust: float | None = None
-    """What this node counts from the next round on for how it agreed; None: the run does not ask (`outer.robust`)."""
+    """What this node counts from the next round on for how it did; None: the run does not ask (`outer.robust`)."""
+    gains: tuple[tuple[str, float], ...] = ()
+    """Members whose payload of the round before was scored, and what the others found it to be worth (`Gain`)."""
+    score_s: float | None = None
+    """What measuring this round's payloads took this node; None: it measured none."""
 
     @property
     def retries(self) -> int:

@@ -71,6 +71,22 @@ def test_all_members_hold_what_the_owners_make_of_their_shards(
 
 
 @EACH_RULE
+def test_contributions_that_are_encoded_already_give_the_same_bits(kept_net: KeptNet, rule: RobustRule) -> None:
+    """As `outer.state_device = "cuda"` has them; the GPU steps by the encoded result."""
+    sources, shape, net = [noise(NUMEL, seed=seed) for seed in range(4)], shape_of_four(INT8), kept_net(4, True)
+    expected, plainly = reduced(net, shape, rule, sources)
+    sent = [
+        Encoded(INT8.encode(source), torch.zeros(INT8.encoded_size(NUMEL), dtype=torch.uint8)) for source in sources
+    ]
+    results, robustly = reduced(net, shape, rule, [torch.full((NUMEL,), float("nan"))] * 4, sent)
+    for result, one in zip(results, sent, strict=True):
+        assert torch.equal(result.view(torch.int32), expected[0].view(torch.int32))
+        assert torch.equal(INT8.decode(one.result, NUMEL).view(torch.int32), result.view(torch.int32))
+    for told, before in zip(robustly, plainly, strict=True):
+        assert told.measured.cosines() == before.measured.cosines()
+
+
+@EACH_RULE
 def test_bytes_that_decode_to_no_number_do_not_reach_the_result(kept_net: KeptNet, rule: RobustRule) -> None:
     """An honest node refuses to encode them, so a liar writes the bytes itself."""
     sources, shape = [noise(NUMEL, seed=seed) for seed in range(4)], shape_of_four(INT8, (1, 1, 1, 1))

@@ -1,0 +1,75 @@
+"""What each payload of a scored round alone does to the held-out loss, as this node measures it. All local ranks.
+
+The outer parameters are those before the round's step. Losses are compared on the same rows, so that what differs is
+the payload; no gradient is made, and no bit of the training changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from zeroband.elastic.membership.records import Verdict
+from zeroband.elastic.membership.scoring import drawn, lot_of
+from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.outer.payloads import PayloadExchange
+from zeroband.state.flat import parameter_shards
+
+SCORED = "scored"
+"""Name of the shared buffer that has what one payload alone makes: 4 bytes a parameter, where payloads are scored."""
+
+_PART = 0.5
+"""Part of a step that is measured: near the end of training a payload that helps beside the others overshoots alone."""
+
+
+class PayloadScores:
+    """Scores payloads of the newest round. `section`: of the parameters. `step`: (outer, result) -> outer after it."""
+
+    def __init__(
+        self, parts: OuterParts, payloads: PayloadExchange, section: str, step: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self._parts = parts
+        self._payloads = payloads
+        self._section = section
+        self._step = step
+        if parts.scoring is not None:
+            parts.buffers.open(SCORED)
+
+    def measure(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+        """Return `Ready.gains`: by how much each drawn payload alone lowers the loss, beside this node's own payload.
+
+        Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `turn`: fragment of the
+        round, which is committed and not applied.
+        """
+        parts, member_id = self._parts, self._parts.mesh.member_id
+        scored, scorer = drawn(verdict, parts.scoring), parts.scorer
+        if not scored or scorer is None or not verdict.opening.wanted().get(member_id):
+            return ()
+        rows = lot_of(verdict, f"rows of {member_id}")
+        before = scorer.loss(self._values(None), rows)
+        own = self._gain(member_id, turn, before, rows)
+        if own is None or not own > 0:
+            return ()
+        gains = [self._gain(sender, turn, before, rows) if sender != member_id else own for sender in scored]
+        return tuple(None if gain is None else max(-1.0, min(1.0, gain / own)) for gain in gains)
+
+    def _gain(self, sender: str, turn: int, before: float, rows: int) -> float | None:
+        """By how many nats per token a payload alone lowers the loss; None where it did not count in the round."""
+        parts = self._parts
+        if parts.mesh.local.rank == 0:
+            parts.mesh.flags.advance()
+        if not self._payloads.write_alone(sender, parts.buffers[SCORED]):
+            return None
+        gain = before - parts.scorer.loss(self._values(turn), rows) if parts.scorer is not None else math.nan
+        return gain if math.isfinite(gain) else -math.inf
+
+    def _values(self, turn: int | None) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters before the round, or on the way of a step by the payload in the buffer."""
+        parts = self._parts
+        shards = parameter_shards(parts.model)
+        names = () if turn is None else [name for name in parts.fragments[turn].names if name in shards]
+        moved = dict(parts.sent.held(parts.buffers[SCORED], names)) if names else {}
+        for name, outer in parts.shards.held(parts.buffers[self._section], shards):
+            yield name, outer.lerp(self._step(outer, moved[name]), _PART) if name in moved else outer
