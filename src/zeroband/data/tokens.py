@@ -28,17 +28,8 @@ from pydantic import ConfigDict, TypeAdapter
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
 from zeroband.data.packing import fill_bins
-from zeroband.data.sources import (
-    BadRow,
-    BadRows,
-    Document,
-    OnBad,
-    conversations,
-    documents,
-    refuse,
-    source_identity,
-    usable,
-)
+from zeroband.data.pieces import BadRow, BadRows, Document, OnBad, refuse, usable
+from zeroband.data.sources import conversations, documents, source_identity
 from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_store import TokenStore, is_padding

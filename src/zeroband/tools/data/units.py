@@ -14,10 +14,22 @@ import xxhash
 
 from zeroband.data.files import Files, SourceFile
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows
+from zeroband.data.pieces import (
+    BadRows,
+    Dataset,
+    Document,
+    IdsRow,
+    OnBad,
+    read_ids,
+    read_lines,
+    read_row_groups,
+    read_rows,
+    read_text,
+    refuse,
+)
 from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
 from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
-from zeroband.data.sources import BadRows, Dataset, Document, OnBad, dataset_stamp, load_dataset, read_text, refuse
+from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.data.tokens import encode_documents
 from zeroband.errors import ConfigError
