@@ -27,17 +27,13 @@ from zeroband.data.pieces import (
     read_text,
     refuse,
 )
-from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
-from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
+from zeroband.data.shard_set import BLOCK_TOKENS, ShardDraft, block_hashes, ids_dtype, npy_pieces
 from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
-from zeroband.data.tokens import encode_documents
+from zeroband.data.tokens import encode_documents, in_chunks
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord
 from zeroband.tools.data.plan import Options, Origin, Piece, Plan
-
-_CHUNK_CHARACTERS = 1 << 20
-_CHUNK_DOCUMENTS = 1024
 
 Flags = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.unsignedinteger]
@@ -138,7 +134,7 @@ class Units:
     def hash_documents(self, unit: int, on_progress: OnProgress) -> None:
         """Keep the hash of each document of a unit."""
         found: list[bytes] = []
-        for chunk in _chunks(self._documents(unit)):
+        for chunk in in_chunks(self._documents(unit), lambda read: read.size):
             found += [_hash_of(read.document) if read.size else bytes(16) for read in chunk]
             on_progress(sum(read.size for read in chunk), 0)
         self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
@@ -152,7 +148,7 @@ class Units:
         self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
         with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
-            for chunk in _chunks(self._documents(unit)):
+            for chunk in in_chunks(self._documents(unit), lambda read: read.size):
                 dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
                 number += len(chunk)
                 kept = self._kept(chunk, dropped, counts, of_sources)
@@ -267,17 +263,3 @@ def _hash_of(document: Document | IdsRow) -> bytes:
         return xxhash.xxh3_128_digest(document.ids.astype("<i8").tobytes())
     text = document.text
     return xxhash.xxh3_128_digest(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
-
-
-def _chunks(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
-    """Documents in groups large enough for a call of the tokenizer and small enough for the memory."""
-    chunk: list[_Read] = []
-    size = 0
-    for read in reads:
-        chunk.append(read)
-        size += read.size
-        if size >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_DOCUMENTS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
