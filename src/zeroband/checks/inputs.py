@@ -21,7 +21,8 @@ from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
-from zeroband.data.sources import conversations, documents, require_beginning_of_text
+from zeroband.data.pieces import require_beginning_of_text
+from zeroband.data.sources import conversations, documents
 from zeroband.data.token_files import require_there
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.data.tokens import prepare

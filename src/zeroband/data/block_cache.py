@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import threading
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import xxhash
 
-from zeroband.data.whole_files import WholeFile
+from zeroband.data.token_storage import WholeFile
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
@@ -42,17 +43,6 @@ _KEPT = "kept"
 _PART = ".part"
 
 _log = get_logger(__name__)
-
-
-class Claim:
-    """The right to fetch a block, until the end of its `with`."""
-
-    def __init__(self, cache: BlockCache, block: int, part: Path, descriptor: int) -> None:
-        self._cache, self._block, self._part, self._descriptor = cache, block, part, descriptor
-
-    def put(self, content: bytes) -> None:
-        """Have the block in the cache; a disk without room for it is told once, and the block is not kept."""
-        self._cache.put(self._block, self._part, self._descriptor, content)
 
 
 class BlockCache:
@@ -107,11 +97,14 @@ class BlockCache:
         self._path(block).unlink(missing_ok=True)
 
     @contextmanager
-    def claim(self, block: int) -> Generator[Claim | None]:
-        """The right to fetch a block; None while another thread or process has it."""
+    def claim(self, block: int) -> Generator[Callable[[bytes], None] | None]:
+        """The right to fetch a block, and what puts it here then; None while another thread or process has it.
+
+        A disk without room for a block is told once, and the block is not kept.
+        """
         part = self._path(block).with_suffix(_PART)
         with claimed(part) as descriptor:
-            yield None if descriptor is None else Claim(self, block, part, descriptor)
+            yield None if descriptor is None else functools.partial(self._put, block, part, descriptor)
 
     @contextmanager
     def claim_file(self, shard: int) -> Generator[bool]:
@@ -119,12 +112,14 @@ class BlockCache:
         with claimed(self._folder / f"file-{shard:x}{_PART}") as descriptor:
             yield descriptor is not None
 
-    def put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
-        """Write a claimed block. Called by its claim."""
+    def _put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
+        """Write a claimed block."""
         try:
             os.ftruncate(descriptor, 0)
             _write(descriptor, content, _digest(content))
             part.rename(self._path(block))
+        except FileNotFoundError:
+            return  # where there are no locks, somebody else has put the same block there meanwhile
         except OSError as error:
             if error.errno not in _FULL:
                 raise

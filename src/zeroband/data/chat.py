@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.data.sources import BadRow, Conversation
+from zeroband.data.pieces import BadRow
+from zeroband.data.sources import Conversation
 from zeroband.data.tokenizer import Ids, Tokenizer
 from zeroband.errors import ConfigError, way_to_extra
 

@@ -10,12 +10,13 @@ import io
 import os
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from zeroband.data.hub import require_hub
 from zeroband.data.listing import (
@@ -37,49 +38,72 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
+_PATHS = "data.source.paths"
 _BUFFER_BYTES = 1 << 20
 _SILENCE_S = 60.0
 """For a server to be reached, and for the next bytes of its answer."""
+_RENEW_S = 1.0
+"""All threads are refused at once, and one new client is enough for them."""
 
 _log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
 
-class FileSystem(Protocol):
-    """The part of fsspec's AbstractFileSystem that is used here."""
-
-    protocol: str | tuple[str, ...]
-
-    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
-    def info(self, path: str) -> dict[str, Any]: ...
-    def open(self, path: str, mode: str) -> BinaryIO: ...
-    def unstrip_protocol(self, name: str) -> str: ...
+FileSystem: TypeAlias = Any
+"""fsspec's AbstractFileSystem, which has no types."""
 
 
-class _Client:
-    """A file system whose failures are waited out. Any thread.
+def pause(wait_s: float) -> bool:
+    """Sleep between two attempts. Returns False: who waits here goes on until a signal ends the process."""
+    time.sleep(wait_s)
+    return False
 
-    Raises out of `run`: StorageLost where it was waited for in vain, ConfigError where waiting does not help.
+
+class Client:
+    """A file system of fsspec whose failures are waited out; it is made anew where its credentials are refused.
+
+    key: what names `url` in a configuration. stopped: ends all waiting, where it is not a signal that does. Any thread.
     """
 
-    def __init__(self, url: str, system: FileSystem, retry_s: float) -> None:
-        self._url = url
-        self._system = system
-        self._retries = Retries(retry_s, renew=self._renew, pause=pause)
+    def __init__(
+        self,
+        url: str,
+        system: FileSystem,
+        retry_s: float,
+        *,
+        key: str = _PATHS,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        self._url, self._key = url, key
+        self.system = system
+        self._retries = Retries(retry_s, renew=self._renew, pause=pause if stopped is None else stopped.wait)
+        self._lock = threading.Lock()
+        self._renewed_s = float("-inf")
+
+    def name(self, path: str) -> str:
+        """A path as a user would write it."""
+        return self.system.unstrip_protocol(path).removeprefix("file://")
+
+    def retry(self, call: Callable[[FileSystem], _T], name: str) -> _T:
+        """What a call gives, when it does; `name` is what it asks for, for messages. Raises StorageLost."""
+        return self._retries.run(lambda: call(self.system), name)
 
     def run(self, call: Callable[[FileSystem], _T], name: str) -> _T:
-        """What a call gives, when it does; `name` is what it asks for, for messages."""
+        """What `retry` gives. Raises: StorageLost where it was waited for in vain, else ConfigError."""
         try:
-            return self._retries.run(lambda: call(self._system), name)
+            return self.retry(call, name)
         except StorageLost as lost:
             if lost.can_pass:
                 raise
             raise ConfigError(f"data.source cannot be read: {lost}") from lost
 
     def _renew(self) -> None:
-        """Take a client that reads its credentials anew."""
-        self._system, _ = _resolve(self._url, skip_instance_cache=True)
+        """Take a client that reads its credentials anew; requests under way keep the old one."""
+        with self._lock:
+            if time.monotonic() - self._renewed_s >= _RENEW_S:
+                self.system, _ = resolve(self._url, self._key, skip_instance_cache=True)
+                self._renewed_s = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,7 @@ class SourceFile:
     name: str
     """Name as a user would write it: a path, or a URL when it is not local."""
     path: str
-    client: _Client
+    client: Client
 
     @property
     def size(self) -> int | None:
@@ -99,17 +123,7 @@ class SourceFile:
     @property
     def has_ranges(self) -> bool:
         """Whether it can be read from its middle: some servers send whole files only."""
-
-        def call(system: FileSystem) -> bool:
-            if not _is_http(system):
-                return True
-            size = _size(system.info(self.path)) or 0
-            if size < 2:
-                return False
-            with _http_stream(system, self.path, 1, size) as stream:
-                return _is_part(stream)
-
-        return self.client.run(call, self.name)
+        return self.client.run(lambda system: sends_ranges(system, self.path), self.name)
 
     def stamp(self) -> list[str]:
         """Name, size and time of the last change, or the store's tag: what changes when the file does."""
@@ -126,7 +140,7 @@ class SourceFile:
         """
         ending = next((ending for ending in COMPRESSED if self.path.casefold().endswith(ending)), None)
         try:
-            with cast(BinaryIO, io.BufferedReader(_Reading(self), _BUFFER_BYTES)) as raw:
+            with cast(BinaryIO, io.BufferedReader(Reading(self, self.client.run), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
         except OSError as e:  # of what makes sense of the bytes
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
@@ -143,7 +157,7 @@ class Files:
 
     def __init__(self, retry_s: float = 0.0) -> None:
         self._retry_s = retry_s
-        self._clients: dict[FileSystem, _Client] = {}
+        self._clients: dict[FileSystem, Client] = {}
 
     def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = (), *, says: bool = False) -> list[SourceFile]:
         """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
@@ -157,8 +171,8 @@ class Files:
         return list({file.name: file for file in found}.values())
 
     def _expand(self, pattern: str, in_folders: tuple[str, ...], *, says: bool) -> list[SourceFile]:
-        system, path = _resolve(pattern)
-        client = self._clients.setdefault(system, _Client(pattern, system, self._retry_s))
+        system, path = resolve(pattern, _PATHS)
+        client = self._clients.setdefault(system, Client(pattern, system, self._retry_s))
         kind = client.run(lambda system: _kind(system, path), pattern)
         endings = in_folders if kind == "directory" else None
         if kind == "file":
@@ -170,7 +184,7 @@ class Files:
         elif is_local(system):
             listing = client.run(lambda _: _list(LOCAL, path, endings), pattern)
         elif kind == "directory" or has_magic(path):
-            listing = _list(remote_tree(client.run, system), path, endings)
+            listing = _list(remote_tree(client.run, client.name), path, endings)
         else:
             listing = Listing()
         if says:
@@ -178,7 +192,7 @@ class Files:
         if not listing.files:
             there = "; ".join(f"left out: {reason}: {names[0]}" for reason, names in listing.left_out.items() if names)
             raise ConfigError(f"data.source.paths: no file matches {pattern!r}{there and f' ({there})'}")
-        return [SourceFile(_name(system, match), match, client) for match in sorted(listing.files)]
+        return [SourceFile(client.name(match), match, client) for match in sorted(listing.files)]
 
 
 def find_files(paths: Sequence[str], retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
@@ -199,16 +213,12 @@ def _list(tree: Tree, path: str, endings: tuple[str, ...] | None) -> Listing:
     return files_matching(path, tree) if endings is None else files_below(path, endings, tree)
 
 
-def remote_tree(run: Callable[[Callable[[FileSystem], Any], str], Any], system: FileSystem) -> RemoteTree:
-    """What a storage lists; `run`: makes a call of its client, waits out failures, and names the path in errors."""
-
-    def ls(folder: str) -> list[dict[str, Any]]:
-        return run(lambda system: system.ls(folder, detail=True), _name(system, folder))
-
-    def info(path: str) -> dict[str, Any]:
-        return run(lambda system: system.info(path), _name(system, path))
-
-    return RemoteTree(ls, info)
+def remote_tree(run: Callable[[Callable[[FileSystem], Any], str], Any], name: Callable[[str], str]) -> RemoteTree:
+    """What a storage lists. `run`, `name`: of its client."""
+    return RemoteTree(
+        lambda folder: run(lambda system: system.ls(folder, detail=True), name(folder)),
+        lambda path: run(lambda system: system.info(path), name(path)),
+    )
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -236,18 +246,12 @@ def _refuse(error: OSError) -> None:
     raise ConfigError(f"the Python standard library, which data.source.paths = [] names, cannot be read: {error}")
 
 
-def pause(wait_s: float) -> bool:
-    """Sleep between two attempts. Returns False: who waits here goes on until a signal ends the process."""
-    time.sleep(wait_s)
-    return False
+class Reading(io.RawIOBase):
+    """The bytes of a file, whose storage may fail in the middle of it. `run`: of its client; raises what that does."""
 
-
-class _Reading(io.RawIOBase):
-    """The bytes of a file, whose storage may fail in the middle of it."""
-
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, run: Callable[[Callable[[FileSystem], bytes], str], bytes]) -> None:
         super().__init__()
-        self._file = file
+        self._file, self._run = file, run
         self._at = 0
         self._size: int | None = None
         """What is known of it once something is open."""
@@ -261,7 +265,7 @@ class _Reading(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = self._file.client.run(lambda system: self._next(system, len(buffer)), self._file.name)
+        content = self._run(lambda system: self._next(system, len(buffer)), self._file.name)
         buffer[: len(content)] = content
         self._at = self._stream_at
         return len(content)
@@ -303,16 +307,17 @@ class _Reading(io.RawIOBase):
 
     def _opened(self, system: FileSystem) -> BinaryIO:
         """A stream that is where the file is read."""
-        if _is_http(system):
+        if is_http(system):
             return self._opened_over_http(system)
-        if self._stream is None:
-            self._stream = system.open(self._file.path, "rb")
-            self._size = getattr(self._stream, "size", None)
+        stream = self._stream
+        if stream is None:
+            stream = self._stream = cast(BinaryIO, system.open(self._file.path, "rb"))
+            self._size = getattr(stream, "size", None)
             self._stream_at = 0
         if self._stream_at != self._at:
-            self._stream.seek(self._at)
+            stream.seek(self._at)
             self._stream_at = self._at
-        return self._stream
+        return stream
 
     def _opened_over_http(self, system: FileSystem) -> BinaryIO:
         """One answer from here to the end of the file, where its server knows byte ranges, else skipped up to here."""
@@ -336,6 +341,17 @@ class _Reading(io.RawIOBase):
                 stream.close()
 
 
+def sends_ranges(system: FileSystem, path: str) -> bool:
+    """Whether a part of a file can be had without all of it. Raises what fsspec does."""
+    if not is_http(system):
+        return True
+    size = _size(system.info(path)) or 0
+    if size < 2:
+        return False
+    with _http_stream(system, path, 1, size) as stream:
+        return _is_part(stream)
+
+
 def _http_stream(system: Any, path: str, at: int, size: int | None) -> BinaryIO:
     """The answer of a server to who asks for a file from some byte on. Raises what fsspec does."""
     aiohttp: Any = importlib.import_module("aiohttp")  # which fsspec speaks HTTP with
@@ -356,7 +372,8 @@ def is_local(system: FileSystem) -> bool:
     return "file" in _protocols(system)
 
 
-def _is_http(system: FileSystem) -> bool:
+def is_http(system: FileSystem) -> bool:
+    """Whether it is a web server, which may know no byte ranges."""
     return bool({"http", "https"} & _protocols(system))
 
 
@@ -378,19 +395,17 @@ def _kind(system: FileSystem, path: str) -> str | None:
         return None
 
 
-def _resolve(pattern: str, **options: bool) -> tuple[FileSystem, str]:
-    require_hub(pattern, "data.source.paths")
+def resolve(url: str, key: str, **options: bool) -> tuple[FileSystem, str]:
+    """The file system of a path or URL, and what it is called there. Raises ConfigError where there is none."""
+    require_hub(url, key)
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
-        url = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
-        system, path = core.url_to_fs(url, **options)
+        system, path = core.url_to_fs(str(Path(url).expanduser()) if url.startswith("~") else url, **options)
     except (ValueError, ImportError) as e:
-        raise ConfigError(f"data.source.paths: {pattern!r} is no path or URL that can be read here: {e}") from e
-    return cast(FileSystem, system), cast(str, path)
-
-
-def _name(system: FileSystem, path: str) -> str:
-    return system.unstrip_protocol(path).removeprefix("file://")
+        if key == _PATHS:
+            raise ConfigError(f"data.source.paths: {url!r} is no path or URL that can be read here: {e}") from e
+        raise ConfigError(f"data.source.path={url!r} is no path or URL that can be read here: {e}") from e
+    return system, path
 
 
 class _Unpacked(io.RawIOBase):

@@ -7,16 +7,21 @@ Layout of the folder, at a path or any fsspec URL (docs/data.md):
     *.npy             one shard: (tokens,) uint16 or uint32, documents end to end, the end-of-document id behind each
 
 A block is `block_tokens` ids of one shard, the last one of a shard perhaps fewer: what is fetched, verified and
-shuffled as one. Knows the layout; reads no file.
+shuffled as one. Knows the layout, and writes the content of files into drafts and pieces; who has them decides where
+these go.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from types import TracebackType
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +36,9 @@ HASHES = "hashes.npy"
 BLOCK_TOKENS = 1 << 16
 NPY_HEADER_BYTES = 128
 """Bytes before the ids of a shard: numpy pads the header of an array of one dimension to as many."""
+_PIECE_IDS = 1 << 22
+
+Ids = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True)
@@ -141,3 +149,60 @@ def block_hashes(ids: npt.NDArray[np.unsignedinteger], block_tokens: int) -> npt
 def hashes_digest(hashes: Sequence[int] | npt.NDArray[np.uint64]) -> str:
     """`ShardSet.hashes` of these."""
     return hashlib.blake2b(np.asarray(hashes, dtype="<u8").tobytes(), digest_size=16).hexdigest()
+
+
+def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest type that holds every id; little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def npy_header(values: int, dtype: np.dtype[Any]) -> bytes:
+    """What stands before the values of a `.npy` file of one dimension. Shapes: NPY_HEADER_BYTES bytes."""
+    header = io.BytesIO()
+    described = {"descr": dtype.str, "fortran_order": False, "shape": (values,)}
+    np.lib.format.write_array_header_1_0(header, described)
+    assert header.tell() == NPY_HEADER_BYTES, header.tell()
+    return header.getvalue()
+
+
+def npy_pieces(values: npt.NDArray[Any]) -> Iterator[bytes]:
+    """The content of a `.npy` file that holds these values, a few megabytes at a time. Shapes: values (n,)."""
+    yield npy_header(len(values), values.dtype)
+    for start in range(0, len(values), _PIECE_IDS):
+        yield values[start : start + _PIECE_IDS].tobytes()
+
+
+class ShardDraft:
+    """Ids in a file of the temporary folder, which has no name and so is gone with its process.
+
+    Raises OSError where that folder is full.
+    """
+
+    def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self._dtype = dtype
+        self._file = cast(BinaryIO, tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  closed by __exit__
+        self.tokens = 0
+
+    def append(self, ids: Sequence[Ids]) -> None:
+        """Write arrays of ids one behind the other."""
+        if ids:
+            values = np.concatenate(ids).astype(self._dtype, copy=False)
+            content = memoryview(values.tobytes())
+            while content:
+                content = content[self._file.write(content) :]
+            self.tokens += len(values)
+
+    @property
+    def ids(self) -> Ids:
+        """All that was appended, mapped. Shapes: (tokens,) of the draft's dtype."""
+        if not self.tokens:
+            return np.empty(0, dtype=self._dtype)
+        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self.tokens,))
+
+    def __enter__(self) -> ShardDraft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
-import functools
 import importlib
 import itertools
-import json
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from decimal import Decimal
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from zeroband.config.data import (
     ChatSource,
@@ -27,60 +22,28 @@ from zeroband.config.data import (
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
 from zeroband.data.hub import hub_problem, is_hub_name
+from zeroband.data.pieces import (
+    BadRow,
+    Dataset,
+    Document,
+    OnBad,
+    read_json,
+    read_lines,
+    read_row_groups,
+    read_rows,
+    read_text,
+    refuse,
+)
 from zeroband.data.retries import Retries
-from zeroband.errors import ConfigError, StorageLost, ZerobandError, way_to_extra
+from zeroband.errors import ConfigError, StorageLost, way_to_extra
 
-_ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
-_BEGINNING_BYTES = 1 << 13
 _LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError, EOFError)
 """What datasets raises, besides its own errors, for files that it cannot read."""
 _SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` of datasets leaves in a folder."""
-_MOST_DIGITS = 640
-"""Digits that Python always converts to an integer, whatever its limit."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What messages with `from` call the roles; others are called alike."""
-
-
-class BadRow(ConfigError):
-    """One row, line or file of text that cannot be used; the others can."""
-
-
-class OnBad(Protocol):
-    """Told of a row that cannot be used: raises the error, or lets the row be left out."""
-
-    def __call__(self, error: BadRow, /) -> None: ...
-
-
-def refuse(error: BadRow) -> None:
-    """Raise the error: the first bad row ends the reading."""
-    raise BadRow(f"{error}; data.skip_bad_rows has such rows left out and counted") from error
-
-
-class BadRows:
-    """Counts the rows that are left out."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first = ""
-        """What is wrong with the first one."""
-
-    def __str__(self) -> str:
-        """What is said of them behind other counts; nothing where there are none."""
-        return f", {self.count} that cannot be used, the first: {self.first}" if self.count else ""
-
-    def __call__(self, error: BadRow, /) -> None:
-        self.first = self.first or str(error).removeprefix("data.source: ")
-        self.count += 1
-
-
-class Document(NamedTuple):
-    """One document, and where it came from for messages."""
-
-    text: str | bytes
-    """Bytes as they lie in a text file, else a string; empty where the source holds an empty or null value."""
-    where: str
 
 
 class Conversation(NamedTuple):
@@ -93,21 +56,6 @@ class Conversation(NamedTuple):
     where: str
 
 
-class Dataset(Protocol):
-    """The part of datasets.Dataset that is used here."""
-
-    column_names: list[str]
-    data: Any
-    """Its table of Arrow."""
-    _fingerprint: str
-    """A hash of its name, its configuration, the revisions of its files and the split, or of what it was made by."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, key: slice) -> dict[str, list[Any]]: ...
-    def select_columns(self, column_names: list[str]) -> Dataset: ...
-    def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
-
-
 def documents(source: DocumentSource, seed: int, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Document]:
     """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
 
@@ -115,16 +63,25 @@ def documents(source: DocumentSource, seed: int, retry_s: float = 0.0, on_bad: O
     Raises: ConfigError naming the path, the line or row, and the field that is wrong; StorageLost.
     """
     match source:
-        case TextSource():
-            return _text(source_files(source, retry_s), on_bad, takes_bytes=source.binary or not source.paths)
-        case JsonlSource():
-            return _jsonl(source_files(source, retry_s), source.field, on_bad)
-        case ParquetSource():
-            return _parquet(source_files(source, retry_s), source, on_bad)
         case HuggingFaceSource():
-            return _huggingface(load_dataset(source, retry_s), source, on_bad)
+            return read_rows(load_dataset(source, retry_s), source, on_bad=on_bad)
         case SyntheticSource():
             return _synthetic(source, seed)
+        case _:
+            files = source_files(source, retry_s)
+            return itertools.chain.from_iterable(_documents_of(file, source, on_bad) for file in files)
+
+
+def _documents_of(
+    file: SourceFile, source: TextSource | JsonlSource | ParquetSource, on_bad: OnBad
+) -> Iterator[Document]:
+    match source:
+        case TextSource():
+            return read_text(file, on_bad, takes_bytes=source.binary or not source.paths)
+        case JsonlSource():
+            return read_lines(file, source.field, on_bad=on_bad)
+        case ParquetSource():
+            return read_row_groups(file, source.column, on_bad=on_bad, takes_bytes=source.binary)
 
 
 def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Conversation]:
@@ -134,12 +91,12 @@ def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refu
     Raises: ConfigError naming the file, the line, and what is wrong with the conversation; StorageLost.
     """
 
-    def conversation(line: bytes, where: str) -> Conversation:
-        row = row_of_json(line, source.field, where)
+    def conversation(row: dict[str, Any], where: str) -> Conversation:
         tools: Any = row.get("tools")
         return Conversation(_messages(row[source.field], where), tools or None, where)
 
-    return _lines(source_files(source, retry_s), conversation, on_bad)
+    files = source_files(source, retry_s)
+    return itertools.chain.from_iterable(read_json(file, source.field, conversation, on_bad=on_bad) for file in files)
 
 
 def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: float = 0.0) -> list[Any]:
@@ -156,7 +113,7 @@ def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: flo
 
 def dataset_stamp(dataset: Dataset) -> tuple[str, ...]:
     """What changes when a data set does, and is the same on every machine that reads it from the same place."""
-    return str(len(dataset)), dataset._fingerprint  # pyright: ignore[reportPrivateUsage]
+    return str(len(dataset)), dataset._fingerprint
 
 
 def source_files(source: FilesSource, retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
@@ -165,65 +122,6 @@ def source_files(source: FilesSource, retry_s: float = 0.0, *, says: bool = Fals
     Raises: ConfigError where one of its paths names none; StorageLost.
     """
     return find_files(source.paths, retry_s, says=says) if source.paths else stdlib_files()
-
-
-def require_beginning_of_text(file: SourceFile) -> None:
-    """Raise ConfigError where the first bytes of a file are no text."""
-    with file.open() as stream:
-        require_text(stream.read(_BEGINNING_BYTES), file.name, is_whole=False)
-
-
-_R = TypeVar("_R")
-
-
-def usable(read: Callable[[], _R], on_bad: OnBad) -> Iterator[_R]:
-    """What a row gives: one value, or none where it cannot be used and may be left out."""
-    try:
-        value = read()
-    except BadRow as error:
-        on_bad(error)
-        return
-    yield value
-
-
-def _text(files: list[SourceFile], on_bad: OnBad, *, takes_bytes: bool) -> Iterator[Document]:
-    for file in files:
-        yield from read_text(file, on_bad, takes_bytes=takes_bytes)
-
-
-def read_text(file: SourceFile, on_bad: OnBad = refuse, *, takes_bytes: bool) -> Iterator[Document]:
-    """A text file, which is one document; a bad one where it is no UTF-8 and not taken as bytes."""
-    with file.open() as stream:
-        content = stream.read()
-    yield from usable(lambda: document_of(content, file.name, takes_bytes=takes_bytes), on_bad)
-
-
-def document_of(text: str | bytes, where: str, *, takes_bytes: bool) -> Document:
-    """A document; BadRow where it is bytes that are no text, and these are not asked for."""
-    if isinstance(text, bytes) and not takes_bytes:
-        require_text(text, where)
-    return Document(text, where)
-
-
-def require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
-    """Raise BadRow for what is no text in UTF-8. `is_whole`: more may follow, and complete a cut character."""
-    offset = content.find(b"\0")
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(content, is_whole)
-    except UnicodeDecodeError as error:
-        offset = error.start if offset < 0 else min(offset, error.start)
-    if offset >= 0:
-        raise BadRow(
-            f"data.source: {where} is no text: byte {offset} is 0x{content[offset]:02x}, which UTF-8 does not have "
-            "there; leave it out, convert it (iconv -t utf-8), or set data.source.binary = true to train on its bytes"
-        )
-
-
-def _jsonl(files: list[SourceFile], field: str, on_bad: OnBad) -> Iterator[Document]:
-    def document(line: bytes, where: str) -> Document:
-        return Document(as_text(row_of_json(line, field, where)[field], field, where), where)
-
-    return _lines(files, document, on_bad)
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
@@ -251,68 +149,6 @@ def _message(item: Any, number: int, where: str) -> dict[str, Any]:
     return message
 
 
-def _lines(files: list[SourceFile], read: Callable[[bytes, str], _R], on_bad: OnBad) -> Iterator[_R]:
-    """What is made of the lines of files that are not blank; `read` is told where each of them lies."""
-    for file in files:
-        with file.open() as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield from usable(functools.partial(read, line, f"{file.name}:{number}"), on_bad)
-
-
-def row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
-    """The object of a line, which has the field. Raises BadRow naming where the line lies."""
-    try:
-        row: Any = _json_of(line)
-    except (ValueError, RecursionError) as e:
-        raise BadRow(f"data.source: {where}: not a line of JSON: {e}") from e
-    if not isinstance(row, dict):
-        raise BadRow(f"data.source: {where}: a {type(row).__name__}, where an object with {field!r} is needed")
-    keys = cast("dict[str, Any]", row)
-    if field not in keys:
-        raise BadRow(f"data.source: {where}: no field {field!r} (data.source.field); it has {_listed(list(keys))}")
-    return keys
-
-
-def _json_of(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # Python makes no integers of thousands of digits, or it is no text
-        return json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else Decimal(digits))
-
-
-def _parquet(files: list[SourceFile], source: ParquetSource, on_bad: OnBad) -> Iterator[Document]:
-    for file in files:
-        with open_parquet(file) as table:
-            require_column(source.column, list(table.schema_arrow.names), file.name)
-            batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.column])
-            values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-            yield from rows_of(values, source.column, file.name, 0, on_bad, takes_bytes=source.binary)
-
-
-@contextmanager
-def open_parquet(file: SourceFile) -> Generator[Any]:
-    """A file as pyarrow's ParquetFile. Raises ConfigError for whatever that raises inside the block."""
-    parquet: Any = importlib.import_module("pyarrow.parquet")  # has no types
-    with file.open() as stream:
-        try:
-            yield parquet.ParquetFile(stream)
-        except ZerobandError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {error}") from error
-
-
-def _huggingface(dataset: Dataset, source: HuggingFaceSource, on_bad: OnBad) -> Iterator[Document]:
-    require_column(source.column, dataset.column_names, source.name)
-    batches = dataset.select_columns([source.column]).iter(_ROWS_AT_ONCE)
-    values = itertools.chain.from_iterable(batch[source.column] for batch in batches)
-    where = f"{source.name}[{source.split}]"
-    yield from rows_of(values, source.column, where, 0, on_bad, takes_bytes=source.binary)
-
-
 class Announced(NamedTuple):
     """What a data set says of itself before it is fetched."""
 
@@ -336,7 +172,7 @@ def load_dataset(source: HuggingFaceSource, retry_s: float = 0.0, *, processes: 
         several = processes if processes > 1 else None
         return datasets.load_dataset(source.name, source.subset, split=source.split, num_proc=several)
 
-    return cast(Dataset, _from_datasets(source, load, retry_s))
+    return _from_datasets(source, load, retry_s)
 
 
 def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> Announced | None:
@@ -418,34 +254,3 @@ def _made_up_word(length: int, draw: Callable[[], float]) -> str:
     """Consonants and vowels in turn."""
     alphabets = ["aeiou" if i % 2 else "bdfgklmnprst" for i in range(length)]
     return "".join(letters[int(draw() * len(letters))] for letters in alphabets)
-
-
-def rows_of(
-    values: Iterable[Any], column: str, name: str, first: int, on_bad: OnBad, *, takes_bytes: bool
-) -> Iterator[Document]:
-    """The documents of rows, whose numbers begin with `first`."""
-
-    def document(value: Any, where: str) -> Document:
-        return document_of(as_text(value, column, where), where, takes_bytes=takes_bytes)
-
-    for number, value in enumerate(values, start=first):
-        yield from usable(functools.partial(document, value, f"{name}, row {number}"), on_bad)
-
-
-def as_text(value: Any, field: str, where: str) -> Any:
-    """What a field holds, as a string or bytes, empty for null. Raises BadRow where it is something else."""
-    if value is None:
-        return ""
-    if not isinstance(value, str | bytes):
-        raise BadRow(f"data.source: {where}: {field!r} holds a {type(value).__name__}, where text is needed")
-    return value
-
-
-def require_column(column: str, present: list[str], name: str) -> None:
-    """Raise ConfigError where a table has no such column."""
-    if column not in present:
-        raise ConfigError(f"data.source: {name}: no column {column!r} (data.source.column); it has {_listed(present)}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"

@@ -1,56 +1,173 @@
-"""Token ids that were made before, as a token store: a prepared set, or files of another trainer, here or elsewhere."""
+"""Token ids that were made before, as a token store: a prepared set, or files of another trainer.
+
+Knows which block and file an id lies in, and reads files of this machine; `fetching` reads those that lie elsewhere.
+"""
 
 from __future__ import annotations
 
 import bisect
-import hashlib
-from collections.abc import Sequence
-from pathlib import Path
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from zeroband.config.data import DataConfig, TokensSource
-from zeroband.data.block_cache import CACHED, BlockCache, keep
-from zeroband.data.fetching import BlockMap, Blocks, LocalBlocks, RemoteBlocks
-from zeroband.data.token_files import TokenFiles, open_files
-from zeroband.data.token_storage import TokenStorage, open_storage
-from zeroband.data.token_store import TokenStore, is_padding
-from zeroband.data.tokenizer import Tokenizer, named
-from zeroband.data.whole_files import FileInPlace, WholeFile
-from zeroband.errors import ConfigError, StorageLost
+from zeroband.data.retries import Damaged
+from zeroband.data.shard_set import blocks_of
+from zeroband.data.token_files import TokenFiles, id_without_room
+from zeroband.data.token_storage import TokenStorage
+from zeroband.data.token_store import TokenStore
+from zeroband.errors import StorageLost
+
+Ids = npt.NDArray[np.unsignedinteger]
+
+
+class BlockOrder(NamedTuple):
+    """Blocks in the order in which they are needed first: their turns. Shapes: both (n,) int64."""
+
+    blocks: npt.NDArray[np.int64]
+    until: npt.NDArray[np.int64]
+    """The turn of the block that was new last when each of them is needed for the last time."""
+
+    def in_use(self) -> npt.NDArray[np.int64]:
+        """How many are needed, or will be again, when it is the turn of each. Shapes: (n,) int64."""
+        done = np.cumsum(np.bincount(self.until, minlength=len(self.blocks)))
+        return np.arange(1, len(self.blocks) + 1) - np.concatenate([[0], done[:-1]])
+
+
+NOTHING_EXPECTED = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class BlockMap:
+    """Which block an id lies in, and which bytes of which file a block is."""
+
+    def __init__(self, files: TokenFiles) -> None:
+        self.files = files
+        self._read_as: np.dtype[np.unsignedinteger] = np.dtype(files.dtype.str.replace("i", "u"))
+        self.dtype: np.dtype[np.unsignedinteger] = self._read_as if self._read_as.itemsize < 8 else np.dtype("<u4")
+        """Type of ids as they are read."""
+        self.shards = [file.tokens for file in files.files]
+        self.starts: list[int] = [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
+        self._first_blocks: list[int] = [
+            0,
+            *np.cumsum([blocks_of(tokens, files.block_tokens) for tokens in self.shards], dtype=np.int64).tolist(),
+        ]
+
+    @property
+    def n_blocks(self) -> int:
+        return self._first_blocks[-1]
+
+    def shard_of(self, position: int) -> int:
+        """The file that an id lies in."""
+        return bisect.bisect_right(self.starts, position) - 1
+
+    def in_files(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """The parts of a span in their files: the file, and the first id and the one behind the last in it."""
+        parts: list[tuple[int, int, int]] = []
+        while start < stop or not parts:
+            shard = min(self.shard_of(start), len(self.shards) - 1)
+            begin, end = self.starts[shard], min(stop, self.starts[shard + 1])
+            parts.append((shard, start - begin, end - begin))
+            start = end
+        return parts
+
+    def block_of(self, position: int) -> tuple[int, int]:
+        """The block of an id, and its place in it."""
+        shard = self.shard_of(position)
+        within, place = divmod(position - self.starts[shard], self.files.block_tokens)
+        return self._first_blocks[shard] + within, place
+
+    def place_of(self, block: int) -> tuple[int, int, int]:
+        """A block's file, the first of its ids in there, and their number."""
+        shard = bisect.bisect_right(self._first_blocks, block) - 1
+        start = (block - self._first_blocks[shard]) * self.files.block_tokens
+        return shard, start, min(self.files.block_tokens, self.shards[shard] - start)
+
+    def first_block_of(self, shard: int) -> int:
+        """The first block of a file."""
+        return self._first_blocks[shard]
+
+    def blocks_of_file(self, shard: int) -> range:
+        """The blocks of a file."""
+        return range(self._first_blocks[shard], self._first_blocks[shard + 1])
+
+    def bytes_of(self, block: int) -> tuple[str, int, int]:
+        """A block's file, and its first byte and the one behind its last there."""
+        shard, start, tokens = self.place_of(block)
+        file, size = self.files.files[shard], self.files.dtype.itemsize
+        return file.path, file.offset + start * size, file.offset + (start + tokens) * size
+
+    def in_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
+        """The blocks of spans of ids, each once, in the order in which they are needed first."""
+        if not len(spans):
+            return NOTHING_EXPECTED
+        edges = np.asarray(spans, dtype=np.int64)
+        first, last = (self._blocks_of(edges[:, 0]), self._blocks_of(edges[:, 1] - 1))
+        counts = last - first + 1
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        needed = np.repeat(first, counts) + within
+        blocks, at = np.unique(needed, return_index=True)
+        _, from_end = np.unique(needed[::-1], return_index=True)
+        is_new = np.zeros(len(needed), dtype=np.int64)
+        is_new[at] = 1
+        turns = np.cumsum(is_new) - 1
+        in_turn = np.argsort(at)
+        return BlockOrder(blocks[in_turn], turns[len(needed) - 1 - from_end][in_turn])
+
+    def check(self, block: int, name: str) -> Callable[[bytes], None]:
+        """What to verify a block's bytes with. It raises Damaged, or StorageLost for ids without room in the model."""
+        expected = None if self.files.hashes is None else self.files.hashes[block]
+
+        def look(content: bytes) -> None:
+            if expected is not None:
+                if xxhash.xxh3_64_intdigest(content) != expected:
+                    raise Damaged(f"block {block} of the set has another hash than hashes.npy says")
+            elif wrong := id_without_room(np.frombuffer(content, self.files.dtype), self.files.vocab_size):
+                raise StorageLost(
+                    f"{name} holds the id {wrong[0]}, and there is room for {self.files.vocab_size} ids; name the "
+                    "tokenizer that made it in data.tokenizer, or another data.source.dtype"
+                )
+
+        return look
+
+    def ids_of(self, content: bytes) -> Ids:
+        """Bytes of a file as ids, not writable."""
+        ids = np.frombuffer(content, self._read_as)
+        return ids.astype(self.dtype, copy=False)
+
+    def _blocks_of(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        shards = np.searchsorted(self.starts, positions, "right") - 1
+        within = (positions - np.asarray(self.starts)[shards]) // self.files.block_tokens
+        return np.asarray(self._first_blocks)[shards] + within
 
 
 class StoredTokens(TokenStore):
     """The ids of a set of files, in one numbering.
 
-    A span is best read within one shard; all of it costs no more than the blocks that it touches.
+    A span is best read within one shard; all of it costs no more than the blocks that it touches. `read` raises
+    StorageLost where the ids cannot be had.
     """
 
-    def __init__(self, files: TokenFiles, layout: BlockMap, blocks: Blocks) -> None:
-        self._layout, self._blocks = layout, blocks
+    def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
+        self.layout = layout = BlockMap(files)
+        self._storage = storage
         self._borders = files.borders
         self.end_of_document, self.fingerprint = files.end_of_document, files.fingerprint
         self.shards: Sequence[int] = layout.shards
         self.block_tokens: int | None = files.block_tokens
         self.packed_length = files.packed_length
         self.dtype = layout.dtype
-        self.is_fetched = isinstance(blocks, RemoteBlocks)
         self.is_plain = files.packed_length is None and files.borders is None
         self.documents = files.documents
 
     def __len__(self) -> int:
-        return self._layout.starts[-1]
+        return self.layout.starts[-1]
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Ids:
         """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, not writable. Raises StorageLost."""
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        return self._blocks.read(start, stop)
-
-    def read_into(self, start: int, stop: int, out: npt.NDArray[np.unsignedinteger]) -> None:
-        """Write tokens start..stop-1 into `out`. Raises StorageLost."""
-        if not self._blocks.read_into(start, stop, out):
-            out[:] = self.read(start, stop)
 
     def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each of these tokens begins a document: the end of the one before, or else its first token."""
@@ -70,135 +187,55 @@ class StoredTokens(TokenStore):
             document += 1
         return found
 
-    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens is a target: all but the padding of packed samples."""
-        if self.packed_length is None or start == stop:
-            return super().is_learned(start, stop)
-        has_one_before = start > self._layout.starts[self._layout.shard_of(start)]
-        ids = self.read(start - has_one_before, stop)
-        return ~is_padding(ids, self.end_of_document, has_one_before=has_one_before)
-
-    def count_learned(self, start: int, stop: int) -> int:
-        if self.packed_length is None:
-            return super().count_learned(start, stop)
-        return int(np.count_nonzero(self.is_learned(start, stop)))
-
-    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._blocks.expect(self._layout.in_order(spans))
-
-    @property
-    def waited_s(self) -> float:
-        return self._blocks.waited_s
-
-    @property
-    def fetched_bytes(self) -> int:
-        return self._blocks.fetched_bytes
+    def shard_start(self, position: int) -> int:
+        return self.layout.starts[self.layout.shard_of(position)]
 
     def close(self) -> None:
-        self._blocks.close()
+        self._storage.close()
 
 
-def open_tokens(
-    data: DataConfig,
-    source: TokensSource,
-    tokenizer: Tokenizer,
-    *,
-    cache_dir: Path,
-    local_rank: int = 0,
-    local_world_size: int = 1,
-) -> StoredTokens:
-    """Open ids that were made before; reads what describes them, and starts no thread. Called by each local rank.
+class LocalTokens(StoredTokens):
+    """Ids in files of this machine: each block is read whole and verified once, then as far as it is needed."""
 
-    Raises: ConfigError where they are not there, not what data.source says, or not of data.tokenizer or data.packing;
-    StorageLost where their storage does not answer for data.retry_s.
-    """
-    storage = open_storage(source.path, data.retry_s)
-    keeping = _Keeping(data, storage, cache_dir / CACHED)
-    room = max(tokenizer.vocab_size, data.vocab_size or 0)
-    try:
-        files = open_files(source, storage, keeping.keep, tokenizer, vocab_size=room)
-    except StorageLost as lost:
-        if lost.can_pass:
-            raise
-        raise ConfigError(f"data.source.path={source.path!r}: {lost}") from lost
-    _require_tokenizer(data, source, files, tokenizer)
-    _require_packing(data, source, files)
-    layout = BlockMap(files)
-    if storage.is_local:
-        return StoredTokens(files, layout, LocalBlocks(layout, storage))
-    room_bytes = keeping.room_bytes
-    _require_room(data, storage, files, room_bytes)
-    cache = BlockCache(keeping.root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
-    blocks = RemoteBlocks(layout, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
-    return StoredTokens(files, layout, blocks)
+    def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
+        super().__init__(files, storage)
+        self._is_verified = bytearray(self.layout.n_blocks)
+        self._first_bytes = [(file.path, file.offset) for file in files.files]
+        self._stored_dtype, self._block_tokens = files.dtype, files.block_tokens
 
+    def read(self, start: int, stop: int) -> Ids:
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        shard = self.layout.shard_of(start)
+        if start < stop <= self.layout.starts[shard + 1]:  # as nearly always
+            begin = self.layout.starts[shard]
+            return self._read_file(shard, start - begin, stop - begin)
+        parts = [self._read_file(*part) for part in self.layout.in_files(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-class _Keeping:
-    """Has files whole: where they lie, or in the cache, of whose room they take their part."""
+    def read_into(self, start: int, stop: int, out: Ids) -> None:
+        shard = self.layout.shard_of(start)
+        begin = self.layout.starts[shard]
+        if out.dtype == self._stored_dtype and start < stop <= self.layout.starts[shard + 1]:
+            path, first_byte = self._verified(shard, start - begin, stop - begin)
+            if self._storage.read_into(path, first_byte, out):
+                return
+        super().read_into(start, stop, out)
 
-    def __init__(self, data: DataConfig, storage: TokenStorage, root: Path) -> None:
-        self.root = root
-        self._data, self._storage = data, storage
-        self._sizes: dict[str, int] = {}
+    def _read_file(self, shard: int, start: int, stop: int) -> Ids:
+        """Ids start..stop-1 of one file."""
+        path, first_byte = self._verified(shard, start, stop)
+        size = (stop - start) * self._stored_dtype.itemsize
+        return self.layout.ids_of(self._storage.read(path, first_byte, first_byte + size))
 
-    @property
-    def room_bytes(self) -> float:
-        """What is left of data.cache_gb."""
-        return self._data.cache_gb * 1e9 - sum(self._sizes.values())
-
-    def keep(self, key: str, path: str, size: int) -> WholeFile:
-        """Raises: ConfigError where the cache has no room for it, StorageLost as the storage does."""
-        if self._storage.is_local:
-            return FileInPlace(self._storage, path)
-        self._sizes[key] = size
-        if self.room_bytes <= 0:
-            raise ConfigError(
-                f"data.cache_gb={self._data.cache_gb:g} has no room for the {sum(self._sizes.values())} bytes of "
-                f"{self._storage.name(path)} and its like, which are needed whole, and blocks beside them; raise it"
-            )
-        return keep(self.root, key, lambda: self._storage.whole(path))
-
-
-def _folder_of(files: TokenFiles) -> str:
-    """Name of the set's folder in the cache: blocks of another size or type are others."""
-    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}"
-    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
-    if files.tokenizer_fingerprint is not None and not tokenizer.gives_ids_of(files.tokenizer_fingerprint):
-        here, made_by = named(data.tokenizer, tokenizer.release), named(files.tokenizer or "", files.tokenizer_release)
-        raise ConfigError(
-            f"data.tokenizer={here} does not give the ids of {source.path!r}, which were made by {made_by}; set "
-            "data.tokenizer to it, with the release that made them, or prepare the data again"
-        )
-    room = max(tokenizer.vocab_size, data.vocab_size or 0)
-    if files.vocab_size > room:
-        raise ConfigError(
-            f"{source.path!r} holds ids below {files.vocab_size}, and there is room for {room}; set data.vocab_size to "
-            f"{files.vocab_size}"
-        )
-
-
-def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) -> None:
-    is_packed = data.packing == "best-fit"
-    if files.packed_length is None and is_packed:
-        raise ConfigError(
-            f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
-            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
-        )
-    if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
-        raise ConfigError(
-            f"the ids of {source.path!r} were packed for samples of {files.packed_length} tokens, and data.packing="
-            f'{data.packing!r} with data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
-            f"data.seq_length = {files.packed_length}, or prepare the data again"
-        )
-
-
-def _require_room(data: DataConfig, storage: TokenStorage, files: TokenFiles, room_bytes: float) -> None:
-    largest = max(file.tokens for file in files.files) * files.dtype.itemsize
-    if not storage.sends_ranges and largest > room_bytes / 2:
-        raise ConfigError(
-            f"the server of {storage.root} sends whole files only, up to {largest} bytes, and data.cache_gb="
-            f"{data.cache_gb:g} has no room for two of them; raise it, or choose a server that knows byte ranges"
-        )
+    def _verified(self, shard: int, start: int, stop: int) -> tuple[str, int]:
+        """Path and first byte of the ids start..stop-1 of a file, when all their blocks have been verified."""
+        block = self.layout.first_block_of(shard)
+        first, behind = block + start // self._block_tokens, block - (-stop // self._block_tokens)
+        if self._is_verified.find(False, first, behind) >= 0:
+            for number in range(first, behind):
+                if not self._is_verified[number]:
+                    path, begin, end = self.layout.bytes_of(number)
+                    self._storage.read(path, begin, end, self.layout.check(number, path))
+                    self._is_verified[number] = True
+        path, offset = self._first_bytes[shard]
+        return path, offset + start * self._stored_dtype.itemsize

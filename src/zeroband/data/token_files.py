@@ -11,11 +11,11 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from zeroband.config.data import TokensSource
 from zeroband.config.section import FileBelow
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
-from zeroband.data.token_storage import TokenStorage, open_storage
+from zeroband.data.token_storage import StoredNumbers, TokenStorage, WholeFile, open_storage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
-from zeroband.data.whole_files import StoredNumbers, WholeFile
 from zeroband.errors import ConfigError, StorageLost
 
 _SAMPLED_BYTES = 1 << 20
@@ -58,11 +57,19 @@ class TokenFile:
     tokens: int
 
 
-class Borders(Protocol):
-    """First ids of the documents, by which they ascend, in the numbering of the set."""
+class Borders:
+    """First ids of the documents of several files, by which they ascend, in the numbering of the set."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, document: int, /) -> int: ...
+    def __init__(self, parts: Sequence[_MegatronIndex], starts: Sequence[int]) -> None:
+        self._parts, self._starts = parts, starts
+        self._counts = np.cumsum([0, *map(len, parts)]).tolist()
+
+    def __len__(self) -> int:
+        return self._counts[-1]
+
+    def __getitem__(self, document: int) -> int:
+        part = bisect.bisect_right(self._counts, document) - 1
+        return self._starts[part] + self._parts[part][document - self._counts[part]]
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,8 @@ class TokenFiles:
         return sum(file.tokens for file in self.files)
 
 
-class Keeper(Protocol):
-    """Has a file of so many bytes on this machine, or a mount."""
-
-    def __call__(self, key: str, path: str, size: int) -> WholeFile: ...
+Keeper = Callable[[str, str, int], WholeFile]
+"""Has a file on this machine, or a mount. Given: its key in the cache, its path, and its size in bytes."""
 
 
 def open_files(
@@ -300,7 +305,7 @@ def _megatron(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_s
                 f"{storage.name(file.path)} has {size} bytes and not the {index.tokens} ids of its .idx; copy both anew"
             )
     dtype = _one_type(source, {index.dtype.str for index in indices})
-    return _Layout(files, dtype, _Joined(indices, starts))
+    return _Layout(files, dtype, Borders(indices, starts))
 
 
 def _megatron_pattern(storage: TokenStorage) -> str:
@@ -319,7 +324,7 @@ def _whole_index(storage: TokenStorage, keep: Keeper, path: str) -> WholeFile:
     return file
 
 
-class _MegatronIndex(Borders):
+class _MegatronIndex:
     """An .idx: a header, length of each sequence, its place in the .bin, and the first sequence of each document."""
 
     def __init__(self, path: str, file: WholeFile, name: str) -> None:
@@ -357,21 +362,6 @@ class _MegatronIndex(Borders):
                 f"{self._name} is damaged: document {document} begins nowhere in its .bin; copy both anew"
             )
         return start
-
-
-class _Joined(Borders):
-    """Documents of several files in one numbering."""
-
-    def __init__(self, parts: Sequence[Borders], starts: Sequence[int]) -> None:
-        self._parts, self._starts = parts, starts
-        self._counts = np.cumsum([0, *map(len, parts)]).tolist()
-
-    def __len__(self) -> int:
-        return self._counts[-1]
-
-    def __getitem__(self, document: int) -> int:
-        part = bisect.bisect_right(self._counts, document) - 1
-        return self._starts[part] + self._parts[part][document - self._counts[part]]
 
 
 @dataclass(frozen=True)

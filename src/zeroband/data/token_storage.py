@@ -6,31 +6,41 @@ What is on a disk of this machine, or a mount, is read as it is; of anything els
 from __future__ import annotations
 
 import functools
-import importlib
+import io
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
+import numpy as np
 import numpy.typing as npt
 
-from zeroband.data.files import remote_tree, tell_left_out
-from zeroband.data.hub import require_hub
+from zeroband.data.files import (
+    Client,
+    Reading,
+    SourceFile,
+    is_http,
+    is_local,
+    remote_tree,
+    resolve,
+    sends_ranges,
+    tell_left_out,
+)
 from zeroband.data.listing import files_matching, has_magic
 from zeroband.data.retries import Damaged, Retries
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
+_KEY = "data.source.path"
 _PIECE_BYTES = 4 << 20
 _ANSWER_S = 60.0
 """For an answer as a whole, which is a block or a piece; doubled each time that it was too short."""
 _LONGEST_ANSWER_S = 600.0
-_RENEW_S = 1.0
-"""All threads are refused at once, and one new client is enough for them."""
 _OPEN_FILES = 64
+_PAGE = 1024
+"""Numbers that are read at a time: 8 KiB, of which a search needs one for each of its last steps."""
+_PAGES = 512
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "updated", "last_commit", "blob_id")
 
 _log = get_logger(__name__)
@@ -74,7 +84,9 @@ class TokenStorage(Protocol):
 
     def whole(self, path: str) -> Iterator[bytes]:
         """A file from its start in pieces of any size."""
-        ...
+        size = self.size(path)
+        for start in range(0, size, _PIECE_BYTES):
+            yield self.read(path, start, min(start + _PIECE_BYTES, size))
 
     def retry(self, call: Callable[[], None], path: str) -> None:
         """Do what reads a file, again while it fails for now."""
@@ -87,27 +99,11 @@ class TokenStorage(Protocol):
 
 def open_storage(url: str, retry_s: float) -> TokenStorage:
     """The storage of a path, a glob or an fsspec URL. Raises: ConfigError where its kind cannot be read here."""
-    system, root = _opened(url)
+    system, root = resolve(url, _KEY, skip_instance_cache=True)
     stopped = threading.Event()
-    if "file" in _protocols(system):
+    if is_local(system):
         return _LocalFiles(root, retry_s, stopped)
-    return _RemoteFiles(system, root, functools.partial(_opened, url), retry_s, stopped)
-
-
-def _opened(url: str) -> tuple[Any, str]:
-    require_hub(url, "data.source.path")
-    core: Any = importlib.import_module("fsspec.core")  # has no types
-    try:
-        system, root = core.url_to_fs(
-            str(Path(url).expanduser()) if url.startswith("~") else url, skip_instance_cache=True
-        )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"data.source.path={url!r} is no path or URL that can be read here: {error}") from error
-    return system, root
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
+    return _RemoteFiles(Client(url, system, retry_s, key=_KEY, stopped=stopped), root, stopped)
 
 
 class _LocalFiles(TokenStorage):
@@ -166,11 +162,6 @@ class _LocalFiles(TokenStorage):
         except OSError:
             return False  # `read` waits it out
 
-    def whole(self, path: str) -> Iterator[bytes]:
-        size = self.size(path)
-        for start in range(0, size, _PIECE_BYTES):
-            yield self.read(path, start, min(start + _PIECE_BYTES, size))
-
     def retry(self, call: Callable[[], None], path: str) -> None:
         self._retries.run(call, path)
 
@@ -217,149 +208,146 @@ def _checked(content: bytes, expected: int, check: Callable[[bytes], None] | Non
 
 
 class _RemoteFiles(TokenStorage):
-    """Files behind a client of fsspec's, which is made anew where its credentials are refused."""
+    """Files behind a client of fsspec's."""
 
     is_local = False
 
-    def __init__(
-        self, system: Any, root: str, reopen: Callable[[], tuple[Any, str]], retry_s: float, stopped: threading.Event
-    ) -> None:
+    def __init__(self, client: Client, root: str, stopped: threading.Event) -> None:
         self.root = root
-        self._system = system
-        self._reopen = reopen
-        self._stopped = stopped
-        self._retries = Retries(retry_s, renew=self._renew, pause=stopped.wait)
-        self._is_http = bool({"http", "https"} & set(_protocols(system)))
-        self.sends_ranges = not self._is_http
-        self._is_probed = not self._is_http
-        self._lock = threading.RLock()
-        """Who asks a server what it can do may be refused, and renews the client meanwhile."""
-        self._renewed_s = float("-inf")
+        self._client, self._stopped = client, stopped
+        self.sends_ranges = not is_http(client.system)
+        self._is_probed = self.sends_ranges
+        self._lock = threading.Lock()
 
     def name(self, path: str) -> str:
-        return str(self._system.unstrip_protocol(path))
+        return self._client.name(path)
 
     def matches(self, pattern: str) -> list[str]:
-        if not has_magic(pattern) or self._run(lambda: self._system.exists(pattern), pattern):
+        if not has_magic(pattern) or self._run(lambda system: system.exists(pattern), pattern):
             return [pattern]
-        tree = remote_tree(lambda call, name: self._retries.run(lambda: call(self._system), name), self._system)
-        listing = files_matching(pattern, tree)
+        listing = files_matching(pattern, remote_tree(self._client.retry, self.name))
         tell_left_out(pattern, listing)
         return listing.files
 
     def size(self, path: str) -> int:
-        def call() -> int:
-            size = self._system.info(path).get("size")
-            if size is None:
-                raise ConfigError(f"data.source.path: the server does not say how large {self.name(path)} is")
-            return int(size)
-
-        return self._run(call, path)
+        size = self._run(lambda system: system.info(path).get("size"), path)
+        if size is None:
+            raise ConfigError(f"data.source.path: the server does not say how large {self.name(path)} is")
+        return int(size)
 
     def stamp(self, path: str) -> str | None:
-        info = self._run(lambda: self._system.info(path), path)
+        info = self._run(lambda system: system.info(path), path)
         return next((str(info[key]) for key in _STAMPS if info.get(key) is not None), None)
 
     def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
         self._probe(path)
         answer_s = _ANSWER_S
 
-        def call() -> bytes:
+        def call(system: Any) -> bytes:
             nonlocal answer_s
             try:
-                content = (
-                    self._part(path, start, stop, answer_s) if self.sends_ranges else self._skipped(path, start, stop)
-                )
+                content = _part(system, path, start, stop, answer_s)
             except TimeoutError:
                 answer_s = min(2 * answer_s, _LONGEST_ANSWER_S)
                 raise
             return _checked(content, stop - start, check)
 
-        return self._run(call, path)
+        def skip_to_it(_: Any) -> bytes:
+            with self._stream(path) as stream:
+                stream.seek(start)
+                return _checked(stream.read(stop - start), stop - start, check)
+
+        return self._run(call if self.sends_ranges else skip_to_it, path)
 
     def whole(self, path: str) -> Iterator[bytes]:
         self._probe(path)
         if self.sends_ranges:
-            size = self.size(path)
-            for start in range(0, size, _PIECE_BYTES):
-                yield self.read(path, start, min(start + _PIECE_BYTES, size))
+            yield from super().whole(path)
             return
-        given = 0
-        with ExitStack() as opened:
-            stream: Any = None
-
-            def call() -> bytes:
-                nonlocal stream
-                try:
-                    if stream is None:
-                        stream = opened.enter_context(self._stream(path))
-                        _skip(stream, given)
-                    return stream.read(_PIECE_BYTES)
-                except Exception:
-                    stream = None  # the file is sent from its beginning again, and gone on with where it broke off
-                    opened.close()
-                    raise
-
-            while piece := self._run(call, path):
-                given += len(piece)
+        with self._stream(path) as stream:
+            while piece := stream.read(_PIECE_BYTES):
                 yield piece
 
     def retry(self, call: Callable[[], None], path: str) -> None:
-        self._run(call, path)
+        self._run(lambda _: call(), path)
 
     def close(self) -> None:
         self._stopped.set()
 
-    def _run(self, call: Callable[[], Any], path: str) -> Any:
-        return self._retries.run(call, self.name(path))
+    def _run(self, call: Callable[[Any], Any], path: str) -> Any:
+        return self._client.retry(call, self.name(path))
 
-    def _part(self, path: str, start: int, stop: int, answer_s: float) -> bytes:
-        if getattr(self._system, "async_impl", False):
-            return self._system.cat_file(path, start=start, end=stop, timeout=answer_s)
-        with self._system.open(path, "rb", cache_type="none") as file:  # others would read far ahead
-            file.seek(start)
-            return file.read(stop - start)
-
-    def _skipped(self, path: str, start: int, stop: int) -> bytes:
-        """A part of a file that comes from its beginning only."""
-        taken = bytearray()
-        with self._stream(path) as stream:
-            _skip(stream, start)
-            while len(taken) < stop - start and (piece := stream.read(stop - start - len(taken))):
-                taken += piece
-        return bytes(taken)
-
-    def _stream(self, path: str, **headers: str) -> Any:
-        aiohttp: Any = importlib.import_module("aiohttp")  # which fsspec speaks HTTP with
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S, sock_read=_ANSWER_S)
-        given = {"headers": headers} if headers else {}
-        return self._system.open(path, "rb", block_size=0, size=1, timeout=patience, **given)
+    def _stream(self, path: str) -> BinaryIO:
+        """A file from its beginning; read on where it broke off."""
+        file = SourceFile(self.name(path), path, self._client)
+        return cast(BinaryIO, io.BufferedReader(Reading(file, self._client.retry), _PIECE_BYTES))
 
     def _probe(self, path: str) -> None:
-        """Find out once whether a server honours Range, which not all do, by one byte of a file."""
+        """Find out once, by one of its files, whether a server honours Range, which not all do."""
         with self._lock:
             if self._is_probed:
                 return
-
-            def call() -> bool:
-                with self._stream(path, Range="bytes=0-0") as stream:
-                    return len(stream.read(1) + stream.read(1)) == 1
-
-            self.sends_ranges = self._run(call, path)
+            self.sends_ranges = self._run(lambda system: sends_ranges(system, path), path)
             self._is_probed = True
             if not self.sends_ranges:
                 fields = {"file": self.name(path)}
                 _log.warning("this server sends whole files, so each is kept whole", extra={"fields": fields})
 
-    def _renew(self) -> None:
-        """Take a client with credentials that are read anew; requests under way keep the old one."""
-        with self._lock:
-            if time.monotonic() - self._renewed_s >= _RENEW_S:
-                self._system, _ = self._reopen()
-                self._renewed_s = time.monotonic()
+
+def _part(system: Any, path: str, start: int, stop: int, answer_s: float) -> bytes:
+    if getattr(system, "async_impl", False):
+        return system.cat_file(path, start=start, end=stop, timeout=answer_s)
+    with system.open(path, "rb", cache_type="none") as file:  # others would read far ahead
+        file.seek(start)
+        return file.read(stop - start)
 
 
-def _skip(stream: Any, size: int) -> None:
-    """Read past the first bytes."""
-    while size and (piece := stream.read(min(size, _PIECE_BYTES))):
-        size -= len(piece)
+# -- files of which any part may be needed at any time: a set's hashes, the indices of Megatron ------------------------
+#
+# They may be gigabytes, so nobody reads them into memory; and they are read rather than mapped, so that a disk or a
+# mount that fails is an error and no signal that ends the process.
+
+
+class WholeFile(Protocol):
+    """A file on a disk of this machine, or on a mount."""
+
+    size: int
+    """In bytes."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop-1. Raises StorageLost."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what was fetched of it, as it is damaged."""
+
+
+class FileInPlace(WholeFile):
+    """A file where it lies. Raises: StorageLost where it is not there."""
+
+    def __init__(self, storage: TokenStorage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self.size = storage.size(path)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._storage.read(self._path, start, stop)
+
+
+class StoredNumbers:
+    """Integers of 8 bytes in a file, of which the pages that were needed last stay in memory."""
+
+    def __init__(self, file: WholeFile, dtype: str, offset: int, count: int) -> None:
+        self._count = count
+
+        def read_page(number: int) -> npt.NDArray[np.integer]:
+            first, behind = number * _PAGE, min((number + 1) * _PAGE, count)
+            return np.frombuffer(file.read(offset + 8 * first, offset + 8 * behind), dtype)
+
+        self._page = functools.lru_cache(_PAGES)(read_page)  # without a reference to this, which would outlive its use
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        number, within = divmod(place, _PAGE)
+        return int(self._page(number)[within])

@@ -49,12 +49,24 @@ class TokenStore(Protocol):
         return ids == self.end_of_document
 
     def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens start..stop-1 is a target."""
-        return np.ones(stop - start, dtype=np.bool_)
+        """Whether each of the tokens start..stop-1 is a target: all but the padding of packed samples.
+
+        Padding ends a document, as the id before it in its shard does.
+        """
+        if self.packed_length is None or start == stop:
+            return np.ones(stop - start, dtype=np.bool_)
+        has_one_before = start > self.shard_start(start)
+        ends = self.read(start - has_one_before, stop) == self.end_of_document
+        padding = ends[1:] & ends[:-1]
+        return ~(padding if has_one_before else np.concatenate([[False], padding]))
 
     def count_learned(self, start: int, stop: int) -> int:
         """How many of the tokens start..stop-1 are targets."""
-        return stop - start
+        return stop - start if self.is_plain else int(np.count_nonzero(self.is_learned(start, stop)))
+
+    def shard_start(self, position: int) -> int:
+        """First token of the shard that one lies in."""
+        return 0
 
     def expect(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take note of what is read next, in this order, by all ranks of the node; replaces what was expected before.
@@ -74,15 +86,3 @@ class TokenStore(Protocol):
 
     def close(self) -> None:
         """End what runs in the background."""
-
-
-def is_padding(
-    ids: npt.NDArray[np.unsignedinteger], end_of_document: int, *, has_one_before: bool
-) -> npt.NDArray[np.bool_]:
-    """Whether each of some packed ids only fills up: it ends a document, as the one before it does.
-
-    `has_one_before`: the first of the ids is only looked at, and gets no answer.
-    """
-    ends = ids == end_of_document
-    padding = ends[1:] & ends[:-1]
-    return padding if has_one_before else np.concatenate([[False], padding])

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -166,48 +166,14 @@ class NoTokenizer(Tokenizer):
         )
 
 
-class _Encoding(Protocol):
-    """The part of tokenizers' Encoding that is used here."""
-
-    ids: list[int]
-
-
-class _FastBackend(Protocol):
-    """The part of tokenizers' Tokenizer that is used here."""
-
-    encode_special_tokens: bool
-    truncation: Any
-    padding: Any
-
-    def no_truncation(self) -> None: ...
-    def no_padding(self) -> None: ...
-    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> list[_Encoding]: ...
-    def to_str(self) -> str: ...
-
-
-class _Backend(Protocol):
-    """The part of transformers' PreTrainedTokenizerBase that is used here."""
-
-    eos_token_id: int | None
-    is_fast: bool
-    chat_template: Any
-    special_tokens_map: dict[str, str]
-    added_tokens_decoder: dict[int, Any]
-
-    def __call__(self, text: Any, **options: Any) -> dict[str, list[Any]]: ...
-    def get_chat_template(self) -> str: ...
-    def decode(self, token_ids: list[int], **options: Any) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
-    def save_pretrained(self, save_directory: str) -> object: ...
-
-
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of the transformers library; its end-of-sequence token ends documents.
 
     The literal text of a special token inside a document is encoded as plain text: data cannot end a document.
+    backend: transformers' PreTrainedTokenizerBase, which has no types here.
     """
 
-    def __init__(self, name: str, backend: _Backend) -> None:
+    def __init__(self, name: str, backend: Any) -> None:
         if backend.eos_token_id is None:
             raise ConfigError(
                 f"data.tokenizer={name!r} has no end-of-sequence token, which marks the end of a document here; "
@@ -218,7 +184,7 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = backend.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
         self.end_of_document = backend.eos_token_id
-        self._fast = cast("_FastBackend | None", getattr(backend, "backend_tokenizer", None))
+        self._fast: Any = getattr(backend, "backend_tokenizer", None)
         serialised = None if self._fast is None else self._fast.to_str()
         before = json.dumps(vocabulary, sort_keys=True) if serialised is None else serialised
         self._fingerprint_of_before = f"hf/{self.end_of_document}/{_digest(before)}"
@@ -286,7 +252,7 @@ def named(name: str, release: str | None) -> str:
     return f"{name!r} ({release})" if release else repr(name)
 
 
-def _encode_fast(backend: _FastBackend, texts: list[str]) -> list[Ids]:
+def _encode_fast(backend: Any, texts: list[str]) -> list[Ids]:
     """Ids as transformers' __call__ with split_special_tokens gives them, without what it does around the call.
 
     Sets what that sets, each time, for chats are encoded by the same backend with other settings.
@@ -384,8 +350,7 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"{way_to_extra('hf')}"
         ) from e
     try:
-        backend = transformers.AutoTokenizer.from_pretrained(name, **hub_options(name))
-        return HuggingFaceTokenizer(name, cast(_Backend, backend))
+        return HuggingFaceTokenizer(name, transformers.AutoTokenizer.from_pretrained(name, **hub_options(name)))
     except ConfigError:
         raise
     except Exception as e:  # its libraries raise bare exceptions for files that they cannot make sense of

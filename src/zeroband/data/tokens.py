@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +27,13 @@ from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
+from zeroband.data.open_tokens import open_tokens
 from zeroband.data.packing import fill_bins
-from zeroband.data.sources import (
-    BadRow,
-    BadRows,
-    Document,
-    OnBad,
-    conversations,
-    documents,
-    refuse,
-    source_identity,
-    usable,
-)
-from zeroband.data.stored_tokens import open_tokens
+from zeroband.data.pieces import BadRow, BadRows, Document, OnBad, refuse, usable
+from zeroband.data.shard_set import ids_dtype
+from zeroband.data.sources import conversations, documents, source_identity
 from zeroband.data.synthetic_tokens import SyntheticTokens
-from zeroband.data.token_store import TokenStore, is_padding
+from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import Ids, Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
@@ -55,6 +47,8 @@ _PACKED_TOKENS = 1 << 22
 _POLL_S = 0.1
 
 _log = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 Dtype = np.dtype[np.unsignedinteger]
 
@@ -109,16 +103,6 @@ class MappedTokens(TokenStore):
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._tokens[start:stop]
 
-    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        if self.packed_length is None:
-            return super().is_learned(start, stop)
-        has_one_before = start > 0
-        ids = self._tokens[start - has_one_before : stop]
-        return ~is_padding(ids, self.end_of_document, has_one_before=has_one_before)
-
-    def count_learned(self, start: int, stop: int) -> int:
-        return stop - start if self.packed_length is None else int(np.count_nonzero(self.is_learned(start, stop)))
-
 
 class MarkedTokens(MappedTokens):
     """A cache entry of conversations: where they begin and what is learned of them lies beside their ids."""
@@ -132,9 +116,6 @@ class MarkedTokens(MappedTokens):
 
     def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         return (self._marks[start:stop] & LEARNED) != 0
-
-    def count_learned(self, start: int, stop: int) -> int:
-        return int(np.count_nonzero(self._marks[start:stop] & LEARNED))
 
 
 def prepare(
@@ -171,7 +152,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         store = _open(entry)
         if store is None:
-            with _only_one_builds(entry, _dtype(tokenizer), on_progress):
+            with _only_one_builds(entry, ids_dtype(tokenizer.vocab_size), on_progress):
                 bad = BadRows()
                 corpus = _chunks_of(config, config.source, seed, tokenizer, bad if config.skip_bad_rows else refuse)
                 store = _open(entry) or _build(entry, config, tokenizer, corpus, bad, on_progress)
@@ -282,7 +263,7 @@ def _build(
     bad: BadRows,
     on_progress: OnProgress | None,
 ) -> MappedTokens:
-    dtype = _dtype(tokenizer)
+    dtype = ids_dtype(tokenizer.vocab_size)
     is_marked, tokens, learned = isinstance(config.source, ChatSource), 0, 0
     counted = np.zeros(4, dtype=np.int64)
     with ExitStack() as stack:
@@ -360,7 +341,7 @@ def _packed_length(config: DataConfig) -> int | None:
 
 def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, on_bad: OnBad) -> Iterator[_Chunk]:
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    for chunk in _chunks(corpus):
+    for chunk in in_chunks(corpus, lambda document: len(document.text)):
         encoded = encode_documents(tokenizer, [document for document in chunk if document.text], on_bad)
         full = [ids for ids in encoded if ids is not None and len(ids)]
         ids = [part for one in full for part in (one, end)]
@@ -414,13 +395,13 @@ def _chats(
         _log.warning("the chat template leaves out what the assistant thought", extra={"fields": fields})
 
 
-def _chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
+def in_chunks(corpus: Iterable[_T], size_of: Callable[[_T], int]) -> Iterator[list[_T]]:
     """Documents in groups large enough for a call of the tokenizer and small enough for the memory."""
-    chunk: list[Document] = []
+    chunk: list[_T] = []
     characters = 0
     for document in corpus:
         chunk.append(document)
-        characters += len(document.text)
+        characters += size_of(document)
         if characters >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_DOCUMENTS:
             yield chunk
             chunk, characters = [], 0
@@ -449,11 +430,6 @@ def _encoded(tokenizer: Tokenizer, document: Document) -> Ids:
         return tokenizer.encode(document.text)
     except Exception as e:
         raise BadRow(f"data.source: {document.where}: not text that data.tokenizer can take: {e}") from e
-
-
-def _dtype(tokenizer: Tokenizer) -> Dtype:
-    """The smallest type that holds every id; little-endian, so that the fingerprint is the same everywhere."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
 def _marks(entry: Path) -> Path:

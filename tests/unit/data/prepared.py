@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.open_tokens import open_tokens
 from zeroband.data.packing import fill_bins
 from zeroband.data.shard_set import (
     BLOCK_TOKENS,
@@ -29,7 +30,7 @@ from zeroband.data.shard_set import (
     block_hashes,
     hashes_digest,
 )
-from zeroband.data.stored_tokens import StoredTokens, open_tokens
+from zeroband.data.stored_tokens import StoredTokens
 from zeroband.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end_of_document

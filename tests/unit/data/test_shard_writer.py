@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zeroband.data.shard_set import NPY_HEADER_BYTES
-from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
+from zeroband.data.shard_set import NPY_HEADER_BYTES, ShardDraft, ids_dtype, npy_pieces
 
 
 @pytest.mark.parametrize("count", [1, 65_536, 5_000_000])

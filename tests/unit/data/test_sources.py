@@ -13,7 +13,8 @@ from pyarrow import parquet
 
 from zeroband.config.data import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticSource, TextSource
 from zeroband.data.files import find_files
-from zeroband.data.sources import documents, require_beginning_of_text, source_identity
+from zeroband.data.pieces import require_beginning_of_text
+from zeroband.data.sources import documents, source_identity
 from zeroband.errors import ConfigError
 
 

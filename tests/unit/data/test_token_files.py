@@ -21,7 +21,7 @@ import pytest
 from tests.unit.data.prepared import END, Ids, config_of, drawn_ids, opened, served, spans_of, stored
 
 from zeroband.config.data import TokensSource
-from zeroband.data.stored_tokens import open_tokens
+from zeroband.data.open_tokens import open_tokens
 from zeroband.data.token_files import require_there
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.errors import ConfigError, StorageLost

@@ -16,7 +16,7 @@ from tests.text_server import text_server
 
 from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
 from zeroband.data import files, tokens
-from zeroband.data.sources import Document
+from zeroband.data.pieces import Document
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import prepare
@@ -178,7 +178,7 @@ def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -
 import os, signal, sys
 from zeroband.config.data import DataConfig
 from zeroband.data import files, tokens
-from zeroband.data.sources import Document
+from zeroband.data.pieces import Document
 def documents(*_):
     yield Document("x" * (1 << 21), "first")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -51,7 +51,7 @@ def flags_file(scratch: Path) -> Path:
     return scratch / "duplicates"
 
 
-def flags_of(path: Path, start: int, stop: int) -> npt.NDArray[np.bool_]:
+def flags_of(path: str, start: int, stop: int) -> npt.NDArray[np.bool_]:
     """The flags start..stop-1 of such a file."""
     return np.fromfile(path, dtype=np.bool_, count=stop - start, offset=start)
 

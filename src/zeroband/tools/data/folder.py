@@ -37,8 +37,9 @@ from zeroband.data.shard_set import (
     Shard,
     ShardSet,
     hashes_digest,
+    ids_dtype,
+    npy_pieces,
 )
-from zeroband.data.shard_writer import ids_dtype, npy_pieces
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.tools.data.plan import Plan

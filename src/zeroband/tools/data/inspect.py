@@ -25,8 +25,8 @@ from zeroband.data.shard_set import (
     block_hashes,
     blocks_of,
     hashes_digest,
+    npy_header,
 )
-from zeroband.data.shard_writer import npy_header
 from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes

@@ -19,8 +19,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
-from zeroband.data.pieces import parquet_shape
-from zeroband.data.sources import announced, dataset_stamp, load_dataset, require_column
+from zeroband.data.pieces import parquet_shape, require_column
+from zeroband.data.sources import announced, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer, named
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger

@@ -15,9 +15,8 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.data import DataConfig
@@ -31,8 +30,9 @@ from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
 from zeroband.tools.data.plan import Looking, Options, differences, make_plan, size_of
-from zeroband.tools.data.pool import OpenWorkers, Pool, Workers
 from zeroband.tools.data.progress import Shown, say_warning, warnings_to
+from zeroband.tools.data.units import Task
+from zeroband.tools.data.workers import OpenWorkers, Pool, Workers
 
 _EXIT_INTERRUPTED = 130
 _WORDS = {
@@ -233,8 +233,8 @@ class _Preparation:
         done = sum(size_of(plan.units[unit]) for unit in there)
         shown = Shown("comparing", plan.size_bytes, done, sys.stdout)
         with shown.block:
-            tasks = ({"hash": unit} for unit in range(len(plan.units)) if unit not in there)
-            pool.run(tasks, shown.advance, lambda unit, _: shown.finish(size_of(plan.units[unit])))
+            tasks = (Task(unit, is_for_hashes=True) for unit in range(len(plan.units)) if unit not in there)
+            pool.run(tasks, shown.advance, lambda task, _: shown.finish(size_of(plan.units[task.unit])))
         return find_duplicates(self._folder, self._folder.hashed(), scratch)
 
     def _tokenize_all(
@@ -245,18 +245,19 @@ class _Preparation:
         done = sum(size_of(plan.units[unit]) for unit in records)
         shown = Shown("tokens", plan.size_bytes, done, sys.stdout)
 
-        def tasks() -> Iterator[dict[str, Any]]:
-            for unit in [unit for unit in range(len(plan.units)) if unit not in records]:
-                flags = None if spans is None else [str(flags_file(scratch)), *spans[unit]]
-                yield {"tokenize": unit, "flags": flags}
+        tasks = [
+            Task(unit, flags=None if spans is None else (str(flags_file(scratch)), *spans[unit]))
+            for unit in range(len(plan.units))
+            if unit not in records
+        ]
 
-        def add(unit: int, record: UnitRecord | None) -> None:
-            assert record is not None, unit
-            records[unit] = record
-            shown.finish(size_of(plan.units[unit]))
+        def add(task: Task, record: UnitRecord | None) -> None:
+            assert record is not None, task
+            records[task.unit] = record
+            shown.finish(size_of(plan.units[task.unit]))
 
         with shown.block:
-            pool.run(tasks(), shown.advance, add)
+            pool.run(tasks, shown.advance, add)
 
     def _report(self, made: ShardSet, records: Sequence[UnitRecord], tokens_per_s: float) -> None:
         """Print what came of it, and what to type next."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,24 +15,43 @@ import xxhash
 
 from zeroband.data.files import Files, SourceFile
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows
-from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
-from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
-from zeroband.data.sources import BadRows, Dataset, Document, OnBad, dataset_stamp, load_dataset, read_text, refuse
+from zeroband.data.pieces import (
+    BadRows,
+    Dataset,
+    Document,
+    IdsRow,
+    OnBad,
+    read_ids,
+    read_lines,
+    read_row_groups,
+    read_rows,
+    read_text,
+    refuse,
+)
+from zeroband.data.shard_set import BLOCK_TOKENS, ShardDraft, block_hashes, ids_dtype, npy_pieces
+from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
-from zeroband.data.tokens import encode_documents
+from zeroband.data.tokens import encode_documents, in_chunks
 from zeroband.errors import ConfigError
+from zeroband.tools.data.duplicates import flags_of
 from zeroband.tools.data.folder import Folder, UnitRecord
 from zeroband.tools.data.plan import Options, Origin, Piece, Plan
-
-_CHUNK_CHARACTERS = 1 << 20
-_CHUNK_DOCUMENTS = 1024
 
 Flags = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.unsignedinteger]
 
 OnProgress = Callable[[int, int], None]
 """Told the bytes of text that were read and the tokens that were written since the last call."""
+
+
+class Task(NamedTuple):
+    """What a worker is asked to do."""
+
+    unit: int
+    is_for_hashes: bool = False
+    """Whether its documents are to be hashed; else its shard is made."""
+    flags: tuple[str, int, int] | None = None
+    """File of the flags of duplicates, and where those of the unit begin and end in it."""
 
 
 class _Read(NamedTuple):
@@ -100,6 +120,19 @@ def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
         )
 
 
+@dataclass
+class _Counts:
+    """What became of the documents of a unit, so far."""
+
+    lengths: list[int] = field(default_factory=list[int])
+    """Ids of each that is kept, with the end-of-document id behind it."""
+    of_sources: Counter[int] = field(default_factory=Counter[int])
+    empty: int = 0
+    filtered: int = 0
+    duplicates: int = 0
+    text_bytes: int = 0
+
+
 class Units:
     """Makes what a preparation asks for of each unit, and puts it into OUT.
 
@@ -123,58 +156,56 @@ class Units:
             )
         return tokenizer
 
-    def hash_documents(self, unit: int, on_progress: OnProgress) -> None:
+    def make(self, task: Task, on_progress: OnProgress) -> UnitRecord | None:
+        """Do one task. Returns the record of the unit, if its shard was made."""
+        if task.is_for_hashes:
+            self._hash_documents(task.unit, on_progress)
+            return None
+        return self._tokenize(task.unit, None if task.flags is None else flags_of(*task.flags), on_progress)
+
+    def _hash_documents(self, unit: int, on_progress: OnProgress) -> None:
         """Keep the hash of each document of a unit."""
         found: list[bytes] = []
-        for chunk in _chunks(self._documents(unit)):
+        for chunk in in_chunks(self._documents(unit), lambda read: read.size):
             found += [_hash_of(read.document) if read.size else bytes(16) for read in chunk]
             on_progress(sum(read.size for read in chunk), 0)
         self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
 
-    def tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
+    def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
         """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
-        counts: collections.Counter[str] = collections.Counter()
-        of_sources: collections.Counter[int] = collections.Counter()
-        lengths: list[int] = []
-        number = 0
+        counts, number = _Counts(), 0
         self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
         with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
-            for chunk in _chunks(self._documents(unit)):
+            for chunk in in_chunks(self._documents(unit), lambda read: read.size):
                 dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
                 number += len(chunk)
-                kept = self._kept(chunk, dropped, counts, of_sources)
+                kept = self._kept(chunk, dropped, counts)
                 draft.append([part for ids in kept for part in (ids, end)])
                 written = [len(ids) + 1 for ids in kept]
-                lengths += written
+                counts.lengths += written
                 on_progress(sum(read.size for read in chunk), sum(written))
-            record = self._write(unit, draft, lengths, counts, of_sources)
+            record = self._write(unit, draft, counts)
         self._folder.record(unit, record)
         return record
 
-    def _kept(
-        self,
-        chunk: Sequence[_Read],
-        dropped: Flags,
-        counts: collections.Counter[str],
-        of_sources: collections.Counter[int],
-    ) -> list[Ids]:
+    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _Counts) -> list[Ids]:
         """Ids of the documents that are kept."""
         kept: list[Ids] = []
         full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read.size and not is_dropped]
-        counts["duplicates"] += int(dropped.sum())
-        counts["empty"] += len(chunk) - len(full) - int(dropped.sum())
-        counts["bytes"] += sum(read.size for read in chunk)
+        counts.duplicates += int(dropped.sum())
+        counts.empty += len(chunk) - len(full) - int(dropped.sum())
+        counts.text_bytes += sum(read.size for read in chunk)
         options = self._plan.options
         for read, ids in zip(full, self._encoded([read.document for read in full]), strict=True):
             if ids is None:
                 continue
             if not len(ids):
-                counts["empty"] += 1
+                counts.empty += 1
             elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
-                counts["filtered"] += 1
+                counts.filtered += 1
             else:
-                of_sources[read.source] += 1
+                counts.of_sources[read.source] += 1
                 kept.append(ids)
         return kept
 
@@ -212,31 +243,24 @@ class Units:
         documents = [IdsRow(ids[start:stop], row.where) for start, stop in zip(starts, stops, strict=True)]
         return documents[:-1] if not len(documents[-1].ids) and len(documents) > 1 else documents
 
-    def _write(
-        self,
-        unit: int,
-        draft: ShardDraft,
-        lengths: Sequence[int],
-        counts: collections.Counter[str],
-        of_sources: collections.Counter[int],
-    ) -> UnitRecord:
+    def _write(self, unit: int, draft: ShardDraft, counts: _Counts) -> UnitRecord:
         size = self._plan.options.packed_length
-        if size is None or not lengths:
+        if size is None or not counts.lengths:
             ids, hashes = draft.ids, self._put(unit, draft.ids)
         else:
             with ShardDraft(draft.ids.dtype) as packed:
-                for parts in fill_bins(draft.ids, lengths, size, self._tokenizer.end_of_document):
+                for parts in fill_bins(draft.ids, counts.lengths, size, self._tokenizer.end_of_document):
                     packed.append(parts)
                 ids, hashes = packed.ids, self._put(unit, packed.ids)
         return UnitRecord(
             tokens=len(ids),
-            documents=len(lengths),
-            empty=counts["empty"],
-            filtered=counts["filtered"],
-            duplicates=counts["duplicates"],
+            documents=len(counts.lengths),
+            empty=counts.empty,
+            filtered=counts.filtered,
+            duplicates=counts.duplicates,
             padding=len(ids) - draft.tokens,
-            of_sources=dict(sorted(of_sources.items())),
-            text_bytes=counts["bytes"],
+            of_sources=dict(sorted(counts.of_sources.items())),
+            text_bytes=counts.text_bytes,
             hashes=hashes,
             bad=self._bad.count,
             first_bad=self._bad.first,
@@ -255,17 +279,3 @@ def _hash_of(document: Document | IdsRow) -> bytes:
         return xxhash.xxh3_128_digest(document.ids.astype("<i8").tobytes())
     text = document.text
     return xxhash.xxh3_128_digest(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
-
-
-def _chunks(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
-    """Documents in groups large enough for a call of the tokenizer and small enough for the memory."""
-    chunk: list[_Read] = []
-    size = 0
-    for read in reads:
-        chunk.append(read)
-        size += read.size
-        if size >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_DOCUMENTS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

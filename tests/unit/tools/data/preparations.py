@@ -14,10 +14,9 @@ from zeroband.data.shard_set import ShardSet
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.tools.data.folder import Folder, open_out, writing_to
 from zeroband.tools.data.plan import Plan
-from zeroband.tools.data.pool import OnDone
 from zeroband.tools.data.prepare import main
-from zeroband.tools.data.units import OnProgress, Units
-from zeroband.tools.data.worker import run_task
+from zeroband.tools.data.units import OnProgress, Task, Units
+from zeroband.tools.data.workers import OnDone
 
 END = 256
 
@@ -31,11 +30,11 @@ class Inline:
         self.plan = plan
         self.units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer), retry_s)
 
-    def run(self, tasks: Iterable[dict[str, Any]], on_progress: OnProgress, on_done: OnDone) -> None:
+    def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
         for task in self._order(list(tasks)):
             with writing_to(self._out):
-                record = run_task(self.units, task, on_progress)
-            on_done(task.get("tokenize", task.get("hash")), record)
+                record = self.units.make(task, on_progress)
+            on_done(task, record)
 
 
 def prepare(*arguments: object, order: Callable[[list[Any]], Iterable[Any]] = list) -> int:

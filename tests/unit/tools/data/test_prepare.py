@@ -492,7 +492,7 @@ def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path)
             r"a\.jsonl:31: no field 'text' \(--field\); it has 'body'",
         ),
         ("a.jsonl", b'{"text": "a"}\n' * 30 + b'{"text": 1}\n', r"a\.jsonl:31: 'text' holds a int"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl, byte 0: not text that --tokenizer can take: .*surrogates"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: not text that --tokenizer can take: .*surrogates"),
         ("a.parquet", b"PAR1 and then nothing", r"cannot read .*a\.parquet as Parquet"),
         ("a.txt", b"fine until \xff", r"a\.txt is no text: byte 11 is 0xff.*; .*give --binary"),
     ],

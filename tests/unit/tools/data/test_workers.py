@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from multiprocessing import Pipe
@@ -16,24 +15,25 @@ from tests.unit.tools.data.preparations import write_lines
 from zeroband.data.files import Files
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.tools.data.plan import Looking, Options, Plan, make_plan
-from zeroband.tools.data.worker import main
+from zeroband.tools.data.units import Task
+from zeroband.tools.data.workers import main
 
 
 def plan_of(source: object) -> Plan:
     return make_plan([str(source)], "byte", ByteTokenizer(), Options(), Looking(Files(), 0.0))
 
 
-def said(plan: Plan, out: object, task: dict[str, Any]) -> list[dict[str, Any]]:
+def said(plan: Plan, out: object, task: Task) -> list[tuple[str, Any]]:
     """All messages of a worker that is given one task."""
     ours, theirs = Pipe()
     worker = threading.Thread(target=main, args=([str(os.dup(theirs.fileno()))],))
     theirs.close()
-    ours.send_bytes(json.dumps({"plan": plan.to_json().decode(), "out": str(out), "retry_s": 0.0}).encode())
-    ours.send_bytes(json.dumps(task).encode())
+    ours.send((plan, str(out), 0.0))
+    ours.send(task)
     worker.start()
-    found = list[dict[str, Any]]()
-    while not found or not {"done", "error"} & found[-1].keys():
-        found.append(json.loads(ours.recv_bytes()))
+    found = list[tuple[str, Any]]()
+    while not found or found[-1][0] not in ("done", "error"):
+        found.append(ours.recv())
     ours.close()
     worker.join(10.0)
     return found
@@ -45,23 +45,20 @@ def test_server_that_fails_a_worker_is_told_with_its_file_and_status(tmp_path: P
     with text_server(tmp_path / "served") as server:
         plan = plan_of(f"{server.url}/a.jsonl")
         server.fault = lambda request: request.refuse(503)
-        (error,) = said(plan, tmp_path / "out", {"tokenize": 0})
-    assert error["error"].startswith(
-        f"{server.url}/a.jsonl: the storage did not give it for 0 s (data.retry_s), at last"
-    )
-    assert "503" in error["error"]
+        ((kind, text),) = said(plan, tmp_path / "out", Task(0))
+    assert kind == "error" and "503" in text
+    assert text.startswith(f"{server.url}/a.jsonl: the storage did not give it for 0 s (data.retry_s), at last")
 
 
 def test_defect_of_a_worker_is_told_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(write_lines(tmp_path / "a.jsonl", ["text"]))
-    (error,) = said(plan, tmp_path / "out", {"tokenize": 7})
-    assert error == {
-        "error": "IndexError: tuple index out of range; this is a defect, of which the lines above tell more"
-    }
+    assert said(plan, tmp_path / "out", Task(7)) == [
+        ("error", "IndexError: tuple index out of range; this is a defect, of which the lines above tell more")
+    ]
     assert "Traceback" in capfd.readouterr().err
 
 
 def test_place_that_a_worker_cannot_open_is_told(tmp_path: Path) -> None:
     plan = plan_of(write_lines(tmp_path / "a.jsonl", ["text"]))
-    (error,) = said(plan, "nosuch://a", {"tokenize": 0})
-    assert error["error"].startswith("OUT='nosuch://a' cannot be opened")
+    ((kind, text),) = said(plan, "nosuch://a", Task(0))
+    assert kind == "error" and text.startswith("OUT='nosuch://a' cannot be opened")

@@ -1,0 +1,162 @@
+"""The worker processes of a preparation. Each makes one unit after the other and knows no other one.
+
+Started by the command on a leash: they end with it, however it ends. Between them is a pipe of pickled values. To a
+worker: (plan, OUT, retry_s) once, then tasks. From it: ("progress", (bytes, tokens)), ("warning", text), ("done",
+record or None) for each task, and ("error", text) when it cannot go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+from zeroband.data.tokenizer import open_tokenizer
+from zeroband.errors import ConfigError, StorageLost
+from zeroband.node.processes import start_leashed
+from zeroband.tools.data.folder import Folder, UnitRecord, open_out, writing_to
+from zeroband.tools.data.plan import Plan
+from zeroband.tools.data.progress import say_warning, warnings_to
+from zeroband.tools.data.units import OnProgress, Task, Units
+
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+
+Pipe: TypeAlias = "Connection[Any, Any]"  # generic for type checkers alone
+
+OnDone = Callable[[Task, UnitRecord | None], None]
+"""Told each task that is finished, and the record of its unit if it made one."""
+
+
+class Workers(Protocol):
+    """Who does the work of a preparation."""
+
+    def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
+        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError, StorageLost."""
+        ...
+
+
+OpenWorkers = Callable[[Plan, str, int, float], AbstractContextManager[Workers]]
+"""Opens workers for a plan: where OUT is, how many, and how long a storage of sources that fails is asked again."""
+
+
+class Pool(Workers):
+    """Processes of this module, each with a tokenizer of its own that runs on one thread."""
+
+    def __init__(self, plan: Plan, out: str, workers: int, retry_s: float) -> None:
+        self._begin = (plan, out, retry_s)
+        self._workers = workers
+        self._processes: dict[Pipe, subprocess.Popen[bytes]] = {}
+
+    def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
+        waiting, idle = iter(tasks), list(self._processes)
+        busy = dict[Pipe, Task]()
+        for task in itertools.islice(waiting, self._workers):
+            self._give(idle.pop() if idle else self._start(task), task, busy)
+        while busy:
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                kind, value = self._received(pipe, busy[pipe])
+                match kind:
+                    case "progress":
+                        on_progress(*value)
+                    case "warning":
+                        say_warning(value)
+                    case "error":
+                        raise ConfigError(value)
+                    case _:
+                        on_done(busy.pop(pipe), value)
+                        if (task := next(waiting, None)) is not None:
+                            self._give(pipe, task, busy)
+
+    def _start(self, first: Task) -> Pipe:
+        ours, theirs = multiprocessing.Pipe()
+        process = start_leashed(
+            [sys.executable, "-m", "zeroband.tools.data.workers", str(theirs.fileno())],
+            env=os.environ | _ONE_THREAD,
+            output=None,
+            death_signal=signal.SIGKILL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._processes[ours] = process
+        self._send(ours, self._begin, first)
+        return ours
+
+    def _give(self, pipe: Pipe, task: Task, busy: dict[Pipe, Task]) -> None:
+        busy[pipe] = task
+        self._send(pipe, task, task)
+
+    def _send(self, pipe: Pipe, value: Any, task: Task) -> None:
+        try:
+            pipe.send(value)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._lost(pipe, task) from error
+
+    def _received(self, pipe: Pipe, task: Task) -> tuple[str, Any]:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._lost(pipe, task) from error
+
+    def _lost(self, pipe: Pipe, task: Task) -> ConfigError:
+        code = self._processes[pipe].wait()
+        return ConfigError(
+            f"a worker ended with {code} while it made unit {task.unit}; -9 is most often the memory: give fewer "
+            "--workers; what is finished stays, and the same command goes on from there"
+        )
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe, process in self._processes.items():
+            process.kill()
+            process.wait()
+            pipe.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Work until the pipe is closed. `argv`: the number of its descriptor. Returns the exit code."""
+    pipe: Pipe = Connection(int(argv[0]))
+
+    def tell(kind: str, value: Any) -> None:
+        pipe.send((kind, value))
+
+    with warnings_to(functools.partial(tell, "warning")):
+        try:
+            _work(pipe, tell)
+        except (ConfigError, StorageLost) as error:
+            tell("error", str(error))
+        except Exception as error:  # noqa: BLE001 - a process that only ended would leave its user without the cause
+            traceback.print_exc()
+            tell("error", f"{type(error).__name__}: {error}; this is a defect, of which the lines above tell more")
+    return 0
+
+
+def _work(pipe: Pipe, tell: Callable[[str, Any], None]) -> None:
+    plan, out, retry_s = pipe.recv()
+    units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer), retry_s)
+    while True:
+        try:
+            task: Task = pipe.recv()
+        except EOFError:
+            return
+        with writing_to(out):
+            record = units.make(task, lambda size, tokens: tell("progress", (size, tokens)))
+        tell("done", record)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
