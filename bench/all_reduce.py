@@ -4,10 +4,11 @@ codecs      encode and decode-and-add of each codec on one core, beside memcpy o
 loopback    256 MB of float32 over loopback, 2 and 4 processes: where the processor is the limit
 links       namespaces with links of a rate and a round trip (root): where the link is the limit, beside iperf3 too
 robust      combinations that bear liars, in turns with the mean: what outer.robust costs the processor
+audit       reductions whose owners are audited, in turns with others: what that costs the processor
 messages    reductions of next to nothing over loopback: what a message costs the processor
 accuracy    relative error of the mean against float64, for 2 to 16 nodes, beside the schemes of earlier systems
 
-  python bench/all_reduce.py [codecs] [loopback] [robust] [links] [messages] [accuracy]
+  python bench/all_reduce.py [codecs] [loopback] [robust] [audit] [links] [messages] [accuracy]
 """
 
 from __future__ import annotations
@@ -28,21 +29,26 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.rounds.audit import Auditor, drawers
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.shape import shape_of
+from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS
-from zeroband.kernels.robust import Robustly, RobustRule
+from zeroband.kernels.marks import Marks
+from zeroband.kernels.robust import PIECE, Robustly, RobustRule
 
 DEADLINE_S = 300.0
 LEAST_S = 6
@@ -60,7 +66,7 @@ ROBUST = {
 class Way:
     """One way to average: `native/CODEC/STREAMS/sealed|open/FORM/CONGESTION` or `gloo/LANES`.
 
-    FORM is all, ring, or one of ROBUST.
+    FORM is all, ring, audited, or one of ROBUST.
     """
 
     name: str
@@ -100,6 +106,35 @@ class Lap:
 def values_of(rank: int, numel: int) -> torch.Tensor:
     """What a node averages. Shape: (numel,) float32."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 1e-3
+
+
+@dataclass
+class EngineMesh:
+    """What an audit needs of a node of one rank."""
+
+    engine: Engine
+    rank: int
+    operation: Operation
+
+    def is_so(self, known: bool) -> bool:
+        return known
+
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Transfer:
+        lengths, world = gathering.lengths, len(gathering.lengths)
+        running = self.engine.gather(
+            replace(self.operation, lane=gathering.number),
+            lengths,
+            self.rank,
+            range(world),
+            route_of(self.rank, range(world)),
+            request.sent,
+            request.result,
+            chunk_bytes=piece_bytes(max(lengths)),
+        )
+        state = running.wait(DEADLINE_S)
+        running.close()
+        assert state == State.DONE, state
+        return Transfer(0.0, len(request.sent), request.result.numel())
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -155,16 +190,27 @@ class Worker:
             engine.set_congestion(peer, congestion)
         shape = replace(shape_of(job.numel, CODECS[codec], [1 / job.world] * job.world), is_ring=form == "ring")
         numbers, rule = itertools.count(1), ROBUST.get(form)
+        members = tuple(f"n{rank}#1" for rank in range(job.world))
+        mesh = EngineMesh(engine, job.rank, Operation(1, 0, 1, 1))
+        auditor = Auditor(cast("ElasticDeviceMesh", mesh), CODECS[codec], None) if form == "audited" else None
+        first, last = shape.bounds[job.rank], shape.bounds[job.rank + 1]
 
         def run() -> None:
-            operation = Operation(1, next(numbers) << 16, 1, 1)
+            number = next(numbers)
+            operation = mesh.operation = Operation(1, number << 16, 1, 1)
             robust = None if rule is None else Robustly(rule, job.world)
+            marks = None if auditor is None else Marks.of(auditor.key, job.world, first, last, shape.chunk_numel)
             reduction = engine.start(
-                operation, shape, job.rank, range(job.world), self.values, self.result, robust=robust
+                operation, shape, job.rank, range(job.world), self.values, self.result, robust=robust, marks=marks
             )
             state = reduction.wait(DEADLINE_S)
             reduction.close()
             assert state == State.DONE, state
+            if auditor is not None:
+                opening = Opening(number, 1, 1, members, (1,) * job.world)
+                request = RoundRequest(opening, members[job.rank], self.values, self.result)
+                told, _ = auditor.audit(request, Transfer(0.0, 0, 0, borders=shape.bounds, marks=marks))
+                assert not told.is_refused
 
         return run
 
@@ -315,6 +361,22 @@ def loopback() -> None:
             seconds = f"{one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f}"
             staging = "" if one.staging_bytes is None else f"{one.staging_bytes / numel:.2f}"
             print(f"| {world} | {way} | {seconds} | {ratio:.2f} | {best:.2f} | {staging} |", flush=True)
+
+
+def audited_form() -> None:
+    print("\nfloat32 over loopback, 4 nodes, one thread for each process, sealed, in turns\n")
+    heads = ("codec", "values", "processor s, all nodes", "audited", "more", "bytes that a node sends more")
+    print(heading(*heads))
+    world = 4
+    for codec, numel in itertools.product(("int8", "int4", "fp32"), (1 << 20, 16 << 20)):
+        ways = [f"native/{codec}/1/sealed/{form}/cubic" for form in ("all", "audited")]
+        plain, audited = measure(world, numel, ways, repeats=31).values()
+        opening = Opening(1, 1, 1, tuple(f"n{rank}#1" for rank in range(world)), (1,) * world)
+        shown = (world - 1) * len(drawers(opening, numel)) * CODECS[codec].encoded_size(PIECE)
+        sent = 2 * (world - 1) * CODECS[codec].encoded_size(numel) // world
+        more, share = audited.cpu_s / plain.cpu_s - 1, shown / sent
+        times = f"{plain.cpu_s:.4f} | {audited.cpu_s:.4f} | {more:+.1%}"
+        print(f"| {codec} | {numel} | {times} | {shown} of {sent}, {share:.2%} |", flush=True)
 
 
 def robust_forms() -> None:
@@ -507,7 +569,9 @@ def accuracy() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["codecs", "loopback", "robust", "links", "messages", "accuracy"])
+    parser.add_argument(
+        "what", nargs="*", default=["codecs", "loopback", "robust", "audit", "links", "messages", "accuracy"]
+    )
     parser.add_argument("--job", type=job_of, help=argparse.SUPPRESS)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], help="Mbit/s of the links")
     parser.add_argument("--rtts", type=float, nargs="+", default=[1, 80], help="ms")
@@ -516,7 +580,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.job:
         return work(Worker(arguments.job))
-    require_known(parser, arguments.what, ("codecs", "loopback", "robust", "links", "messages", "accuracy"))
+    require_known(parser, arguments.what, ("codecs", "loopback", "robust", "audit", "links", "messages", "accuracy"))
     for what in arguments.what:
         match what:
             case "codecs":
@@ -527,6 +591,8 @@ def main() -> None:
                 links(arguments.rates, arguments.rtts, arguments.worlds, arguments.loss)
             case "robust":
                 robust_forms()
+            case "audit":
+                audited_form()
             case "messages":
                 messages()
             case _:

@@ -90,7 +90,7 @@ OPENING = Opening(
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
     proposer=A,
 )
-EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",))
+EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",), ("s0", "s1"), (A,), ("e#5",))
 VERDICT = Verdict(
     OPENING,
     "d1",

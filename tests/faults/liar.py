@@ -14,14 +14,19 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
+
 from zeroband.elastic.rounds.member import Member
+from zeroband.elastic.transport.base import Moved, RoundRequest
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.links import Links
+from zeroband.elastic.transport.native_plane import NativePlane
 from zeroband.train import main
 
 HEADER = struct.Struct("<IBBHQQIIIII4x")
 PART, MEAN, PAYLOAD = 1, 2, 3
 NAN = struct.pack("<f", float("nan"))
+MORE = np.float32(1.01)
 HOW, TO, FROM = os.environ.get("LIES", ""), os.environ.get("LIES_TO", "").split(), int(os.environ.get("LIES_FROM", "3"))
 
 
@@ -33,6 +38,8 @@ def changed(kind: int, round: int, payload: bytes) -> bytes | None:
         return payload[:-1] + bytes([payload[-1] ^ 1])
     if (HOW, kind) == ("withhold", PART) or (HOW, kind) == ("withhold mean", MEAN):
         return None
+    if (HOW, kind) == ("sum", MEAN):
+        return (np.frombuffer(payload, np.float32) * MORE).tobytes()
     return NAN + payload[4:] if (HOW, kind) == ("nan", PART) else payload
 
 
@@ -64,7 +71,7 @@ def pump(source: socket.socket, sink: socket.socket, link: int | None) -> None:
         end.close()
 
 
-add, number, vote = Engine.add_stream, Links.number, Member.vote
+add, number, vote, reduce_mean = Engine.add_stream, Links.number, Member.vote, NativePlane.reduce_mean
 node_of_link: dict[int, str] = {}
 
 
@@ -89,9 +96,20 @@ def vote_for_another(self: Member, opening: Any, digest: str, record: Any = None
     vote(self, opening, digest[::-1] if opening.round >= FROM else digest, record)
 
 
+def one_percent_more(self: NativePlane, request: RoundRequest) -> Moved:
+    """All get one mean of what this node owns, it too: 1 % more than the mean of what was sent. With float32."""
+    moved = reduce_mean(self, request)
+    if request.opening.round >= FROM and moved.borders:
+        place = request.opening.members.index(request.member_id)
+        request.result[slice(*moved.borders[place : place + 2])].mul_(MORE.item())
+    return moved
+
+
 if __name__ == "__main__":
     if TO:
         Engine.add_stream, Links.number = add_changed, noted_number  # type: ignore[method-assign]
     if HOW == "vote":
         Member.vote = vote_for_another  # type: ignore[method-assign]
+    if HOW == "sum":
+        NativePlane.reduce_mean = one_percent_more  # type: ignore[method-assign]
     sys.exit(main())

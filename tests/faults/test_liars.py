@@ -89,6 +89,25 @@ def test_who_lies_to_all_is_named_by_all_and_put_out(tmp_path: Path, how: str, t
             assert f"{LIAR} was put out of the run" in liar.console_tail()
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "way",
+    [(), ("--outer.robust.type", "centered_clip"), ("--outer.overlap", "full")],
+    ids=["mean", "robust", "overlap"],
+)
+def test_owner_that_adds_one_percent_for_all_alike_is_found_by_the_audit(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """Its bytes are the same everywhere, and so is its vote."""
+    with a_cluster(tmp_path, ("--comm.codec", "fp32", *way)) as cluster:
+        honest, liar = lie(cluster, "sum", HONEST)
+        cluster.wait_until(lambda _: all((LIAR,) in blamed(node, "out") for node in honest), timeout_s=DEADLINE_S)
+        before = newest(honest)
+        cluster.wait_until(lambda _: newest(honest) >= before + 3, timeout_s=DEADLINE_S)
+        assert all(set(blamed(node, "out")) == {(LIAR,)} and not blamed(node, "apart") for node in honest)
+        assert before < 20, "4 draw in each round, each from 4 shards"
+        assert_honest_nodes_lost_nothing(honest)
+        cluster.wait_until(lambda _: not liar.is_running, timeout_s=DEADLINE_S)
+
+
 WAYS = {
     "int4": ("--comm.codec", "int4"),
     "beside training": ("--outer.overlap", "full"),

@@ -14,9 +14,9 @@ PIECE, LANES = 4096, 16
 
 @dataclass(frozen=True)
 class Part:
-    """One contribution: its bytes, what they decode to, and its share."""
+    """One contribution, or a piece of it: the bytes of each piece, what they decode to, and its share."""
 
-    data: bytes
+    data: Sequence[bytes]
     values: Floats
     share: np.float32
 
@@ -84,11 +84,11 @@ def centered(parts: Sequence[Part], total: float, iterations: int) -> Floats:
 
 def combined(name: str, parts: Sequence[Part], *, trim: float = 0.0, iterations: int = 0) -> Floats:
     """What an owner makes of contributions, piece by piece."""
-    ordered = sorted((part for part in parts if part.share > 0), key=lambda part: (part.data, part.share))
-    total = sum(float(part.share) for part in ordered)
     out = np.zeros_like(parts[0].values)
-    for start in range(0, len(out), PIECE):
-        here = [Part(part.data, part.values[start : start + PIECE], part.share) for part in ordered]
+    for number, start in enumerate(range(0, len(out), PIECE)):
+        here = [Part([p.data[number]], p.values[start : start + PIECE], p.share) for p in parts if p.share > 0]
+        here = sorted(here, key=lambda part: (part.data, part.share))
+        total = sum(float(part.share) for part in here)
         here = [part for part in here if np.isfinite(part.values).all()]
         if not here:
             continue

@@ -57,6 +57,27 @@ class Codec(Format):
         native.require_done(native.load().zb_decode(self.number, variant, data.data_ptr(), n, out.data_ptr()))
         return out
 
+    def add(self, data: Tensor, weight: float, total: Tensor) -> None:
+        """Add what `data` decodes to, times a weight, to a sum, in the bits of a reduction.
+
+        Shapes: data (encoded_size(n),) uint8, total (n,) float32, both on CPU and contiguous. `weight`: as float32.
+        Needs the native library. Raises: ValueError for a weight that is not finite, or negative.
+        """
+        add = native.load().zb_add
+        native.require_done(add(self.number, -1, data.data_ptr(), total.numel(), weight, total.data_ptr()))
+
+    def part_of(self, data: Tensor, total: int, start: int, n: int) -> Tensor:
+        """The encoding of the values [start, start + n) of `total`, out of that of all.
+
+        Shapes: data (encoded_size(total),) uint8, gives (encoded_size(n),). `start`: a whole number of blocks, and so
+        is n unless the part is the last one.
+        """
+        scales = range(0) if not self.block else range(start // self.block, -(-(start + n) // self.block))
+        behind = 4 * -(-total // self.block) if self.block else 0
+        first = behind + start * self.bits // 8
+        values = data[first : first + -(-n * self.bits // 8)]
+        return torch.cat([data[4 * scales.start : 4 * scales.stop], values])
+
     def largest(self, data: Tensor, n: int, *, variant: int = -1) -> float:
         """The largest size of the n values that `data` decodes to, without decoding them; 0 where n is 0.
 

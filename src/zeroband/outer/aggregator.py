@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.exchange import hash_of
 from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
@@ -42,23 +42,23 @@ class AggregatedExchange(PayloadExchange):
 
     _told: Tensor
     """What the last result was decoded from; empty: nothing moved."""
-    _is_complete = False
-    """Whether the newest round has a result."""
+    _opening: Opening | None = None
+    """That of the newest round, which has a result; None: it has none, or parts came through others."""
 
-    def held(self, opening: Opening) -> tuple[str, ...]:
+    def testimony(self) -> Evidence:
         """Only the aggregator makes a part of the result: all of it."""
-        if not self._is_complete or opening.sites:
-            return ()
-        aggregator, told = aggregator_of(opening), hash_of(self._told)
-        return tuple(told if member == aggregator else "" for member in opening.members)
+        if self._opening is None:
+            return Evidence()
+        aggregator, told = aggregator_of(self._opening), hash_of(self._told)
+        return Evidence(held=tuple(told if member == aggregator else "" for member in self._opening.members))
 
     def _run(self, opening: Opening) -> Transfer:
-        aggregator, self._is_complete = aggregator_of(opening), False
+        aggregator, self._opening = aggregator_of(opening), None
         moved, gathered = self.gather(opening, aggregator)
         self._told = torch.empty(0, dtype=torch.uint8)
         if not any(opening.weights):
             self.zero_result()
-            self._is_complete = True
+            self._opening = None if opening.sites else opening
             return moved
         combined = torch.empty(0, dtype=torch.uint8)
         if self._mesh.member_id == aggregator:
@@ -72,7 +72,7 @@ class AggregatedExchange(PayloadExchange):
             sent, data = self._send(opening, aggregator, combined, 2, length)
             parts.append(sent)
             self._take(opening, aggregator, data)
-        self._is_complete = True
+        self._opening = None if opening.sites else opening
         return replace(
             moved,
             took_s=sum(part.took_s for part in parts),

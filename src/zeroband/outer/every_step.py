@@ -32,7 +32,7 @@ class EveryStep(RoundCoordinator):
     has_own_steps = False
 
     def __init__(self, parts: OuterParts, exchange: Exchange | None = None) -> None:
-        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments)
+        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, audits=False)
         super().__init__(parts, exchange or mean)
         self._committed: Committed | None = None
         parts.buffers.open(*self.sections, RESULT)

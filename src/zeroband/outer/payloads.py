@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import RESULT, hash_of, parts_of
 from zeroband.elastic.rounds.journal import Room
@@ -113,8 +113,8 @@ class PayloadExchange:
         self.add_up(opening, self.checked(gathered), self._is_decoded)
         return moved
 
-    def held(self, opening: Opening) -> tuple[str, ...]:
-        return tuple(map(hash_of, self._parts))
+    def testimony(self) -> Evidence:
+        return Evidence(held=tuple(map(hash_of, self._parts)))
 
     def conclude(self, *, counts: bool) -> None:
         if counts:

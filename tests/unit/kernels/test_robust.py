@@ -50,15 +50,31 @@ def test_every_instruction_set_gives_the_bits_of_the_plain_one(
     rule: RobustRule, codec: Codec, shares: Sequence[float]
 ) -> None:
     n = PIECE + 259
-    parts = [codec.encode(noise(n, seed, 10.0 ** (seed - 2))) for seed in range(len(shares))]
+    sources = [noise(n, seed, 10.0 ** (seed - 2)) for seed in range(len(shares))]
+    parts = [codec.encode(source) for source in sources]
+    pieces = [[bytes(codec.encode(piece).numpy()) for piece in source.split(PIECE)] for source in sources]
     plain = [
-        oracle.Part(bytes(part.numpy()), codec.decode(part, n).numpy(), np.float32(share))
-        for part, share in zip(parts, shares, strict=True)
+        oracle.Part(data, codec.decode(part, n).numpy(), np.float32(share))
+        for data, part, share in zip(pieces, parts, shares, strict=True)
     ]
     expected = torch.from_numpy(oracle.combined(rule.name, plain, trim=rule.trim, iterations=rule.iterations))
     for variant in range(len(native.variants())):
         found, _ = combine(rule, codec, parts, shares, n, variant=variant)
         assert torch.equal(bits(found), bits(expected)), native.variants()[variant]
+
+
+@EACH_RULE
+@pytest.mark.parametrize("codec", [FP32, INT8, CODECS["int4"]], ids=lambda codec: codec.name)
+def test_piece_is_combined_by_itself_as_with_the_others(rule: RobustRule, codec: Codec) -> None:
+    """So whoever audits an owner needs no more than the piece. The pieces' order by their bytes is not the whole's."""
+    sources = [noise(2 * PIECE + 300, seed, 10.0**seed) for seed in range(4)]
+    sources[0][:PIECE], sources[3][:PIECE] = sources[3][:PIECE].clone(), sources[0][:PIECE].clone()
+    shares, whole = [0.4, 0.1, 0.3, 0.2], combined(rule, sources, codec, [0.4, 0.1, 0.3, 0.2])
+    alone = [
+        combined(rule, [x.contiguous() for x in part], codec, shares)
+        for part in zip(*(s.split(PIECE) for s in sources), strict=True)
+    ]
+    assert torch.equal(bits(torch.cat(alone)), bits(whole))
 
 
 @EACH_RULE

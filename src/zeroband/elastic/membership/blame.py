@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.records import Blame, Evidence, Opening
 
 PATIENT_RETRIES = 2
@@ -27,6 +28,8 @@ NO_VOTE = "members do not vote, although most have"
 REFUSED = "the opening does not follow from the members' records"
 """What a failure says where a member refused the opening. Nothing was sent then, so what is missing proves nothing."""
 
+_REFUSAL = "refused by "
+
 _MOST_BLAMES = 64
 _TWICE = 2
 
@@ -36,6 +39,20 @@ Pair = frozenset[str]
 def node_of(member: str) -> str:
     """The node of a member, whose id names it before the `#`."""
     return member.partition("#")[0]
+
+
+def refusal(member: str) -> str:
+    """What a member votes for that holds a result which its audit contradicts: each for something else."""
+    return f"{_REFUSAL}{member}"
+
+
+def is_refusal(vote: str) -> bool:
+    """Whether a vote refuses the result."""
+    return vote.startswith(_REFUSAL)
+
+
+def _is_one_node(member: str, other: str) -> bool:
+    return node_of(member) == node_of(other) or is_of_key(member, other)
 
 
 def judge(
@@ -49,11 +66,12 @@ def judge(
 
     `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so.
     """
+    for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
     lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
-    wrong = _wrong_votes(opening, votes, said)
-    found = _found(opening, {**lies, **wrong[1]}, is_lie=True, proven=wrong[0])
+    wrong, audited = _wrong_votes(opening, for_results, said), _audited(opening, votes, said)
+    found = _found(opening, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
     gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed)
-    gaps |= _withheld_votes(opening, votes, failed) | _unexplained(opening, votes, said)
+    gaps |= _withheld_votes(opening, votes, failed) | _unexplained(opening, for_results, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
     return (*found, *_found(opening, rest, is_lie=False, proven={}))
@@ -78,8 +96,11 @@ def kept(opening: Opening | None, round: int) -> tuple[Blame, ...]:
 
 
 def bars(blames: Iterable[Blame], member: str) -> Blame | None:
-    """Why a member's node does not come back: it was put out for a lie, or more than once. None: it may."""
-    of_node = [b for b in blames if b.consequence == "out" and node_of(member) in map(node_of, b.members)]
+    """Why a member's node, by its id or its key, does not come back: it was put out for a lie, or more than once.
+
+    None: it may.
+    """
+    of_node = [b for b in blames if b.consequence == "out" and any(_is_one_node(member, m) for m in b.members)]
     return of_node[-1] if any(b.is_lie for b in of_node) or len(of_node) >= _TWICE else None
 
 
@@ -141,6 +162,11 @@ def _earlier(opening: Opening, *, is_lie: bool) -> dict[Pair, str]:
 def _different_parts(opening: Opening, said: Mapping[str, Evidence]) -> dict[Pair, str]:
     """Members that hold other bytes of a part than the one that sent it."""
     held = {m: t.held for m, t in said.items() if len(t.held) == len(opening.members)}
+    return _contradictions(opening, held, "its part")
+
+
+def _contradictions(opening: Opening, held: Mapping[str, tuple[str, ...]], what: str) -> dict[Pair, str]:
+    """Members that hold other hashes of what came from a member than that one does, in the order of the members."""
     pairs = dict[Pair, str]()
     for place, sender in enumerate(opening.members):
         sent = held[sender][place] if sender in held else ""
@@ -148,9 +174,38 @@ def _different_parts(opening: Opening, said: Mapping[str, Evidence]) -> dict[Pai
             if member != sender and sent and hashes[place] != sent:
                 got = hashes[place][:12] or "nothing"
                 pairs[frozenset((sender, member))] = (
-                    f"{sender} testifies that its part has the hash {sent[:12]}, {member} that {got} came"
+                    f"{sender} testifies that {what} has the hash {sent[:12]}, {member} that {got} came"
                 )
     return pairs
+
+
+def _audited(
+    opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]
+) -> tuple[dict[str, str], dict[Pair, str]]:
+    """Members whose vote does not follow from an audit, and pairs of members whose words on it contradict each other.
+
+    An owner whose sum is not that of what was shown stands against all who say so, unless it names a member that showed
+    another part than it had sent: one of these two lies. Findings count where all saw the same; else somebody showed
+    different members different things, or says so.
+    """
+    shown = {m: t.shown for m, t in said.items() if m in opening.members and len(t.shown) == len(opening.members)}
+    wrong, pairs = dict[str, str](), _contradictions(opening, shown, "what it showed")
+    voters = [m for m in opening.members if m in votes and m in said]
+    if 2 * len(shown) > len(opening.members):
+        wrong = {m: f"{m} voted, and does not testify what it was shown" for m in voters if m not in shown}
+    for member in voters:
+        if is_refusal(votes[member]) and not (said[member].wrong or said[member].denied):
+            wrong[member] = f"{member} refuses the result, and says no reason"
+    for owner in shown if len(set(shown.values())) == 1 else ():
+        denied = [member for member in said[owner].denied if member in opening.members and member != owner]
+        why = f"{owner} testifies that {{}} showed another contribution than it had sent"
+        pairs |= {frozenset((owner, member)): why.format(member) for member in denied if member in shown}
+        accusers = [] if denied else [member for member in shown if owner in said[member].wrong and member != owner]
+        pairs |= {
+            frozenset((owner, member)): f"{member} testifies that the part of {owner} is not the sum of what was sent"
+            for member in accusers
+        }
+    return wrong, pairs
 
 
 def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:

@@ -531,7 +531,8 @@ def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Ver
         reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
         return Wait(reason, missing)
     digests = {view.votes[m] for m in opening.members}
-    return Verdict(opening, digests.pop(), dict(record)) if len(digests) == 1 else None
+    is_agreed = len(digests) == 1 and not any(map(blame.is_refusal, digests))
+    return Verdict(opening, digests.pop(), dict(record)) if is_agreed else None
 
 
 def must_leave(view: View, member_id: str, round: int) -> Excluded | None:

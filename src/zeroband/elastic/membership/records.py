@@ -124,6 +124,13 @@ class Evidence:
     """Members whose contribution came, and whose part of the mean stopped coming."""
     refused: EachMember[Id] = ()
     """Members that sent something that cannot be taken: values that are not finite, or a part twice."""
+    shown: EachMember[Id] = ()
+    """SHA-256 of what each member drew and showed in the audit of the result, in the order of the members; empty where
+    it did not get all of it, or there was none."""
+    wrong: EachMember[Id] = ()
+    """Members whose part of the result is not the sum of what was shown."""
+    denied: EachMember[Id] = ()
+    """Members that showed another contribution to its own part than they had sent it."""
 
 
 @dataclass(frozen=True)

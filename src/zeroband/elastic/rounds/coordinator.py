@@ -23,9 +23,10 @@ from torch import Tensor
 from zeroband.config.ranges import MOST_LOSS
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership import trust
+from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
@@ -394,13 +395,13 @@ class RoundCoordinator(ABC):
             except PeerLost as error:
                 costs.failures.append(str(error))
                 _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
-                self._parts.mesh.testify(opening, self._held_of(opening))
+                self._parts.mesh.testify(opening, self._testimony_on(opening))
                 self.exchange.discard()
 
-    def _held_of(self, opening: Opening) -> Callable[[], tuple[str, ...]]:
-        """What this node got of an opening that failed; nothing where it went back or founded the run."""
+    def _testimony_on(self, opening: Opening) -> Callable[[], Evidence]:
+        """What this node saw of an opening that failed; nothing where it went back or founded the run."""
         exchanges = opening.rollback is None and self._exchanged == opening
-        return partial(self.exchange.held, opening) if exchanges else tuple
+        return self.exchange.testimony if exchanges else Evidence
 
     def _pause_before(self, opening: Opening) -> None:
         """Wait a moment, longer each time, where a round was given up although no member was lost.
@@ -425,12 +426,15 @@ class RoundCoordinator(ABC):
         else:
             self._travel, self._exchanged = Travel(time.monotonic(), self._travelled_at_s), opening
             try:
-                costs.add(self.exchange.run(opening, turn))
+                transfer = self.exchange.run(opening, turn)
+                costs.add(transfer)
             finally:
                 self._travel, self._travelled_at_s = None, time.monotonic()
             faults.at("reduced", round)
             result = self.exchange.result_of(turn)
-            committed = self._vote(opening, digest_of(result) if self._local.rank == 0 else "", costs, result=result)
+            digest = digest_of(result) if self._local.rank == 0 else ""
+            vote = refusal(self._parts.mesh.member_id) if transfer.is_refused else digest
+            committed = self._vote(opening, vote, costs, result=result)
         faults.at("committed", round)
         return committed
 

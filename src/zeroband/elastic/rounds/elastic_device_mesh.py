@@ -86,6 +86,10 @@ class ElasticDeviceMesh:
         assert self._member is not None, "only local rank 0 holds the membership"
         return self._member
 
+    def is_so(self, known: bool) -> bool:
+        """What local rank 0 knows, on all local ranks."""
+        return bool(broadcast_json(known, self.local))
+
     @property
     def keeps_buffers(self) -> bool:
         """Whether a result buffer may be used again after PeerLost."""
@@ -165,8 +169,8 @@ class ElasticDeviceMesh:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
-        took_s, (sent_bytes, received_bytes, wide_bytes, borders) = time.monotonic() - started_at_s, moved
-        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders)
+        took_s, (sent_bytes, received_bytes, wide_bytes, borders, marks) = time.monotonic() - started_at_s, moved
+        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders, marks=marks)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._plane.leave_behind()
@@ -179,12 +183,13 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, report)
         raise PeerLost(reason)
 
-    def testify(self, opening: Opening, held: Callable[[], tuple[str, ...]]) -> None:
-        """Tell the others what this node saw of an opening that failed. `held`: as `Exchange.held`."""
+    def testify(self, opening: Opening, testimony: Callable[[], Evidence]) -> None:
+        """Tell the others what this node saw of an opening that failed. `testimony`: as `Exchange.testimony`."""
 
         def testify() -> None:
             gaps = self._plane.gaps()
-            self.member.testify(opening, Evidence(held(), gaps.lacks, gaps.lacks_mean, gaps.refused))
+            lacking = {"lacks": gaps.lacks, "lacks_mean": gaps.lacks_mean, "refused": gaps.refused}
+            self.member.testify(opening, replace(testimony(), **lacking))
 
         on_first_rank(self.local, testify)
 

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.rounds.audit import Auditor, Findings
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Room
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
@@ -50,8 +51,8 @@ class Exchange(Protocol):
         """
         ...
 
-    def held(self, opening: Opening) -> tuple[str, ...]:
-        """SHA-256 of each member's part of the newest result; empty where `run` failed, or parts came through others.
+    def testimony(self) -> Evidence:
+        """What this node saw of the newest result and its audit; nothing where `run` failed, or parts passed others.
 
         On local rank 0, before the next `run`.
         """
@@ -93,6 +94,7 @@ class MeanExchange:
     `fragments`: lie one after the other in the buffers. `feedback`: gets what encoding by `codec` took from the
     contribution in the attempt that is committed. `encoded`: holds a contribution of the whole, and gets the mean, as
     they travel. `rule`: how the owner of each part combines contributions in place of the mean; None: it does not.
+    `audits`: whether owners are audited, which takes two round trips more.
     """
 
     is_mean = True
@@ -106,6 +108,8 @@ class MeanExchange:
         fragments: Sequence[Fragment],
         encoded: Encoded | None = None,
         rule: RobustRule | None = None,
+        *,
+        audits: bool = True,
     ) -> None:
         self._mesh = mesh
         self._buffers = buffers
@@ -116,6 +120,9 @@ class MeanExchange:
         self._rule = rule
         self._parts: Sequence[Tensor] = ()
         """The newest result by the members that made it, where it came directly from them."""
+        self._auditor = Auditor(mesh, codec, rule) if audits else None
+        self._found = Findings()
+        """What its audit came to."""
 
     @property
     def is_robust(self) -> bool:
@@ -126,17 +133,22 @@ class MeanExchange:
         return self._buffers[RESULT][self._bounds[turn]]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        part, self._parts = self._bounds[turn], ()
+        part, self._parts, self._found = self._bounds[turn], (), Findings()
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
         residual = None if residual is None else residual[part]
         buffers, members = (contribution, self.result_of(turn), residual), len(opening.members)
         robust = None if self._rule is None or members == 1 else Robustly(self._rule, members)
-        moved = self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded))
+        key = None if self._auditor is None else self._auditor.key
+        request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, key)
+        moved = self._mesh.reduce_mean(request)
         self._parts = parts_of(self.result_of(turn), moved.borders)
-        return moved if robust is None else self._compare(opening, moved, robust)
+        moved = moved if robust is None else self._compare(opening, moved, robust)
+        if self._auditor is not None and members > 1:
+            moved, self._found = self._auditor.audit(request, moved)
+        return moved
 
-    def held(self, opening: Opening) -> tuple[str, ...]:
-        return tuple(map(hash_of, self._parts))
+    def testimony(self) -> Evidence:
+        return self._found.added_to(Evidence(held=tuple(map(hash_of, self._parts))))
 
     def _compare(self, opening: Opening, moved: Transfer, robust: Robustly) -> Transfer:
         """Tell the others what was measured on this node's shard, and hear what they measured on theirs.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.engine import Encoded
+from zeroband.kernels.marks import MarkKey, Marks
 from zeroband.kernels.robust import Robustly
 
 
@@ -28,6 +29,10 @@ class Transfer:
     """Members whose payload was left out, and why."""
     borders: tuple[int, ...] = ()
     """As `Moved` has them."""
+    marks: Marks | None = None
+    """As `Moved` has them."""
+    is_refused: bool = False
+    """Its audit contradicts it, on local rank 0."""
     agreement: Mapping[str, float] = field(default_factory=dict[str, float])
     """Cosine of members' contributions and the result, as far as it was measured; the same on all members."""
 
@@ -53,6 +58,8 @@ class Moved(NamedTuple):
     """Part of those sent that went to other sites; None: there are no sites."""
     borders: tuple[int, ...] = ()
     """Borders of the parts of the result that each member made, where all come directly from there; else empty."""
+    marks: Marks | None = None
+    """Marks of what came for this node's shard, where they were asked for and parts come directly."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -91,6 +98,8 @@ class RoundRequest:
     """How contributions are combined, where it is not their weighted mean; not at sites."""
     encoded: Encoded | None = None
     """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
+    mark_key: MarkKey | None = None
+    """Asks for marks of what comes for this node's shard."""
 
 
 @dataclass(frozen=True)

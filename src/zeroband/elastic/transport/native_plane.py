@@ -26,6 +26,7 @@ from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferB
 from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
+from zeroband.kernels.marks import Marks
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
@@ -114,15 +115,22 @@ class NativePlane:
         network, may_be_ring = opening.network, request.robust is None and not opening.is_flat
         shape = shape_of(numel, self._codec, opening.shares, network, opening.sites, may_be_ring=may_be_ring)
         shape = replace(shape, largest=opening.largest)
-        partners = shape.partners(opening.members.index(request.member_id))
+        borders, marks = () if shape.is_ring or opening.sites else shape.bounds, None
+        place = opening.members.index(request.member_id)
+        if borders and request.mark_key is not None:
+            start_at, stop_at = borders[place], borders[place + 1]
+            marks = Marks.of(request.mark_key, len(opening.members), start_at, stop_at, shape.chunk_numel)
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
-            place, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
+            where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
             errors, encoded, robust = request.residual, request.encoded, request.robust
-            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded, robust=robust)
+            return engine.start(
+                *where, *buffers, allowed=allowed, errors=errors, encoded=encoded, robust=robust, marks=marks
+            )
 
-        borders = () if shape.is_ring or opening.sites else shape.bounds
-        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),), partners, borders=borders)
+        kind = (self._codec.encoded_size(numel),)
+        moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
+        return moved._replace(marks=marks)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         opening = request.opening
@@ -188,19 +196,20 @@ class NativePlane:
             wide = frozenset(member for member in others if not opening.is_near(member_id, member))
             run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
             meter, began_s = Meter(), time.monotonic()
-            if kind is None:
-                self._await(run, meter)
-                traffic = run.traffic().values()
-                return Moved(sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic))
-            self._took_ms = 0
-            self._pace(run, kind)
+            if kind is not None:
+                self._took_ms = 0
+                self._pace(run, kind)
             try:
                 self._await(run, meter)
             except PeerLost:
                 self._gaps = run.gaps() if borders else Gaps(refused=run.refused)
                 raise
-            run.learn_pauses()
             traffic = run.traffic()
+            if kind is None:
+                return Moved(
+                    sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
+                )
+            run.learn_pauses()
             took_s = time.monotonic() - began_s if self._paced or opening.sites else run.middle.whole_s
             self._learn(traffic, wide, meter, took_s)
             return Moved(

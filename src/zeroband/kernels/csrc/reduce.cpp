@@ -410,9 +410,24 @@ void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awaken
         collect(peer, std::move(packet), awakened);
 }
 
+// So that its owner can tell later whether a member shows what it sent.
+void Reduce::mark_part(uint32_t peer, const PacketPtr& packet) {
+    thread_local std::vector<uint8_t> part;
+    part.resize(encoded_size(spec_.codec, PIECE));
+    const uint32_t chunk = packet->frame.chunk;
+    const uint64_t n = chunk_size(spec_.self, chunk);
+    uint64_t* mark = spec_.marks + peer * spec_.marks_of_member() + chunk * spec_.pieces_of_chunk();
+    for (uint64_t start = 0; start < n; start += PIECE, ++mark) {
+        const uint64_t size = std::min<uint64_t>(PIECE, n - start);
+        take_part(spec_.codec, packet->payload(), n, start, size, part.data());
+        *mark = robust_kernels_of(variant_count() - 1).mark(part.data(), encoded_size(spec_.codec, size), spec_.mark_key);
+    }
+}
+
 // All-to-all: a part of an own chunk.
 void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
     const uint32_t chunk = packet->frame.chunk;
+    if (spec_.marks != nullptr) mark_part(peer, packet);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         parts_[chunk][peer] = std::move(packet);
@@ -466,7 +481,7 @@ void Reduce::combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, f
     for (uint32_t member = 0; member < world; ++member)
         if (site_shares_[member] > 0) contributions.push_back({member, site_shares_[member], parts[member]->payload()});
     std::vector<double> seen(2 * world + 1, 0.0);
-    combine(spec_.robust, spec_.codec, -1, std::move(contributions), n, result,
+    combine(spec_.robust, spec_.codec, -1, contributions, n, result,
             {seen.data(), seen.data() + world, seen.data() + 2 * world});
     std::lock_guard<std::mutex> lock(mutex_);
     for (uint32_t member = 0; member < world; ++member) {

@@ -127,9 +127,9 @@ class Piece {
     float* const out_;
 };
 
-// A total order of contributions that does not depend on whose they are.
-void sort_by_content(std::vector<Contribution>& contributions, size_t bytes) {
-    std::sort(contributions.begin(), contributions.end(), [bytes](const Contribution& a, const Contribution& b) {
+// A total order of contributions that does not depend on whose they are, nor on their values outside of the piece.
+void sort_by_content(std::vector<Contribution>& pieces, size_t bytes) {
+    std::sort(pieces.begin(), pieces.end(), [bytes](const Contribution& a, const Contribution& b) {
         const int order = std::memcmp(a.data, b.data, bytes);
         return order != 0 ? order < 0 : a.share < b.share;
     });
@@ -137,33 +137,39 @@ void sort_by_content(std::vector<Contribution>& contributions, size_t bytes) {
 
 }  // namespace
 
-void combine(const Robust& robust, CodecId codec, int variant, std::vector<Contribution> contributions, size_t n,
+void combine(const Robust& robust, CodecId codec, int variant, const std::vector<Contribution>& contributions, size_t n,
              float* out, const Measured& measured) {
     const int chosen = variant < 0 ? variant_count() - 1 : variant;
     const RobustKernels& kernels = robust_kernels_of(chosen);
     const Codec& coding = codec_of(codec, chosen);
     thread_local std::vector<float> decoded, room;
-    thread_local std::vector<uint8_t> part;
-    sort_by_content(contributions, encoded_size(codec, n));
+    thread_local std::vector<uint8_t> parts;
+    thread_local std::vector<Contribution> pieces;
+    const size_t most = encoded_size(codec, PIECE);
     decoded.resize(contributions.size() * PIECE);
     room.resize(contributions.size() * WIDTH);
-    part.resize(encoded_size(codec, PIECE));
-    double total = 0;
-    for (const Contribution& one : contributions) total += one.share;
+    parts.resize(contributions.size() * most);
     std::vector<Row> rows;
     for (size_t start = 0; start < n; start += PIECE) {
         const size_t size = std::min(PIECE, n - start);
         rows.clear();
-        for (size_t i = 0; i < contributions.size(); ++i) {
+        pieces = contributions;
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            take_part(codec, contributions[i].data, n, start, size, parts.data() + i * most);
+            pieces[i].data = parts.data() + i * most;
+        }
+        sort_by_content(pieces, encoded_size(codec, size));
+        double total = 0;
+        for (const Contribution& one : pieces) total += one.share;
+        for (size_t i = 0; i < pieces.size(); ++i) {
             float* values = decoded.data() + i * PIECE;
-            take_part(codec, contributions[i].data, n, start, size, part.data());
-            coding.decode(part.data(), size, values);
+            coding.decode(pieces[i].data, size, values);
             const double square = kernels.dot(values, values, size);
             if (std::isfinite(square)) {
-                rows.push_back({&contributions[i], values, std::sqrt(square)});
-                measured.squares[contributions[i].member] += square;
+                rows.push_back({&pieces[i], values, std::sqrt(square)});
+                measured.squares[pieces[i].member] += square;
             } else {
-                measured.dots[contributions[i].member] = -std::numeric_limits<double>::infinity();
+                measured.dots[pieces[i].member] = -std::numeric_limits<double>::infinity();
             }
         }
         float* const piece = out + start;

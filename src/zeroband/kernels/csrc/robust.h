@@ -2,8 +2,8 @@
 //
 // Nothing that a member says of itself is believed: norms are measured on the values that came. They are measured over
 // pieces of PIECE values, so that nothing waits for a whole shard, and no member hides a large change of few values behind
-// many small ones. What the order of the members is does not show in the bits: contributions are added in the order of
-// their bytes.
+// many small ones. What the order of the members is does not show in the bits: contributions to a piece are added in the
+// order of their bytes in it, so a piece can be combined again by itself.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ struct Measured {
 
 // Writes the combination of n values times the sum of the shares. A piece of a contribution in which a value is not
 // finite does not count; where the combination is not finite it is zeros. `variant`: of the instruction sets; -1: best.
-void combine(const Robust& robust, CodecId codec, int variant, std::vector<Contribution> contributions, size_t n,
+void combine(const Robust& robust, CodecId codec, int variant, const std::vector<Contribution>& contributions, size_t n,
              float* out, const Measured& measured);
 
 }  // namespace zeroband

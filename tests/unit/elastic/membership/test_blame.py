@@ -16,10 +16,13 @@ from zeroband.elastic.membership.blame import (
     REFUSED,
     added,
     bars,
+    is_refusal,
     judge,
     kept,
+    refusal,
     sitting_out,
 )
+from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.records import Blame, Evidence, Opening
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
@@ -108,6 +111,100 @@ def test_no_honest_member_is_ever_put_out_while_fewer_than_half_lie(data: st.Dat
     silent = [m for m in members if m not in said]
     out = {m for blame in judge(opening, votes, said, silent) for m in blame.members if len(blame.members) == 1}
     assert out <= liars
+
+
+# -- audits ---------------------------------------------------------------------------------------------------------
+
+ALIKE = ("sa", "sb", "sc", "sd")
+"""What all were shown."""
+
+
+def seen(*wrong: str, denied: tuple[str, ...] = (), shown: tuple[str, ...] = ALIKE) -> Evidence:
+    return Evidence(("h",) * 4, shown=shown, wrong=wrong, denied=denied)
+
+
+AUDITS: dict[str, tuple[dict[str, Evidence], set[tuple[tuple[str, ...], str]]]] = {
+    "all say that the sum of B is wrong": ({A: seen(B), B: seen(), C: seen(B), D: seen(B)}, {((B,), "out")}),
+    "one says so": ({A: seen(B), B: seen(), C: seen(), D: seen()}, {((A, B), "apart")}),
+    "B says that D showed another part": (
+        {A: seen(B), B: seen(B, denied=(D,)), C: seen(B), D: seen(B)},
+        {((B, D), "apart")},
+    ),
+    "B says so of all": ({A: seen(B), B: seen(denied=(A, C, D)), C: seen(B), D: seen(B)}, {((B,), "out")}),
+    "B says so of nobody that is there": (
+        {A: seen(B), B: seen(denied=("x#1", B)), C: seen(B), D: seen(B)},
+        {((B,), "out")},
+    ),
+    "D showed A something else": (
+        {A: seen(B, shown=("sa", "sb", "sc", "x")), B: seen(), C: seen(), D: seen()},
+        {((A, D), "apart")},
+    ),
+    "D showed all something else than it says": (
+        {**{m: seen(B) for m in (A, B, C)}, D: seen(B, shown=("sa", "sb", "sc", "x"))},
+        {((D,), "out")},
+    ),
+    "B voted, and does not say what it was shown": (
+        {A: seen(B), B: seen(shown=()), C: seen(B), D: seen(B)},
+        {((B,), "out")},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AUDITS)
+def test_audit_puts_out_whom_it_proves_wrong_and_keeps_words_against_words_apart(case: str) -> None:
+    said, expected = AUDITS[case]
+    votes = {m: refusal(m) if evidence.wrong or evidence.denied else "d" for m, evidence in said.items()}
+    blames = judge(an_opening(*FOUR), votes, said)
+    assert found(blames) == expected and all(blame.is_lie for blame in blames)
+
+
+def test_who_refuses_a_result_without_a_reason_is_put_out() -> None:
+    said: dict[str, Evidence] = dict.fromkeys(FOUR, seen())
+    assert found(judge(an_opening(*FOUR), {**dict.fromkeys(FOUR, "d"), C: refusal(C)}, said)) == {((C,), "out")}
+
+
+def test_refusals_are_no_votes_for_different_results() -> None:
+    said = {A: seen(B), B: seen(), C: seen(B), D: seen(B)}
+    votes = {A: refusal(A), B: "d", C: refusal(C), D: refusal(D)}
+    assert [blame.members for blame in judge(an_opening(*FOUR), votes, said)] == [(B,)]
+    assert not is_refusal("d") and is_refusal(refusal(A))
+
+
+@given(st.data())
+def test_no_honest_member_is_put_out_for_an_audit_while_fewer_than_half_lie(data: st.DataObject) -> None:
+    """One draws, and tells others another stretch where it lies; liars send, show and say whatever they like."""
+    members = tuple(f"{name}#1" for name in "abcdefg"[: data.draw(st.integers(2, 7))])
+    liars = data.draw(st.sets(st.sampled_from(members), max_size=(len(members) - 1) // 2))
+    drawer, owner = data.draw(st.sampled_from(members)), data.draw(st.sampled_from(members))
+    content, names = st.sampled_from(["x", "y"]), st.lists(st.sampled_from(members), max_size=2, unique=True).map(tuple)
+    drawn = {m: data.draw(content) if drawer in liars else "x" for m in members}
+    sent = {(m, d): data.draw(content) if m in liars else f"{m} of {d}" for m in members for d in "xy"}
+
+    def shown_to(receiver: str, sender: str) -> str:
+        return data.draw(content) if sender in liars else sent[sender, drawn[sender]]
+
+    def seen_by(member: str) -> Evidence:
+        if member in liars:
+            shown = tuple(data.draw(content) for _ in members) if data.draw(st.booleans()) else ()
+            return Evidence(("h",) * len(members), shown=shown, wrong=data.draw(names), denied=data.draw(names))
+        shown = [shown_to(member, sender) for sender in members]
+        came = [sent[sender, drawn[member]] for sender in members]
+        is_wrong = data.draw(st.booleans()) if owner in liars else shown != came
+        denied = [s for s, one, other in zip(members, shown, came, strict=True) if one != other]
+        own_draw = [drawn[member] if sender == drawer else "" for sender in members]
+        hashes = tuple(draw + what for draw, what in zip(own_draw, shown, strict=True))
+        wrong = (owner,) if is_wrong else ()
+        return Evidence(
+            ("h",) * len(members), shown=hashes, wrong=wrong, denied=tuple(denied) if member == owner else ()
+        )
+
+    said = {m: seen_by(m) for m in members if m not in liars or data.draw(st.booleans())}
+    unfinished = data.draw(st.sets(st.sampled_from(members))) if data.draw(st.booleans()) else set[str]()
+    said |= {m: Evidence() for m in unfinished if m not in liars}
+    votes = {m: refusal(m) if e.wrong or e.denied else "d" for m, e in said.items() if e.shown or m in liars}
+    blames = judge(an_opening(*members), votes, said)
+    assert {m for blame in blames for m in blame.members if len(blame.members) == 1} <= liars
+    assert all(liars & set(blame.members) for blame in blames if blame.is_lie), "of a pair one lies"
 
 
 # -- votes and words that do not follow -----------------------------------------------------------------------------
@@ -206,6 +303,13 @@ def test_node_comes_back_once_after_gaps_and_never_after_a_lie(outs: list[bool],
     blames = [Blame(("a#1",), "why", is_lie, "out", round) for round, is_lie in enumerate(outs)]
     assert (bars(blames, "a#2") is not None) == is_barred
     assert bars(blames, "ab#1") is None
+
+
+def test_node_that_was_put_out_does_not_come_back_under_another_name_with_its_key() -> None:
+    key, other = NodeKey(bytes(32)), NodeKey(bytes([1] * 32))
+    blames = [Blame((key.new_member_id("a"),), "why", True, "out", 3)]
+    assert bars(blames, key.new_member_id("b")) is not None and bars(blames, other.new_member_id("a")) is not None
+    assert bars(blames, other.new_member_id("b")) is None
 
 
 # -- who sits out ---------------------------------------------------------------------------------------------------

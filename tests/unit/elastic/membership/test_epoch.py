@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.epoch import (
     LEAST_GRACE_S,
     Hearing,
@@ -692,6 +693,12 @@ def test_next_verdict_commits_equal_digests_with_the_payload() -> None:
 
 def test_next_verdict_is_none_when_results_differ() -> None:
     assert next_verdict(a_view(votes={A: "d", B: "e"}), an_opening(A, B), {}) is None
+
+
+def test_next_verdict_is_none_where_a_member_refuses_whatever_the_others_vote() -> None:
+    opening = an_opening(A, B)
+    assert next_verdict(a_view(votes={A: "d", B: refusal(B)}), opening, {}) is None
+    assert next_verdict(a_view(votes={A: refusal(B), B: refusal(B)}), opening, {}) is None
 
 
 def test_next_verdict_waits_while_the_store_gets_its_record_back() -> None:

@@ -1,0 +1,223 @@
+"""The audit of a mean: whether its owners summed up what was sent, seen on a few stretches that nobody knew before.
+
+A member draws when it holds the whole result, so an owner has told its sums by then. Everybody shows everybody its part
+of what was drawn, and sums these parts up again. An owner remembers the parts that it got by marks
+(`kernels.marks`), so that it can tell a member that shows another part than it sent. What follows from the findings is
+in `membership.blame`. Local rank 0 draws, shows and compares; the others only wait with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
+from zeroband.kernels.codec import Codec
+from zeroband.kernels.marks import MarkKey, Marks
+from zeroband.kernels.robust import PIECE, RobustRule, combine
+from zeroband.observe.log import get_logger
+
+_DRAWS, _SHOWS = 2, 3
+"""Numbers of the two gatherings; 1 is that of a robust combination's measures."""
+
+_DRAW_BYTES = 8
+_MOST_DRAWERS, _FEWEST_DRAWERS = 8, 2
+_PART, _FREE = 64, 1 << 24
+"""What all members show of all stretches is a 64th of the values of a round at most; of smaller states as much as of
+one of so many values, whose audit is a fraction of a millisecond's sums (docs/benchmarks.md, audits)."""
+
+_SLACK = 2.0
+"""Rounding makes values larger, as in csrc/reduce.cpp."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Values [start, stop) of a result, and the place of the member that owns them."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def drawers(opening: Opening, numel: int) -> tuple[int, ...]:
+    """Places of the members that draw a stretch of a result of so many values: some others in each opening."""
+    world = len(opening.members)
+    afforded = max(numel, _FREE) // (_PART * PIECE * world)
+    count = min(world, _MOST_DRAWERS, max(_FEWEST_DRAWERS, afforded))
+
+    def lot(place: int) -> bytes:
+        return hashlib.sha256(f"{opening.id} draws {opening.members[place]}".encode()).digest()
+
+    return tuple(sorted(sorted(range(world), key=lot)[:count]))
+
+
+def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> Stretch:
+    """The stretch with the value at this position: a piece of a chunk, which a reduction encodes by itself."""
+    owner = bisect_right(borders, position) - 1
+    chunk = borders[owner] + (position - borders[owner]) // chunk_numel * chunk_numel
+    start = chunk + (position - chunk) // PIECE * PIECE
+    return Stretch(owner, start, min(start + PIECE, chunk + chunk_numel, borders[owner + 1]))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an audit came to, on local rank 0; empty where there was none."""
+
+    drawn: Sequence[Tensor] = ()
+    """What each member drew, (8,) uint8, or nothing."""
+    shown: Sequence[Tensor] = ()
+    """What each member showed, (nbytes,) uint8."""
+    wrong: tuple[str, ...] = ()
+    """Owners whose part of the result is not what was shown."""
+    denied: tuple[str, ...] = ()
+    """Members that showed this one another part than they had sent it."""
+
+    def added_to(self, evidence: Evidence) -> Evidence:
+        """What this member testifies, with the audit."""
+        both = zip(self.drawn, self.shown, strict=True)
+        hashes = tuple(hashlib.sha256(bytes(drawn.numpy()) + bytes(shown.numpy())).hexdigest() for drawn, shown in both)
+        return replace(evidence, shown=hashes, wrong=self.wrong, denied=self.denied)
+
+
+class Auditor:
+    """Audits the means of one node. Called by all local ranks. `rule`: as the owners combine; None: the mean."""
+
+    def __init__(self, mesh: ElasticDeviceMesh, codec: Codec, rule: RobustRule | None) -> None:
+        self._mesh = mesh
+        self._codec = codec
+        self._rule = rule
+        self.key = MarkKey()
+
+    def audit(self, request: RoundRequest, moved: Transfer) -> tuple[Transfer, Findings]:
+        """Audit a mean that this node got and has not voted for; nothing where parts came through others.
+
+        Raises PeerLost, as a transfer does.
+        """
+        opening, marks = request.opening, moved.marks
+        if not self._mesh.is_so(marks is not None and any(opening.shares)):
+            return moved, Findings()
+        members, own = opening.members, opening.members.index(request.member_id)
+        draw = set(drawers(opening, request.result.numel()))
+        told, drawn = self._gather(
+            request, _draw(), [_DRAW_BYTES if p in draw else 0 for p in range(len(members))], _DRAWS
+        )
+        stretches = [] if marks is None else _stretches(drawn, moved.borders, marks)
+        size = len(draw) * self._size(request)
+        payload = (
+            self._parts_of(request, stretches, size) if opening.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
+        )
+        again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in opening.shares], _SHOWS)
+        found = Findings() if marks is None else self._compare(request, marks, stretches, drawn, shown)
+        return (
+            replace(
+                moved,
+                took_s=moved.took_s + told.took_s + again.took_s,
+                sent_bytes=moved.sent_bytes + told.sent_bytes + again.sent_bytes,
+                received_bytes=moved.received_bytes + told.received_bytes + again.received_bytes,
+                is_refused=bool(found.wrong or found.denied),
+            ),
+            found,
+        )
+
+    def _gather(
+        self, request: RoundRequest, payload: Tensor, lengths: Sequence[int], number: int
+    ) -> tuple[Transfer, Sequence[Tensor]]:
+        """Bring so many bytes of each member to all; of this one those that `payload` begins with."""
+        opening, room = request.opening, torch.empty(sum(lengths), dtype=torch.uint8)
+        own = payload[: lengths[opening.members.index(request.member_id)]]
+        gathering = Gathering(tuple(lengths), number=number, is_report=True)
+        told = self._mesh.gather(RoundRequest(opening, request.member_id, own, room), gathering)
+        return told, room.split(list(lengths))
+
+    def _size(self, request: RoundRequest) -> int:
+        """Bytes that are shown of each stretch: as many of a shorter one, so that nobody who draws changes lengths."""
+        return self._codec.encoded_size(min(PIECE, request.result.numel()))
+
+    def _parts_of(self, request: RoundRequest, stretches: Sequence[Stretch], nbytes: int) -> Tensor:
+        """This node's parts of the stretches, as it sent them: (nbytes,) uint8."""
+        shown, size, encoded = torch.zeros(nbytes, dtype=torch.uint8), self._size(request), request.encoded
+        for place, stretch in enumerate(stretches):
+            if encoded is None:
+                part = self._codec.encode(request.sent[stretch.start : stretch.stop])
+            else:
+                part = self._codec.part_of(encoded.contribution, request.result.numel(), stretch.start, stretch.numel)
+            shown[place * size : place * size + part.numel()] = part
+        return shown
+
+    def _compare(
+        self,
+        request: RoundRequest,
+        marks: Marks,
+        stretches: Sequence[Stretch],
+        drawn: Sequence[Tensor],
+        shown: Sequence[Tensor],
+    ) -> Findings:
+        """Sum up again what was shown, and hold it against the result and, of the own shard, against what was sent."""
+        opening, wrong, denied = request.opening, set[int](), set[int]()
+        own = opening.members.index(request.member_id)
+        for stretch, parts in self._by_stretch(request, stretches, shown):
+            if not self._is_sum(request, stretch, parts):
+                wrong.add(stretch.owner)
+            if stretch.owner == own:
+                denied |= {p for p, part in parts.items() if p != own and not marks.is_of(p, stretch.start, part)}
+        names = opening.members
+        found = Findings(drawn, shown, tuple(names[p] for p in sorted(wrong)), tuple(names[p] for p in sorted(denied)))
+        if wrong or denied:
+            fields = {"round": opening.round, "wrong": list(found.wrong), "denied": list(found.denied)}
+            _log.warning("the audit of a round contradicts its result, which is not taken", extra={"fields": fields})
+        return found
+
+    def _by_stretch(
+        self, request: RoundRequest, stretches: Sequence[Stretch], shown: Sequence[Tensor]
+    ) -> Iterator[tuple[Stretch, dict[int, Tensor]]]:
+        """The stretches with the parts that were shown of each, by the places of the members that contribute."""
+        size = self._size(request)
+        for number, stretch in enumerate(stretches):
+            part = slice(number * size, number * size + self._codec.encoded_size(stretch.numel))
+            yield stretch, {place: data[part] for place, data in enumerate(shown) if data.numel()}
+
+    def _is_sum(self, request: RoundRequest, stretch: Stretch, parts: Mapping[int, Tensor]) -> bool:
+        """Whether the result of a stretch is what its owner had to make of these parts, by their members' places."""
+        opening, codec, n = request.opening, self._codec, stretch.numel
+        if self._rule is None:
+            total = torch.zeros(n)
+            for place, part in parts.items():
+                codec.add(part, opening.shares[place], total)
+            own = parts.get(stretch.owner)  # which nobody saw before: it had refused parts of others that are too large
+            most = _SLACK * opening.largest[stretch.owner] if opening.largest else math.inf
+            if own is not None and not codec.largest(own, n) <= most:
+                return False
+        else:
+            empty = torch.zeros(codec.encoded_size(n), dtype=torch.uint8)
+            all_parts = [parts.get(place, empty) for place in range(len(opening.members))]
+            total, _ = combine(self._rule, codec, all_parts, opening.shares, n)
+        if not torch.isfinite(total).all():
+            return False
+        expected, got = codec.decode(codec.encode(total), n), request.result[stretch.start : stretch.stop]
+        return torch.equal(expected.view(torch.int32), got.view(torch.int32))
+
+
+def _draw() -> Tensor:
+    """Bytes that nobody knew before, (_DRAW_BYTES,) uint8."""
+    return torch.frombuffer(bytearray(os.urandom(_DRAW_BYTES)), dtype=torch.uint8)
+
+
+def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], marks: Marks) -> list[Stretch]:
+    """What the members drew, in their order. Any bytes draw a stretch."""
+    positions = [int.from_bytes(bytes(draw.numpy()), "little") for draw in drawn if draw.numel()]
+    return [stretch_at(position % borders[-1], borders, marks.chunk_numel) for position in positions]

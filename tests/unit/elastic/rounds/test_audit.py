@@ -1,0 +1,317 @@
+"""The audit of a mean: what is drawn, what it finds of members that lie about a sum or about what they sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.unit.elastic.conftest import Net, ends_of, noise
+from torch import Tensor
+
+from zeroband.elastic.membership.blame import judge, refusal
+from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.rounds.audit import Auditor, Stretch, drawers, stretch_at
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
+from zeroband.elastic.transport.engine import Encoded, State
+from zeroband.elastic.transport.shape import shape_of
+from zeroband.kernels import native
+from zeroband.kernels.codec import CODECS, Codec
+from zeroband.kernels.marks import MarkKey, Marks
+from zeroband.kernels.robust import PIECE, Robustly, RobustRule
+
+NODES = ("a#1", "b#1", "c#1", "d#1")
+NUMEL = 40_000
+KeptNet = Callable[[int, bool], Net]
+
+
+def an_opening(members: Sequence[str] = NODES, **fields: Any) -> Opening:
+    return Opening(5, 2, 3, tuple(members), fields.pop("weights", (1,) * len(members)), **fields)
+
+
+# -- what is drawn --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numel", "world", "count"), [(1000, 2, 2), (1000, 4, 4), (1000, 64, 2), (1 << 30, 4, 4), (1 << 30, 512, 8)]
+)
+def test_few_members_draw_and_all_together_no_more_than_a_round_affords(numel: int, world: int, count: int) -> None:
+    members = [f"n{place}#1" for place in range(world)]
+    chosen = drawers(an_opening(members), numel)
+    assert len(chosen) == count and set(chosen) <= set(range(world))
+    assert drawers(an_opening(members), numel) == chosen, "all members come to the same"
+
+
+def test_others_draw_in_other_openings() -> None:
+    members = [f"n{place}#1" for place in range(32)]
+    every = {drawers(Opening(version, 2, 3, tuple(members), (1,) * 32), 1000) for version in range(1, 20)}
+    assert len(every) > 10
+
+
+BORDERS = (0, 20_000, 20_000, 33_000, 40_000)
+
+
+@pytest.mark.parametrize(
+    ("position", "stretch"),
+    [
+        (0, Stretch(0, 0, 4096)),
+        (4999, Stretch(0, 4096, 5000)),  # the chunk ends there
+        (5000, Stretch(0, 5000, 9096)),
+        (19_999, Stretch(0, 19_096, 20_000)),
+        (20_000, Stretch(2, 20_000, 24_096)),  # the second member owns nothing
+        (39_999, Stretch(3, 38_000, 40_000)),
+    ],
+)
+def test_stretch_is_a_piece_of_one_chunk_of_one_shard(position: int, stretch: Stretch) -> None:
+    assert stretch_at(position, BORDERS, 5000) == stretch
+
+
+def test_stretches_cover_a_result_without_overlap() -> None:
+    found = sorted({(s.start, s.stop) for s in (stretch_at(p, BORDERS, 5000) for p in range(40_000))})
+    assert found[0][0] == 0 and found[-1][1] == 40_000
+    assert all(stop == start for (_, stop), (start, _) in pairwise(found))
+
+
+# -- marks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4160, 4 * PIECE])
+def test_mark_is_the_same_on_every_instruction_set_and_another_for_other_bytes(nbytes: int) -> None:
+    key, data = MarkKey(), torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    marks = {key.mark(data, variant=variant) for variant in range(len(native.variants()))}
+    assert len(marks) == 1
+    if nbytes:
+        other = data.clone()
+        other[-1] ^= 1
+        assert key.mark(other) not in marks and MarkKey().mark(data) not in marks
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_part_of_an_encoding_is_the_encoding_of_the_part(name: str) -> None:
+    codec, x = CODECS[name], noise(10_001)
+    data = codec.encode(x)
+    for start, stop in ((0, 4096), (4096, 8192), (8192, 10_001)):
+        part = codec.part_of(data, x.numel(), start, stop - start)
+        assert torch.equal(part, codec.encode(x[start:stop].contiguous()))
+
+
+# -- members that lie -----------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where members that are threads gather."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=10)
+        self._told: dict[int, dict[int, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def gather(self, place: int, gathering: Gathering, sent: Tensor, result: Tensor) -> None:
+        with self._lock:
+            self._told.setdefault(gathering.number, {})[place] = sent.clone()
+        self._barrier.wait()
+        result.copy_(torch.cat([self._told[gathering.number][p] for p in range(len(gathering.lengths))]))
+
+
+@dataclass
+class MemberMesh:
+    """`ElasticDeviceMesh` of a member that gathers with the others, and may lie."""
+
+    place: int
+    meeting: Meeting
+    forge: dict[int, Callable[[Tensor], object]] = field(default_factory=dict[int, Callable[[Tensor], object]])
+    """Applied to what it sends in the gathering of this number."""
+
+    def is_so(self, known: bool) -> bool:
+        return known
+
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Transfer:
+        sent = request.sent.clone()
+        self.forge.get(gathering.number, lambda _: None)(sent)
+        self.meeting.gather(self.place, gathering, sent, request.result)
+        return Transfer(0.0, len(sent), request.result.numel())
+
+
+@dataclass
+class Audited:
+    """A round that all members audited."""
+
+    opening: Opening
+    said: dict[str, Evidence]
+    refused: set[str]
+
+    def put_out(self) -> set[str]:
+        return {m for b in self.blames() if b.consequence == "out" for m in b.members}
+
+    def kept_apart(self) -> set[frozenset[str]]:
+        return {frozenset(b.members) for b in self.blames() if b.consequence == "apart"}
+
+    def blames(self) -> Sequence[Any]:
+        votes = {m: refusal(m) if m in self.refused else "digest" for m in self.opening.members}
+        return judge(self.opening, votes, self.said)
+
+
+@dataclass
+class Lies:
+    """What one member does."""
+
+    result: Callable[[Tensor], object] | None = None
+    """Changes its own shard, as all get it."""
+    forge: dict[int, Callable[[Tensor], object]] = field(default_factory=dict[int, Callable[[Tensor], object]])
+    says: Callable[[Evidence], Evidence] = lambda evidence: evidence
+
+
+HONEST = Lies()
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws that meet the shard of the second member."""
+    drawn = torch.tensor(list(int.to_bytes(NUMEL // 4 + 5000, 8, "little")), dtype=torch.uint8)
+    monkeypatch.setattr("zeroband.elastic.rounds.audit._draw", lambda: drawn)
+
+
+@pytest.fixture
+def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
+    """Has four members make a mean by their engines, and audit it."""
+    pool = ThreadPoolExecutor(4)
+
+    def run(
+        lies: Lies = HONEST,
+        liar: int = 1,
+        *,
+        codec: Codec = CODECS["int8"],
+        rule: RobustRule | None = None,
+        is_encoded: bool = False,
+        **fields: Any,
+    ) -> Audited:
+        opening, net = an_opening(**fields), kept_net(4, False)
+        shape = shape_of(NUMEL, codec, opening.shares, may_be_ring=False)
+        sources = [noise(NUMEL, seed=n) for n in range(4)]
+        encoded = [Encoded(codec.encode(s), torch.empty(codec.encoded_size(NUMEL), dtype=torch.uint8)) for s in sources]
+        meeting = Meeting(4)
+        meshes = [MemberMesh(n, meeting, lies.forge if n == liar else {}) for n in range(4)]
+        auditors = [Auditor(cast(Any, mesh), codec, rule) for mesh in meshes]
+        results = [torch.empty(NUMEL) for _ in sources]
+        shards = list(pairwise(shape.bounds))
+        marks = [Marks.of(a.key, 4, *shards[n], shape.chunk_numel) for n, a in enumerate(auditors)]
+        operation = net.next_operation()
+        running = [
+            net.operate(
+                operation,
+                shape,
+                n,
+                sources[n],
+                results[n],
+                marks=marks[n],
+                encoded=encoded[n] if is_encoded else None,
+                robust=None if rule is None else Robustly(rule, 4),
+            )
+            for n in range(4)
+        ]
+        assert ends_of(running) == [State.DONE] * 4
+        for one in running:
+            one.close()
+        if lies.result is not None:
+            for result in results:
+                lies.result(result[slice(*shards[liar])])
+
+        def audited(n: int) -> tuple[bool, Evidence]:
+            request = RoundRequest(
+                opening, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None
+            )
+            moved = Transfer(0.0, 0, 0, borders=shape.bounds, marks=marks[n])
+            told, found = auditors[n].audit(request, moved)
+            return told.is_refused, found.added_to(Evidence(held=tuple("hold" for _ in NODES)))
+
+        done = list(pool.map(audited, range(4)))
+        said = {NODES[n]: evidence if n != liar else lies.says(evidence) for n, (_, evidence) in enumerate(done)}
+        refuse = {n for n, (is_refused, _) in enumerate(done) if is_refused and not (n == liar and lies.result)}
+        return Audited(opening, said, {NODES[n] for n in refuse})
+
+    yield run
+    pool.shutdown()
+
+
+RULES = [None, RobustRule("clip"), RobustRule("trimmed", trim=0.25), RobustRule("centered_clip", iterations=2)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name if rule else "mean")
+def test_honest_sum_is_confirmed_to_the_last_bit(
+    audit: Callable[..., Audited], name: str, rule: RobustRule | None
+) -> None:
+    audited = audit(codec=CODECS[name], rule=rule, weights=(1, 2, 0, 3))
+    assert not audited.refused
+    assert all(not e.wrong and not e.denied and len(e.shown) == 4 for e in audited.said.values())
+    assert len({evidence.shown for evidence in audited.said.values()}) == 1
+
+
+def test_what_was_encoded_elsewhere_is_shown_as_it_was_sent(audit: Callable[..., Audited]) -> None:
+    assert not audit(is_encoded=True).refused
+
+
+def one_percent_more(shard: Tensor) -> None:
+    shard.mul_(1.01)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name if rule else "mean")
+def test_owner_that_adds_one_percent_is_named_by_all_and_put_out(
+    audit: Callable[..., Audited], rule: RobustRule | None
+) -> None:
+    audited = audit(Lies(one_percent_more), rule=rule)
+    assert audited.refused == set(NODES) - {"b#1"}
+    assert audited.put_out() == {"b#1"} and not audited.kept_apart()
+
+
+@pytest.mark.parametrize(
+    ("byte", "accuser_says"), [(3, ("b#1",)), (0, ())], ids=["much", "so little that sums hide it"]
+)
+def test_member_that_shows_another_part_than_it_sent_stands_against_the_owner_alone(
+    audit: Callable[..., Audited], byte: int, accuser_says: tuple[str, ...]
+) -> None:
+    """The owner that it frames knows what came, so nobody else's word counts: neither is put out for one."""
+
+    def change(shown: Tensor) -> None:
+        shown[byte] ^= 1  # of the first scale
+
+    audited = audit(Lies(forge={3: change}), liar=3)
+    assert audited.said["a#1"].wrong == accuser_says and audited.said["b#1"].denied == ("d#1",)
+    assert not audited.put_out() and audited.kept_apart() == {frozenset(("b#1", "d#1"))}
+
+
+def test_owner_that_lies_about_the_sum_and_accuses_all_is_put_out(audit: Callable[..., Audited]) -> None:
+    def accuse(evidence: Evidence) -> Evidence:
+        return Evidence(evidence.held, shown=evidence.shown, denied=("a#1", "c#1", "d#1"))
+
+    assert audit(Lies(one_percent_more, says=accuse)).put_out() == {"b#1"}
+
+
+def test_owner_that_lies_and_accuses_one_is_kept_apart_from_it(audit: Callable[..., Audited]) -> None:
+    def accuse(evidence: Evidence) -> Evidence:
+        return Evidence(evidence.held, shown=evidence.shown, denied=("a#1",))
+
+    audited = audit(Lies(one_percent_more, says=accuse))
+    assert not audited.put_out() and audited.kept_apart() == {frozenset(("a#1", "b#1"))}
+
+
+def test_owner_that_says_it_was_shown_something_else_stands_against_who_showed_it(
+    audit: Callable[..., Audited],
+) -> None:
+    def deny(evidence: Evidence) -> Evidence:
+        return Evidence(evidence.held, shown=("other", *evidence.shown[1:]))
+
+    audited = audit(Lies(one_percent_more, says=deny))
+    assert not audited.put_out() and audited.kept_apart() == {frozenset(("a#1", "b#1"))}
+
+
+def test_own_part_of_an_owner_is_no_larger_than_it_announced(audit: Callable[..., Audited]) -> None:
+    """Nobody saw it before: what an owner adds to a sum it could else call its own contribution."""
+    assert not audit(largest=(5.0, 5.0, 5.0, 5.0)).refused
+    audited = audit(largest=(5.0, 0.5, 5.0, 5.0))
+    assert all(evidence.wrong == ("b#1",) for evidence in audited.said.values())
