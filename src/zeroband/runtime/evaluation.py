@@ -151,10 +151,10 @@ def holding(model: Parameters, wanted: Iterable[tuple[str, Tensor]]) -> Generato
     own, shards = dict[str, Tensor](), parameter_shards(model)
     try:
         for name, part in wanted:
-            held, wanted = shards[name].detach().view(-1), part.to(shards[name].device)
-            if not torch.equal(held, wanted):
+            held, value = shards[name].detach().view(-1), part.to(shards[name].device)
+            if not torch.equal(held, value):
                 own[name] = held.clone()
-                held.copy_(wanted)
+                held.copy_(value)
         yield
     finally:
         for name, value in own.items():

@@ -400,7 +400,8 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
     )
     assert "run demo, 2 nodes in: n0, n1" in lines
     assert "sent 4 kB by all nodes; per-step data parallel would have sent 1 MB, 250 times as much" in lines
-    assert lines[-1].endswith("n1 joined member_id=n1#1 round=0")
+    told = {line.split(" ", 1)[1] for line in lines[-2:]}  # by the clock that both agree on: of one round
+    assert told == {"n0 joined member_id=n0#1 round=0", "n1 joined member_id=n1#1 round=0"}
 
 
 def test_render_shows_a_node_that_writes_no_more_as_silent_whatever_its_clock_says(run_dir: Path) -> None:
