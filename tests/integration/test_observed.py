@@ -31,9 +31,11 @@ from zeroband.tools.cluster import LocalCluster, RedisServer
 ROOT = Path(__file__).resolve().parents[2]
 SECRETS = ("t0ken-in-a-flag", "passw0rd-of-the-store")
 STEPS, ROUNDS = 6, 2
+AUDIT_BYTES = 10_000
+"""Of two members, at most: each shows the stretch that either draws, of 4096 values in int8, and says what it found."""
 PROMPT = "def answer("
 GPU_ONLY = {"train/mfu", "node/gpu_peak_bytes"}
-PAYLOADS_ONLY = {"outer/payload_bytes", "outer/payload_ratio"}
+PAYLOADS_ONLY = {"outer/payload_bytes", "outer/payload_ratio", "outer/gain", "outer/score_s"}
 SITES_ONLY = {"outer/wide_bytes"}
 """Of algorithms that send payloads of their own."""
 FIRST_MEMBER_ONLY = {"ckpt/durable_step"}
@@ -151,8 +153,8 @@ def test_every_number_is_plausible(run: Observed) -> None:
             assert (
                 record["outer/wait_s"] + record["outer/transfer_s"] + record["outer/apply_s"] < record["train/step_s"]
             )
-            as_int8 = record["outer/ddp_bytes"] / CODECS["int8"].ratio
-            assert record["outer/sent_bytes"] * STEPS / ROUNDS == pytest.approx(as_int8, rel=1e-2)
+            as_int8 = record["outer/ddp_bytes"] / CODECS["int8"].ratio * ROUNDS / STEPS
+            assert as_int8 <= record["outer/sent_bytes"] < 1.01 * as_int8 + AUDIT_BYTES
 
 
 @pytest.mark.slow

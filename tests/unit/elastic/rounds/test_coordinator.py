@@ -227,7 +227,7 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
     assert reports["a"].weights == reports["b"].weights == (10, 0)
     assert (reports["a"].is_left_out, reports["b"].is_left_out) == (False, True)
     spoilt = [slot.name for slot in FlatLayout.of(run["b"].model).slots if slot.start <= 21 < slot.start + slot.numel]
-    said = [vars(record)["fields"] for record in caplog.records if "not finite" in record.message]
+    said = [vars(record)["fields"] for record in caplog.records if "non-finite" in record.message]
     assert said == [{"round": 1, "parameters": 1, "first": spoilt[0]}]
     assert torch.equal(run["b"].buffers[RESULT], contribution_of(algorithm, before, update))
     assert reports["a"].state_digest == reports["b"].state_digest
