@@ -328,7 +328,7 @@ class Figures:
 
 
 def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s: float) -> Figures:
-    """Found a run of so many nodes, and measure it."""
+    """SimulationResult a run of so many nodes, and measure it."""
     members = range(nodes)
     crowd.have("start", members)
     crowd.have("found", members, nodes)

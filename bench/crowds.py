@@ -16,7 +16,7 @@ from evidence import count, require
 
 from zeroband.kernels.formats import FORMATS
 from zeroband.tools.virtual.models import NodeModel, RunModel
-from zeroband.tools.virtual.run import Found, VirtualRun
+from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 PARAMS, STEP_S, STEPS, MBIT_S = 10**9, 1.0, 50, 500
 STRUCK_ROUND = 5
@@ -31,8 +31,8 @@ def model_of(nodes: int, *, overlaps: bool) -> RunModel:
     )
 
 
-def play(model: RunModel, rounds: int, seeds: int, at_s: float, lost: int, joining: int) -> Sequence[Found]:
-    found: list[Found] = []
+def play(model: RunModel, rounds: int, seeds: int, at_s: float, lost: int, joining: int) -> Sequence[SimulationResult]:
+    found: list[SimulationResult] = []
     for seed in range(seeds):
         run = VirtualRun(model, seed=seed)
         run.lose_at(at_s, *range(lost))
@@ -41,7 +41,7 @@ def play(model: RunModel, rounds: int, seeds: int, at_s: float, lost: int, joini
     return found
 
 
-def tell(overlaps: bool, when: str, what: str, found: Sequence[Found], calm_s: float) -> None:
+def tell(overlaps: bool, when: str, what: str, found: Sequence[SimulationResult], calm_s: float) -> None:
     joined = [max(one.joined_s) for one in found if one.joined_s]
     rows = (
         *("yes" if overlaps else "no", when, what, f"{statistics.mean(one.reopened for one in found):g}"),

@@ -53,7 +53,7 @@ RUNS = {
 
 
 @dataclass
-class Found:
+class SimulationResult:
     """What a run showed."""
 
     committed: list[tuple[Verdict, float, int]] = field(default_factory=list[tuple[Verdict, float, int]])
@@ -64,10 +64,10 @@ class Found:
         return [row for row in self.committed if row[0].round >= FIRST - 1]
 
 
-def run(name: str, outer: str, rounds: int, mbit: float) -> Found:
+def run(name: str, outer: str, rounds: int, mbit: float) -> SimulationResult:
     """One run to its end."""
     nodes_at_each, arguments, names_them = RUNS[name]
-    found, nodes = Found(), nodes_at_each * len(SITES)
+    found, nodes = SimulationResult(), nodes_at_each * len(SITES)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         network = stack.enter_context(Network())
@@ -95,7 +95,7 @@ def run(name: str, outer: str, rounds: int, mbit: float) -> Found:
     return found
 
 
-def tell(runs: dict[str, Found]) -> None:
+def tell(runs: dict[str, SimulationResult]) -> None:
     print("| sites | nodes | speak | bytes that leave sites in a round, MB | round, median s |\n|" + "---|" * 5)
     for name, found in runs.items():
         pairs = list(pairwise(found.counted))
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
     asked = parser.parse_args()
     names: Sequence[str] = asked.only
-    runs = dict[str, Found]()
+    runs = dict[str, SimulationResult]()
     for name in names:
         runs[name] = run(name, asked.outer, asked.rounds, asked.mbit)
         tell({name: runs[name]})

@@ -43,7 +43,7 @@ LIMIT_S = 1200.0
 
 
 @dataclass
-class Found:
+class SimulationResult:
     """What a run left behind."""
 
     ended_at_s: list[tuple[Verdict, float]] = field(default_factory=list)
@@ -69,9 +69,9 @@ class Found:
 
 def run(
     arguments: Sequence[str], *, nodes: int = NODES, rounds: int, slow_link: bool = False, freezes: int | None = None
-) -> Found:
+) -> SimulationResult:
     """A run to its end. `freezes`: seed of the times for which the slow node is stopped."""
-    found = Found()
+    found = SimulationResult()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         network = stack.enter_context(Network())
@@ -101,7 +101,7 @@ def run(
     return found
 
 
-def follow(cluster: LocalCluster, store: RedisStore, found: Found) -> None:
+def follow(cluster: LocalCluster, store: RedisStore, found: SimulationResult) -> None:
     """Note each committed round until the run is over."""
     end_s = time.monotonic() + LIMIT_S
     while True:
@@ -125,7 +125,7 @@ def freeze(node: NodeProcess, chance: random.Random, ended: threading.Event) -> 
         node.resume()
 
 
-def tell(runs: dict[str, Found], alone: str, waited_for: str) -> None:
+def tell(runs: dict[str, SimulationResult], alone: str, waited_for: str) -> None:
     """Print a table. `alone`: the run by whose rounds the others are measured; `waited_for`: by whose loss."""
     usual_s = statistics.mean(runs[alone].rounds_s())
     print(

@@ -103,14 +103,14 @@ def _main(argv: Sequence[str] | None) -> int:
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:
-                with import_module("zeroband.runtime.afterword").Afterword(config, departure, say):
+                with import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say):
                     loop.run(config, departure)
             except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):
                     raise unfit from error
                 code = ending.excuse()
                 if code is None:
-                    leave_the_word_to_the_cause(error)
+                    wait_for_failing_rank(error)
                     raise
                 return code
     except ZerobandError as error:
@@ -118,7 +118,7 @@ def _main(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def leave_the_word_to_the_cause(error: RuntimeError) -> None:
+def wait_for_failing_rank(error: RuntimeError) -> None:
     """Where another rank of this node has failed, wait until the launcher has noticed it and ends this one, too."""
     if local_world_size(os.environ) > 1 and "onnection" in str(error):
         _log.debug("another rank of this node is gone", exc_info=error)

@@ -28,20 +28,20 @@ from zeroband.elastic.membership.records import (
     Blame,
     Evidence,
     Gain,
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
 )
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account, Line, Meeting, Whereabouts
+from zeroband.elastic.membership.succession import ForwardPointer, Line, Meeting, MemberReport
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
-from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.seals import Seals
 from zeroband.state.crash_memory import NodeMemory
 
@@ -132,13 +132,13 @@ PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#
 LINKS = LinkRates({B: 30}, 80)
 ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1, ("c#3",))
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
-GENERATION = Generation(3, "store3")
-ACCOUNT = Account(
-    GENERATION, Generation(2, "store2"), VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"}
+GENERATION = StoreTerm(3, "store3")
+ACCOUNT = MemberReport(
+    GENERATION, StoreTerm(2, "store2"), VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"}
 )
 LINE = Line("first", 7, 4096, ("a#1", "b#1"))
 MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
-WHEREABOUTS = Whereabouts(GENERATION, "redis://10.0.0.2:6379", LINE)
+WHEREABOUTS = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class StoreRecord:
 
     value: object
     scope: tuple[str, ...]
-    write: Callable[[Judge], str]
-    read: Callable[[Judge, bytes], object]
+    write: Callable[[RecordVerifier], str]
+    read: Callable[[RecordVerifier, bytes], object]
 
 
 HOLDING = Holding(True, Held(630, 63, "digest", "7-aa11", "1-00ff"), "", 630, "a.00ff", ("b.11aa",))
@@ -254,7 +254,7 @@ FILES: dict[str, Callable[[Path], bytes]] = {
 
 def written(name: str, folder: Path) -> str:
     records = STORE | LABELS
-    return records[name].write(Judge(SEALS)) if name in records else FILES[name](folder).decode()
+    return records[name].write(RecordVerifier(SEALS)) if name in records else FILES[name](folder).decode()
 
 
 @pytest.mark.parametrize("name", [*STORE, *LABELS, *FILES])
@@ -264,7 +264,7 @@ def test_record_is_written_as_it_always_was(name: str, tmp_path: Path) -> None:
 
 def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> None:
     """What its text says is that of the unsigned one."""
-    judge, raw = Judge(NODES_SEALS), SAMPLES["signed_ready"].encode()
+    judge, raw = RecordVerifier(NODES_SEALS), SAMPLES["signed_ready"].encode()
     assert judge.seal_ready(MEMBER, READY).encode() == raw
     assert judge.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
     assert SAMPLES["signed_opening"] == judge.seal_opening(judge.signed(OPENING, MEMBER))
@@ -275,7 +275,7 @@ def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> No
 @pytest.mark.parametrize("name", STORE | LABELS)
 def test_record_of_the_store_is_read_as_it_was_written(name: str) -> None:
     record = (STORE | LABELS)[name]
-    assert record.read(Judge(SEALS), SAMPLES[name].encode()) == record.value
+    assert record.read(RecordVerifier(SEALS), SAMPLES[name].encode()) == record.value
 
 
 def without(record: dict[str, object], *names: str) -> dict[str, object]:
@@ -294,7 +294,7 @@ CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
 @pytest.mark.parametrize("name", STORE)
 @pytest.mark.parametrize("change", CHANGES)
 def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, change: str) -> None:
-    judge, record = Judge(SEALS), SEALS.open(SAMPLES[name].encode(), *STORE[name].scope)
+    judge, record = RecordVerifier(SEALS), SEALS.open(SAMPLES[name].encode(), *STORE[name].scope)
     assert record is not None
     text = json.dumps(CHANGES[change](json.loads(record.text)), sort_keys=True)
     raw = SEALS.seal(text, *STORE[name].scope, label=record.label).encode()
@@ -307,7 +307,7 @@ def test_names_that_the_store_compares_stay() -> None:
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:
-    verdict = Judge(SEALS).verdict("", SAMPLES["verdict"].encode())
+    verdict = RecordVerifier(SEALS).verdict("", SAMPLES["verdict"].encode())
     assert verdict is not None
     assert Progress.from_record(verdict.record["progress"]) == PROGRESS
     assert LossRecord.of(verdict.record) == LOSSES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ENDING = {
-    *("ConfigError", "AnotherArithmetic", "StoreLost", "StorageLost", "RunOver", "Leaving", "CheckpointFailed"),
+    *("ConfigError", "UnsupportedArchitecture", "StoreLost", "StorageLost", "RunOver", "Leaving", "CheckpointFailed"),
     *("RecoveryFailed", "LearnsNothing", "BadRow", "LineEnds"),
 }
 """Raised with messages of their own, which a user reads."""

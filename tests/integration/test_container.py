@@ -39,7 +39,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
     "observe/commands.py": (),  # its own command
-    "runtime/afterword.py": ("python",),
+    "runtime/run_summary.py": ("python",),
     "runtime/watching.py": ("git",),
     "node/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),

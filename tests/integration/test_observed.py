@@ -205,7 +205,7 @@ def test_events_tell_the_story_of_a_node(run: Observed) -> None:
         (joined,) = (event for event in events if event["kind"] == "joined")
         assert joined["member_id"].startswith(f"{node_id}#")
         states = [event["state"] for event in events if event["kind"] == "join_state"]
-        assert (states[0], *states[-2:]) == ("outlasting", "founding", "member")
+        assert (states[0], *states[-2:]) == ("wait_old_lease", "founding", "member")
 
 
 def _strings_outside_of_tables() -> set[str]:

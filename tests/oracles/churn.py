@@ -48,7 +48,7 @@ class Streaming:
 
 
 @dataclass
-class Replica:
+class NodeRuntime:
     theta: Tensor
     u: list[float]
 
@@ -63,7 +63,7 @@ class Simulation:
     nodes: int
     lost: dict[int, int] = field(default_factory=dict[int, int])
     joins: dict[int, int] = field(default_factory=dict[int, int])
-    replicas: dict[int, Replica] = field(default_factory=dict[int, Replica])
+    replicas: dict[int, NodeRuntime] = field(default_factory=dict[int, NodeRuntime])
 
     def __post_init__(self) -> None:
         self.outer, self.v = self.start.clone(), torch.zeros_like(self.start)
@@ -71,8 +71,8 @@ class Simulation:
             if node not in self.joins:
                 self.replicas[node] = self.new_replica()
 
-    def new_replica(self) -> Replica:
-        return Replica(self.outer.clone(), [0.0] * len(self.run.fragments))
+    def new_replica(self) -> NodeRuntime:
+        return NodeRuntime(self.outer.clone(), [0.0] * len(self.run.fragments))
 
     def history(self, rounds: int) -> list[Tensor]:
         """Return the outer parameters after each round."""

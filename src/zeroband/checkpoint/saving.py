@@ -94,7 +94,7 @@ class PeerWord:
     """Whether it has written its share and waits, so that its record ought to be seen."""
 
 
-class Surroundings(Protocol):
+class SaveContext(Protocol):
     """What a save needs of its process: time, a place to report to, and points where a test may end it."""
 
     def now_s(self) -> float: ...
@@ -155,7 +155,7 @@ class Save:
         node_id: str,
         members: Sequence[str],
         rules: SaveRules,
-        around: Surroundings,
+        around: SaveContext,
         key: CheckpointKey | None = None,
         trust: Trust = ANYBODY,
     ) -> None:

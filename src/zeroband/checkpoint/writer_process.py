@@ -26,12 +26,12 @@ _QUIET = 9
 """Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
 
 _STORE_PATIENCE_S = 2.0
-"""Patience for what writers tell each other; it is said again a second later."""
+"""ElapsedWaits for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
 
 
-class Fellows(Protocol):
+class PeerWriters(Protocol):
     """The way to the writers of a save's other members. Any thread; neither raises nor takes long."""
 
     def say(self, attempt: str, word: str) -> None:
@@ -87,7 +87,7 @@ class WriterProcess:
         descriptors: tuple[int, ...],
         log: Path,
         on_event: Callable[[str, Mapping[str, Any]], None],
-        fellows: Fellows,
+        fellows: PeerWriters,
     ) -> None:
         self._fellows = fellows
         self._beats = 0

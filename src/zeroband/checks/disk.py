@@ -20,7 +20,7 @@ from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.identity import node_dir_of
 
 _FILES_BYTES = 16_000_000
-"""Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
+"""Allocator for logs, events and metrics, or for a small corpus: with less, a disk is full."""
 
 _FETCHED, _JOURNAL = "data.cache_gb", "elastic.journal_gb"
 """Ids that are fetched from elsewhere, and rounds for nodes that join; they make do with less."""

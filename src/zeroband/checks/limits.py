@@ -16,7 +16,7 @@ from zeroband.kernels.compiler import compiler_problem
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
-    """Room for the connections to so many nodes: a process raises its limit up to the hard one."""
+    """Allocator for the connections to so many nodes: a process raises its limit up to the hard one."""
     peers = max(1, nodes) if config.outer is not None else 1
     wanted = needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -29,7 +29,7 @@ def descriptors(config: RunConfig, nodes: int) -> Finding:
 
 
 def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What torch.compile runs on a CPU, where it is asked for; on a GPU `plain_paths` tells what serves without one."""
+    """What torch.compile lacks on a CPU, where it is asked for; `slow_fallbacks` says what a GPU does without it."""
     if config.train.compile and not has_gpu(environ) and (problem := compiler_problem(environ, for_gpu=False)):
         advice = "install them (Debian: build-essential, python3-dev), or set train.compile = false"
         yield Finding("compiler", f"train.compile = true compiles while training: {problem}", advice, stops="start")

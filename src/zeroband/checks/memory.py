@@ -37,7 +37,7 @@ _LESS = 0.9
 
 
 def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Room for the canonical state, and for NCCL; what this very node holds there already counts as free."""
+    """Allocator for the canonical state, and for NCCL; what this very node holds there already counts as free."""
     config, what = needs.config, "shared memory"
     folder = config.node.shm_dir
     if not folder.is_dir():
@@ -65,7 +65,7 @@ def _is_beside_nccl(folder: Path) -> bool:
 
 
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Room for the canonical state and, without a GPU, for what the ranks train with."""
+    """Allocator for the canonical state and, without a GPU, for what the ranks train with."""
     has_memory_of_its_own = needs.config.train.device in (None, "cuda") and has_gpu(environ)
     needed = needs.shared_bytes + (0 if has_memory_of_its_own else needs.training_bytes)
     missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
@@ -91,7 +91,7 @@ def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[
 
 
 def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) -> Iterator[Finding]:
-    """Room on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
+    """Allocator on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
 
     Loads torch, and FSDP2 where there is a GPU, of which a look takes half a gigabyte. Rehearses with a default process
     group of its own: to be asked before this process has one. Raises ConfigError where the tokenizer cannot be opened.

@@ -24,11 +24,11 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import shown_stores
 from zeroband.data.ledger import count
 from zeroband.dropin.common_step import CommonOptimizer, LoopDdp, SteppedLoopState, loop_state_of
-from zeroband.dropin.company import Company
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
 from zeroband.dropin.loop_state import LoopState
 from zeroband.dropin.outer_step import OuterStep
 from zeroband.dropin.parameters import frozen_items, parameters_of
+from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -170,12 +170,12 @@ class Session:
         on_first_rank(self._local, open_one)
         return reports[0] if reports else SilentReport()
 
-    def _build_company(self, *, is_own: bool) -> Company | None:
+    def _build_company(self, *, is_own: bool) -> PeerChecks | None:
         """Build what watches for peers, on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
         address = None if is_own else shown_stores(self.store_url)
-        return Company(self._run.store, self._node.config.run.id, address, self._report.events.emit)
+        return PeerChecks(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
     def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport]:
         """Become a member, and say where; where the run is complete, say that, and be done.

@@ -21,7 +21,7 @@ _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
 """Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
 
 
-class AnotherArithmetic(ConfigError):
+class UnsupportedArchitecture(ConfigError):
     """A Llama that computes something else than ours."""
 
 
@@ -72,7 +72,7 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
         raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(FAMILIES)}")
     for key, same in _SAME_ARITHMETIC.items():
         if key in record and record[key] not in same:
-            raise AnotherArithmetic(
+            raise UnsupportedArchitecture(
                 f"{where}: {key}={record[key]!r}, which this model does not have; needed: {same[0]!r}"
             )
     try:
@@ -93,7 +93,7 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
         raise ConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     head_size = record.get("head_dim") or config.d_model // config.n_heads
     if head_size != config.d_model // config.n_heads:
-        raise AnotherArithmetic(
+        raise UnsupportedArchitecture(
             f"{where}: head_dim={head_size}, which this model does not have; needed: hidden_size / num_attention_heads "
             f"= {config.d_model // config.n_heads}"
         )
@@ -109,7 +109,7 @@ def _rope_theta(record: Mapping[str, Any], where: str) -> float:
         rope = cast("dict[str, Any]", rope)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise AnotherArithmetic(
+            raise UnsupportedArchitecture(
                 f"{where}: {key} of type {kind!r}, which this model does not have; needed: 'default'"
             )
         if "rope_theta" in rope:

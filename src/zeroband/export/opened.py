@@ -17,7 +17,7 @@ from zeroband.data.tokenizer import named, open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
-from zeroband.export.hf import FAMILIES, AnotherArithmetic, model_config_of
+from zeroband.export.hf import FAMILIES, UnsupportedArchitecture, model_config_of
 from zeroband.export.hub_files import CONFIG_FILE, WeightFiles, read_config
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.model.registry import blueprint_of_record
@@ -127,7 +127,7 @@ def _open_directory(folder: Path) -> Opened:
         return _open_of_transformers(folder)
     try:
         config = model_config_of(record, where)
-    except AnotherArithmetic:
+    except UnsupportedArchitecture:
         return _open_of_transformers(folder)
     try:
         vocab_size, seq_length = int(record["vocab_size"]), int(record["max_position_embeddings"])

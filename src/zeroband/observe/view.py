@@ -104,7 +104,7 @@ class NodeView:
     detect_s: float | None = None
     """Its `fault.detect_s`, as it said when it started."""
     store: tuple[int, str] | None = None
-    """Generation and address of the store that it uses, in a run that has several."""
+    """StoreTerm and address of the store that it uses, in a run that has several."""
     round: int | None = None
     epoch: int | None = None
     members: tuple[str, ...] = ()

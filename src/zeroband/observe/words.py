@@ -63,16 +63,16 @@ EVENT_WORDS: Mapping[str, str] = {
 """A sentence for each kind of event, with its fields and `node`, who recorded it."""
 
 JOIN_WORDS: Mapping[str, str] = {
-    "outlasting": "makes sure that its name is free",
-    "recalling": "takes over what is left in memory",
-    "looking": "looks into the store for the way in",
-    "agreeing": "agrees with others on a checkpoint",
+    "wait_old_lease": "makes sure that its name is free",
+    "restore_local": "takes over what is left in memory",
+    "discover": "looks into the store for the way in",
+    "pick_checkpoint": "agrees with others on a checkpoint",
     "founding": "agrees with the other founders",
     "fetching": "fetches the state from members",
     "announcing": "waits for the next round",
     "catching_up": "replays the rounds that it missed",
-    "returning": "takes another membership",
-    "going_back": "goes back to a checkpoint",
+    "rejoin": "takes another membership",
+    "roll_back": "goes back to a checkpoint",
 }
 """What a node does in each state of its way in."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.exchange import hash_of
-from zeroband.elastic.rounds.journal import Room
+from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
@@ -123,7 +123,7 @@ class AggregatedExchange(PayloadExchange):
         local, combined = self._mesh.local, check_combined(self._codec, data, most_sources=most_sources)
         decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
-    def pack(self, result: Tensor, room: Room) -> Tensor:
+    def pack(self, result: Tensor, room: Allocator) -> Tensor:
         return room(self._told.numel()).copy_(self._told)
 
     @property

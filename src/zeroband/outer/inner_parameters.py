@@ -103,7 +103,7 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
         inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
 
 
-class MixedReplica:
+class MixMerge:
     """What arrives is mixed into the node's parameters, which keep a part of `alpha`; with 0 it replaces them.
 
     Source: Streaming DiLoCo, arXiv:2501.18512, algorithm 2. With 0 and an overlap of a whole round: the naive delayed
@@ -177,7 +177,7 @@ class EagerView:
         out.copy_(canonical).sub_(step.mul(self._lr))
 
 
-class EagerReplica:
+class EagerMerge:
     """What this node learned counts at once, with its share; the others' part follows when it arrives.
 
     Two more buffers of the size of the model: the parameters that this node began a phase with, and the history of its
@@ -266,9 +266,9 @@ def build_inner_parameters(
     """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one."""
     match config.merge:
         case "overwrite":
-            return MixedReplica(parts, outer, alpha=0.0)
+            return MixMerge(parts, outer, alpha=0.0)
         case "mix":
-            return MixedReplica(parts, outer, alpha=config.alpha)
+            return MixMerge(parts, outer, alpha=config.alpha)
         case "eager":
             assert sgd is not None, "load_algorithm has seen to that"
-            return EagerReplica(parts, outer, sgd)
+            return EagerMerge(parts, outer, sgd)

@@ -29,9 +29,9 @@ from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterPart
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.outer.fragment_drift import FragmentDrift
 from zeroband.outer.inner_parameters import InnerParameters, build_inner_parameters
 from zeroband.outer.robust import rule_of
-from zeroband.outer.turns import Turns
 from zeroband.state.flat import parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of
 
@@ -74,7 +74,7 @@ class ManySteps(RoundCoordinator):
         self._phase_steps = config.phase_steps
         self._bounds = bounds_of(parts.fragments)
         travels = 1.0 if self._overlap is None else self._overlap / self._phase_steps
-        self._turns = Turns(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
+        self._turns = FragmentDrift(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._inner_parameters = inner_parameters or build_inner_parameters(

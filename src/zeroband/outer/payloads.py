@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import RESULT, hash_of, parts_of
-from zeroband.elastic.rounds.journal import Room
+from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.kernels.robust import Measured
@@ -243,12 +243,12 @@ class PayloadExchange:
 
     # -- for the journal ----------------------------------------------------------------------------------------
 
-    def pack(self, result: Tensor, room: Room) -> Tensor:
+    def pack(self, result: Tensor, room: Allocator) -> Tensor:
         payloads, counted = self._decoded
         packed = pack_payloads([payload.data for payload in payloads], counted)
         return room(packed.numel()).copy_(packed)
 
-    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
+    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         self._turn = turn
         if nbytes > self._most_packed_bytes:
             raise RecoveryFailed(f"no round of payloads of {self._codec.nbytes} bytes takes {nbytes}")

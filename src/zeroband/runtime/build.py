@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroband.checkpoint.random_states import seed_random_state
-from zeroband.checks.plain_paths import plain_paths
+from zeroband.checks.slow_fallbacks import slow_fallbacks
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
@@ -177,7 +177,7 @@ def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _
     blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
     model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
     require_answers(config, model)
-    findings = gather_json([str(finding) for finding in plain_paths(config, local.device)], local)
+    findings = gather_json([str(finding) for finding in slow_fallbacks(config, local.device)], local)
     if local.rank == 0:
         for finding in dict.fromkeys(itertools.chain(*findings)):  # unequal cards lack different things
             _log.warning(finding)

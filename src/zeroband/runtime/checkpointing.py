@@ -35,7 +35,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import are_rounds_steps
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.world import StateParts, World
+from zeroband.runtime.training_run import StateParts, TrainingRun
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 _LOCK_FILE = "checkpoint_writer.lock"
@@ -47,7 +47,7 @@ _log = get_logger(__name__)
 class Staging:
     """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
-    def __init__(self, node: NodeParts, world: World, stack: ExitStack) -> None:
+    def __init__(self, node: NodeParts, world: TrainingRun, stack: ExitStack) -> None:
         self._local = node.local
         self._world, state = world, world.state_parts
         self.layout = FlatLayout.of(node.parameters)
@@ -169,7 +169,7 @@ class Checkpoints:
     def __init__(
         self,
         node: NodeParts,
-        world: World,
+        world: TrainingRun,
         events: Events,
         *,
         takes_over: bool = False,
@@ -382,7 +382,7 @@ class Checkpoints:
         self._stack.close()
 
 
-def open_checkpoints(node: NodeParts, world: World, events: Events, stack: ExitStack) -> Checkpointing:
+def open_checkpoints(node: NodeParts, world: TrainingRun, events: Events, stack: ExitStack) -> Checkpointing:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
         return NoCheckpoints()

@@ -25,7 +25,7 @@ from zeroband.node.sharding import Parameters
 from zeroband.observe.events import Events
 from zeroband.observe.metrics import MetricValue
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.world import World
+from zeroband.runtime.training_run import TrainingRun
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 NOT_MIXED: Mapping[str, float] = {}
@@ -76,7 +76,7 @@ class HeldOutEvaluations:
     """The evaluations that [eval] asks for."""
 
     def __init__(
-        self, node: TrainerParts, world: World, sets: Iterable[EvaluationSet], every_steps: int, events: Events
+        self, node: TrainerParts, world: TrainingRun, sets: Iterable[EvaluationSet], every_steps: int, events: Events
     ) -> None:
         self._node = node
         self._world = world
@@ -127,7 +127,7 @@ class HeldOutEvaluations:
 class _Stay:
     """Follows a node through its batches: shows that it is alive, and ends where one of its ranks is to leave."""
 
-    def __init__(self, node: TrainerParts, world: World) -> None:
+    def __init__(self, node: TrainerParts, world: TrainingRun) -> None:
         self._node = node
         self._world = world
         self.to_the_end = True

@@ -21,7 +21,7 @@ from zeroband.elastic.membership.holdings import (
     ordered_step,
     why_none,
 )
-from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
+from zeroband.elastic.membership.join_states import JoinEvent, JoinState, JoinTimeouts
 from zeroband.elastic.membership.orders import require_admitted
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
@@ -36,7 +36,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.join import Joiner, Outcome
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.replica import Replica
+from zeroband.runtime.node_runtime import NodeRuntime
 from zeroband.state.crash_memory import HeldState
 
 _LINGER_S = 2.0
@@ -47,34 +47,34 @@ _log = get_logger(__name__)
 
 def open_replica(
     node: NodeParts, events: Events, stack: ExitStack, scorer: Scorer | None = None
-) -> tuple[Replica, Joiner]:
-    """A node's place in a run of several, and its way into it; `stack` gives it back. `scorer`: as for `Replica`."""
-    run = Replica(node, on_event=events.emit, scorer=scorer)
+) -> tuple[NodeRuntime, Joiner]:
+    """A node's place in a run of several, and its way in; `stack` gives it back. `scorer`: as for `NodeRuntime`."""
+    run = NodeRuntime(node, on_event=events.emit, scorer=scorer)
     stack.push(run.leave)
-    return run, Joiner(ReplicaSteps(node, run, events), node.local, node.departure, events)
+    return run, Joiner(NodeRuntimeSteps(node, run, events), node.local, node.departure, events)
 
 
-class ReplicaSteps:
+class NodeRuntimeSteps:
     """The steps of a node that trains with others."""
 
-    def __init__(self, node: NodeParts, run: Replica, events: Events) -> None:
+    def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._run = run
         self._local = node.local
         self._events = events
         self._batch_size, self._total_steps = node.config.train.batch_size, node.config.train.total_steps
         self._node_id, self._corpus = node.node_id, node.corpus
-        self._patience = JoinPatience(node.config.elastic.start_timeout_s)
+        self._patience = JoinTimeouts(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
-            JoinState.OUTLASTING: self._outlast,
-            JoinState.RECALLING: self._recall,
-            JoinState.LOOKING: self._look,
-            JoinState.AGREEING: self._agree,
+            JoinState.WAIT_OLD_LEASE: self._outlast,
+            JoinState.RESTORE_LOCAL: self._recall,
+            JoinState.DISCOVER: self._look,
+            JoinState.PICK_CHECKPOINT: self._agree,
             JoinState.FOUNDING: self._found,
             JoinState.FETCHING: self._fetch,
             JoinState.ANNOUNCING: self._announce,
             JoinState.CATCHING_UP: self._catch_up,
-            JoinState.RETURNING: self._return,
-            JoinState.GOING_BACK: self._go_back,
+            JoinState.REJOIN: self._return,
+            JoinState.ROLL_BACK: self._go_back,
         }
         self._founding_round = FOUNDING_ROUND
         self._saved: SavedState | None = None

@@ -53,13 +53,13 @@ from zeroband.runtime.evaluation import (
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
+from zeroband.runtime.node_runtime import scoring_of
 from zeroband.runtime.own_store import open_own_store
-from zeroband.runtime.replica import scoring_of
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
+from zeroband.runtime.training_run import TrainingRun
 from zeroband.runtime.transport_setup import HeldPort
-from zeroband.runtime.world import World
 
 SHOWN_S = 1.0
 """Pause between two signs of life while samples are waited for."""
@@ -96,7 +96,7 @@ class Training:
     """What the loop of this rank works with."""
 
     node: TrainerParts
-    world: World
+    world: TrainingRun
     joiner: Joiner
     checkpoints: Checkpointing
     report: Report
@@ -164,7 +164,7 @@ def save_if_last(training: Training) -> None:
 
 def open_world(
     node: TrainerParts, report: Report, stack: ExitStack, sets: Sequence[EvaluationSet] = ()
-) -> tuple[World, Joiner]:
+) -> tuple[TrainingRun, Joiner]:
     """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
         single = SingleNode(node, report.events)
@@ -172,14 +172,16 @@ def open_world(
     return open_replica(node, report.events, stack, open_scorer(node, sets))
 
 
-def open_evaluations(node: TrainerParts, world: World, sets: Sequence[EvaluationSet], report: Report) -> Evaluations:
+def open_evaluations(
+    node: TrainerParts, world: TrainingRun, sets: Sequence[EvaluationSet], report: Report
+) -> Evaluations:
     """The evaluations that the configuration asks for."""
     if node.config.eval is None:
         return NoEvaluations()
     return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
 
 
-def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> None:
+def note_entry(world: TrainingRun, report: Report, joined: Sequence[RoundReport]) -> None:
     """Report in which run this node is, and with which round it became a member."""
     report.belongs_to(world.outer.record["session"])
     for round in joined:

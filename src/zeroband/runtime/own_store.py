@@ -20,7 +20,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Candidate, in_use
+from zeroband.elastic.membership.succession import StoreProbe, in_use
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.local_server import ServerFolder, bounds_of_run, find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
@@ -171,7 +171,7 @@ class OwnStore:
                 time.sleep(_LOOK_S)
 
 
-def _is_in_use(store: Candidate) -> bool:
+def _is_in_use(store: StoreProbe) -> bool:
     generation, elsewhere = store.generation, store.elsewhere
     has_moved = generation is not None and elsewhere is not None and elsewhere.generation > generation
     return in_use([store]) is not None and not has_moved

@@ -15,7 +15,7 @@ import torch
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.restorer import Restorer, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.checkpoint.writer_process import Fellows, NoFellows
+from zeroband.checkpoint.writer_process import NoFellows, PeerWriters
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.errors import RecoveryFailed, RunOver, ZerobandError
@@ -26,8 +26,8 @@ from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.join import Outcome
 from zeroband.runtime.join_steps import say_new
-from zeroband.runtime.replica import shape_of
-from zeroband.runtime.world import StateParts, Staying
+from zeroband.runtime.node_runtime import shape_of
+from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 PARAMS = "params"
@@ -63,7 +63,7 @@ class SingleNode:
         return frozenset({self._node.node_id}), frozenset()
 
     @property
-    def fellows(self) -> Fellows:
+    def fellows(self) -> PeerWriters:
         return NoFellows()
 
     def open_folder(self, stack: ExitStack) -> Path:
@@ -82,15 +82,15 @@ class SingleNode:
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
         match state:
-            case JoinState.OUTLASTING:
+            case JoinState.WAIT_OLD_LEASE:
                 return Outcome(JoinEvent.FREE)
-            case JoinState.RECALLING:
+            case JoinState.RESTORE_LOCAL:
                 return Outcome(JoinEvent.NOTHING)
-            case JoinState.LOOKING:
+            case JoinState.DISCOVER:
                 resumes = self._node.config.resume is not None
                 goes_on = resumes or on_first_rank(self._node.local, self._goes_on_after_crash)
                 return Outcome(JoinEvent.BEGIN if goes_on else JoinEvent.FOUND)
-            case JoinState.AGREEING:
+            case JoinState.PICK_CHECKPOINT:
                 return Outcome(JoinEvent.AGREED if self._begin_again() else JoinEvent.NOTHING)
             case JoinState.FOUNDING:
                 return Outcome(JoinEvent.FOUNDED)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroband
-from zeroband.dropin.company import Company
+from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.session import Session
 from zeroband.dropin.settings import address_of
 from zeroband.elastic.membership.departure import Departure
@@ -401,14 +401,14 @@ def test_node_that_was_given_a_store_and_stays_alone_warns_once(
 def test_node_that_has_a_peer_does_not_call_itself_alone(
     join: Callable[..., zeroband.DiLoCoOptimizer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = Company.ended
+    ended = PeerChecks.ended
 
-    def ended_with_a_peer(company: Company, rounds: Iterable[RoundReport]) -> None:
+    def ended_with_a_peer(company: PeerChecks, rounds: Iterable[RoundReport]) -> None:
         ended(company, [replace(r, members=(r.member_id, "b#1"), weights=(1, 1)) for r in rounds])
 
     optimizer = join(model := model_of())
     with monkeypatch.context() as patch:
-        patch.setattr(Company, "ended", ended_with_a_peer)
+        patch.setattr(PeerChecks, "ended", ended_with_a_peer)
         train(model, optimizer, 2)
     train(model, optimizer, 6)
     assert "alone" not in caplog.text

@@ -32,7 +32,7 @@ from zeroband.observe.hardware import (
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX 6000 Ada StoreTerm", 364.2),
         ("NVIDIA L20", 119.5),
         ("NVIDIA H20", 148.0),
         ("NVIDIA GB300", 2500.0),

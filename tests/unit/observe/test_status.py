@@ -96,7 +96,7 @@ def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
 def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
     reader, node, shown = RunReader(FolderFacts(run_dir)), Node(run_dir, "n0"), list[str]()
     node.start()
-    for state in ("looking", "fetching"):
+    for state in ("discover", "fetching"):
         node.events.emit("join_state", state=state, why="join", since="12:00:00Z")
         shown.append(render(reader.read()))
     node.events.emit("recovering", round=-1)
@@ -104,7 +104,7 @@ def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
     node.join(round=7)
     node.events.emit("join_state", state="member", why="admitted", since="12:00:00Z")
     last = render(reader.read())
-    for text, state in zip(shown, ("starting: looking", "starting: fetching", "recovering: fetching"), strict=True):
+    for text, state in zip(shown, ("starting: discover", "starting: fetching", "recovering: fetching"), strict=True):
         assert state in text
     assert "training" in last and ": member" not in last and "join_state" not in last
 

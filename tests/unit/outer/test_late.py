@@ -1,4 +1,4 @@
-"""Stragglers: the others open a round without a node that lives; it catches up, and what it learned comes later."""
+"""StragglerTimer: the others open a round without a node that lives; it catches up, and what it learned comes later."""
 
 from __future__ import annotations
 

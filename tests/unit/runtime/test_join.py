@@ -26,7 +26,7 @@ from zeroband.runtime.join import Joiner, Outcome
 S, E = JoinState, JoinEvent
 REPORT: Any = SimpleNamespace(round=7)
 ADMITTED = Outcome(E.ADMITTED, rounds=(REPORT,))
-ENTERS = [(S.OUTLASTING, Outcome(E.FREE)), (S.RECALLING, Outcome(E.NOTHING)), (S.LOOKING, Outcome(E.JOIN))]
+ENTERS = [(S.WAIT_OLD_LEASE, Outcome(E.FREE)), (S.RESTORE_LOCAL, Outcome(E.NOTHING)), (S.DISCOVER, Outcome(E.JOIN))]
 FETCHES = [(S.FETCHING, Outcome(E.FETCHED)), (S.ANNOUNCING, ADMITTED)]
 
 
@@ -74,18 +74,18 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_node_that_joins_goes_from_state_to_state_and_says_each(local: LocalMesh, pauses: list[float]) -> None:
     way = Way(local, Script(*ENTERS, *FETCHES))
     assert way.joiner.enter() == (REPORT,)
-    assert way.states == ["outlasting", "recalling", "looking", "fetching", "announcing", "member"]
+    assert way.states == ["wait_old_lease", "restore_local", "discover", "fetching", "announcing", "member"]
     assert [event["why"] for event in way.told][3:] == ["join", "fetched", "admitted"]
     assert len({event["since"] for event in way.told}) == 1 and pauses == []
 
 
 def test_node_waits_where_there_is_nothing_to_do_yet_and_says_so_once(local: LocalMesh, pauses: list[float]) -> None:
-    waits = [(S.LOOKING, Outcome(E.WAIT))] * 3
-    founds = [(S.LOOKING, Outcome(E.FOUND)), (S.FOUNDING, Outcome(E.FOUNDED))]
+    waits = [(S.DISCOVER, Outcome(E.WAIT))] * 3
+    founds = [(S.DISCOVER, Outcome(E.FOUND)), (S.FOUNDING, Outcome(E.FOUNDED))]
     way = Way(local, Script(*ENTERS[:2], *waits, *founds))
     assert way.joiner.enter() == ()
     assert pauses == [0.5] * 3
-    assert way.states == ["outlasting", "recalling", "looking", "looking", "founding", "member"]
+    assert way.states == ["wait_old_lease", "restore_local", "discover", "discover", "founding", "member"]
 
 
 def test_rounds_that_were_missed_are_caught_up_with_and_the_node_announces_itself_again(local: LocalMesh) -> None:
@@ -106,28 +106,28 @@ def test_failure_that_comes_again_and_again_is_said_once(local: LocalMesh) -> No
     fails = [ENTERS[2], (S.FETCHING, RecoveryFailed("no member is alive"))]
     way = Way(local, Script(*ENTERS[:2], *fails, *fails, *fails, ENTERS[2], *FETCHES))
     way.joiner.enter()
-    assert way.states[2:] == ["looking", "fetching", "looking", "fetching", "announcing", "member"]
+    assert way.states[2:] == ["discover", "fetching", "discover", "fetching", "announcing", "member"]
     assert way.told[4]["why"] == "failed: no member is alive"
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_founder_without_whom_the_run_began_joins_it_or_comes_back(local: LocalMesh, is_fenced: bool) -> None:
-    founds = [(S.LOOKING, Outcome(E.FOUND)), (S.FOUNDING, Fenced("2 others founded the run"))]
-    back = [(S.RETURNING, Outcome(E.RETURNED)), *ENTERS] if is_fenced else []
+    founds = [(S.DISCOVER, Outcome(E.FOUND)), (S.FOUNDING, Fenced("2 others founded the run"))]
+    back = [(S.REJOIN, Outcome(E.RETURNED)), *ENTERS] if is_fenced else []
     way = Way(local, Script(*ENTERS[:2], *founds, *back, *FETCHES, is_fenced=is_fenced))
     assert way.joiner.enter() == (REPORT,)
-    assert ("returning" in way.states) == is_fenced
+    assert ("rejoin" in way.states) == is_fenced
 
 
 def test_joiner_that_is_left_behind_in_the_rounds_it_closes_with_comes_back(local: LocalMesh) -> None:
     """It was admitted, and late for a closing round that nobody keeps; its lease is still its own."""
     late = (S.ANNOUNCING, Fenced("this node was late and cannot catch up"))
-    steps = Script(*ENTERS, FETCHES[0], late, (S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    steps = Script(*ENTERS, FETCHES[0], late, (S.REJOIN, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
     assert Way(local, steps).joiner.enter() == (REPORT,)
 
 
 def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
-    steps = Script((S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    steps = Script((S.REJOIN, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
     assert Way(local, steps).joiner.come_back(Fenced("its lease ran out")) == (REPORT,)
     assert steps.causes[0] == "its lease ran out"
 
@@ -136,14 +136,14 @@ def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
 def test_member_goes_back_with_the_run_and_joins_a_round_where_it_has_no_samples(
     local: LocalMesh, is_idle: bool
 ) -> None:
-    announces = [(S.GOING_BACK, Outcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
-    trains_on = [(S.GOING_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    announces = [(S.ROLL_BACK, Outcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
+    trains_on = [(S.ROLL_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
     steps = Script(*(announces if is_idle else trains_on))
     assert Way(local, steps).joiner.come_back(RolledBack(4, REPORT, {})) == (REPORT,)
 
 
 def test_joiner_goes_back_with_the_run_that_it_is_about_to_enter(local: LocalMesh) -> None:
-    goes_back = [(S.ANNOUNCING, RolledBack(4, REPORT, {})), (S.GOING_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    goes_back = [(S.ANNOUNCING, RolledBack(4, REPORT, {})), (S.ROLL_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
     assert Way(local, Script(*ENTERS, FETCHES[0], *goes_back)).joiner.enter() == (REPORT,)
 
 
@@ -152,15 +152,15 @@ def test_joiner_goes_back_with_the_run_that_it_is_about_to_enter(local: LocalMes
     [ConfigError("another machine has this name"), RunOver("over"), StoreLost("silent"), Leaving("asked to leave")],
 )
 def test_way_ends_with_the_error_that_nobody_can_do_anything_about(local: LocalMesh, error: ZerobandError) -> None:
-    way = Way(local, Script((S.OUTLASTING, error)))
+    way = Way(local, Script((S.WAIT_OLD_LEASE, error)))
     with pytest.raises(type(error), match=str(error)):
         way.joiner.enter()
-    assert way.states == ["outlasting", "ended"]
+    assert way.states == ["wait_old_lease", "ended"]
 
 
 def test_way_ends_where_looking_for_another_one_fails(local: LocalMesh) -> None:
     with pytest.raises(RecoveryFailed, match="came no further"):
-        Way(local, Script(*ENTERS[:2], (S.LOOKING, RecoveryFailed("came no further")))).joiner.enter()
+        Way(local, Script(*ENTERS[:2], (S.DISCOVER, RecoveryFailed("came no further")))).joiner.enter()
 
 
 def test_joiner_that_is_asked_to_leave_does_so_before_it_fetches(local: LocalMesh) -> None:
@@ -168,15 +168,15 @@ def test_joiner_that_is_asked_to_leave_does_so_before_it_fetches(local: LocalMes
     way.departure.drain()
     with pytest.raises(Leaving, match="before it was a member"):
         way.joiner.enter()
-    assert way.states == ["outlasting", "recalling", "looking", "ended"]
+    assert way.states == ["wait_old_lease", "restore_local", "discover", "ended"]
 
 
 def test_node_that_holds_a_state_enters_with_it_although_it_is_asked_to_leave(local: LocalMesh) -> None:
-    way = Way(local, Script(ENTERS[0], (S.RECALLING, Outcome(E.RECALLED)), (S.ANNOUNCING, ADMITTED)))
+    way = Way(local, Script(ENTERS[0], (S.RESTORE_LOCAL, Outcome(E.RECALLED)), (S.ANNOUNCING, ADMITTED)))
     way.departure.drain()
     assert way.joiner.enter() == (REPORT,)
 
 
 def test_error_of_our_own_making_is_not_taken_for_an_outcome(local: LocalMesh) -> None:
-    with pytest.raises(KeyError, match="`rounds missed` cannot happen to a node that is outlasting"):
-        Way(local, Script((S.OUTLASTING, RoundsMissed(1)))).joiner.enter()
+    with pytest.raises(KeyError, match="`rounds missed` cannot happen to a node that is wait_old_lease"):
+        Way(local, Script((S.WAIT_OLD_LEASE, RoundsMissed(1)))).joiner.enter()

@@ -27,7 +27,7 @@ from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import NoEvents
 from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import ReplicaSteps
+from zeroband.runtime.join_steps import NodeRuntimeSteps
 
 PATIENCE_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
@@ -132,7 +132,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             holding=lambda step=None, rejected=None: Holding(),
             holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
-        steps = ReplicaSteps(node_of(local), parts, NoEvents())
+        steps = NodeRuntimeSteps(node_of(local), parts, NoEvents())
         try:
             return Joiner(steps, local, Departure(1.0), NoEvents()).enter()[0].round
         finally:
@@ -204,7 +204,7 @@ def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(l
         checkpoint_to_join_from=lambda: {"step": 40, "newest": 7},
     )
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
-    outcome = ReplicaSteps(node_of(local), run, events).take(JoinState.FETCHING, None)
+    outcome = NodeRuntimeSteps(node_of(local), run, events).take(JoinState.FETCHING, None)
     (_, recovered), is_sound = told[-1], not fault
     assert outcome.event is JoinEvent.FETCHED
     assert (recovered["source"], recovered["round"]) == ("checkpoint" if is_sound else "members", 7)
@@ -218,7 +218,7 @@ def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) 
     member = SimpleNamespace(outlast_duplicates=refuse)
     parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
     with pytest.raises(ConfigError, match="in this run already"):
-        ReplicaSteps(node_of(local), parts, NoEvents()).take(JoinState.OUTLASTING, None)
+        NodeRuntimeSteps(node_of(local), parts, NoEvents()).take(JoinState.WAIT_OLD_LEASE, None)
 
 
 @pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])
@@ -235,7 +235,7 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
     run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, buffers=SimpleNamespace(numel=8))
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
-    outcome = ReplicaSteps(node_of(local), run, events).take(JoinState.RECALLING, None)
+    outcome = NodeRuntimeSteps(node_of(local), run, events).take(JoinState.RESTORE_LOCAL, None)
     assert outcome.event is JoinEvent.RECALLED
     assert [kind for kind, _ in told] == [*(["round_committed"] if is_told else []), "recovered"]
     if is_told:
@@ -307,7 +307,7 @@ class Place:
         )
         node = node_of(local)
         node.config.elastic.start_nodes = start_nodes
-        self.steps = ReplicaSteps(node, run, events)
+        self.steps = NodeRuntimeSteps(node, run, events)
 
     def _view(self, _round: int) -> View:
         view = self.views.pop(0) if len(self.views) > 1 else self.views[0]
@@ -343,11 +343,11 @@ class Place:
         return SimpleNamespace(round=round, member_id="a#9", progress=Progress.at_start())
 
     def look(self) -> JoinEvent:
-        return self.steps.take(JoinState.LOOKING, None).event
+        return self.steps.take(JoinState.DISCOVER, None).event
 
     def agree(self, looks: int) -> list[JoinEvent]:
         assert self.look() is JoinEvent.BEGIN
-        return [self.steps.take(JoinState.AGREEING, None).event for _ in range(looks)]
+        return [self.steps.take(JoinState.PICK_CHECKPOINT, None).event for _ in range(looks)]
 
 
 THEIRS = RestartPoint(6, 40, "digest", "b#1")
@@ -425,7 +425,7 @@ def test_node_without_the_named_checkpoint_fetches_its_state_before_the_founding
     place.outer.adopt = lambda round, record: agreed.state_digest
     assert place.agree(1) == [JoinEvent.WAIT], "who named it has not taken it over yet"
     place.served = replace(WHOLE, round=4, state_digest=agreed.state_digest)
-    assert place.steps.take(JoinState.AGREEING, None).event is JoinEvent.AGREED
+    assert place.steps.take(JoinState.PICK_CHECKPOINT, None).event is JoinEvent.AGREED
     (_, resumed) = place.events[-1]
     assert (resumed["step"], resumed["source"], resumed["has_inner"]) == (40, "members", False)
     place.steps.take(JoinState.FOUNDING, None)
@@ -490,10 +490,10 @@ def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
     place = Place(local, view, resumes=True, start_nodes=2, others=others)
     assert place.agree(1) == [JoinEvent.WAIT]
     place.others, place.views = {}, [view_of(committed=False)]
-    assert place.steps.take(JoinState.AGREEING, None).event is JoinEvent.WAIT
+    assert place.steps.take(JoinState.PICK_CHECKPOINT, None).event is JoinEvent.WAIT
     now_s[0] = 2.0
     with pytest.raises(RecoveryFailed, match="c: its manifest is damaged"):
-        place.steps.take(JoinState.AGREEING, None)
+        place.steps.take(JoinState.PICK_CHECKPOINT, None)
 
 
 def test_steps_that_no_node_here_has_are_said_to_be_lost(local: LocalMesh, caplog: pytest.LogCaptureFixture) -> None:
@@ -531,14 +531,14 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     joins = view_of(alive="b#1")
     place = Place(local, view_of(), resumes=True, checkpoints=[50])
-    assert place.steps.take(JoinState.LOOKING, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN
+    assert place.steps.take(JoinState.DISCOVER, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN
     for _ in range(2):
-        agreed = place.steps.take(JoinState.AGREEING, None).event
+        agreed = place.steps.take(JoinState.PICK_CHECKPOINT, None).event
     assert agreed is JoinEvent.AGREED
     place.steps.take(JoinState.FOUNDING, None)
     place.views = [joins]
     now_s[0] = 10 * PATIENCE_S
-    place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
+    place.steps.take(JoinState.REJOIN, RecoveryFailed("its lease ran out"))
     assert place.look() is JoinEvent.JOIN
 
 

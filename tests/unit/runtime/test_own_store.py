@@ -19,9 +19,9 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.records import Generation, Peer, Verdict
+from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Whereabouts
+from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, StoreLost
 from zeroband.runtime.own_store import OwnStore
@@ -99,7 +99,7 @@ def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitSt
 
     until(is_back, "the store is back")
     after = candidate.look_at_candidate("", None)
-    assert (before.generation, after.generation) == (Generation(1, before.store), None)
+    assert (before.generation, after.generation) == (StoreTerm(1, before.store), None)
 
 
 def test_it_stays_until_the_others_have_ended_with_the_run(stack: ExitStack) -> None:
@@ -134,7 +134,7 @@ def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None
 def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
     port = free_port()
     close = start(stack, port)
-    run_in(stack, port, is_complete=True).take_whereabouts(Whereabouts(Generation(2, "another"), f"node://{HOST}:1"))
+    run_in(stack, port, is_complete=True).take_whereabouts(ForwardPointer(StoreTerm(2, "another"), f"node://{HOST}:1"))
     close(None)
 
 

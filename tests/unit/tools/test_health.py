@@ -106,7 +106,7 @@ def test_member_that_waits_at_its_boundary_is_well_and_one_that_hangs_is_not(
 
 
 def test_node_on_its_way_in_or_at_its_end_has_deadlines_of_its_own(trainer: Trainer) -> None:
-    trainer.events.emit("join_state", state="looking", since="outlasting", why="free")
+    trainer.events.emit("join_state", state="discover", since="wait_old_lease", why="free")
     trainer.be_silent(HUNG_S + 5)
     assert trainer.said() == []
     trainer.events.emit("join_state", state="member", since="announcing", why="admitted")

@@ -96,7 +96,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Patience:
+class ElapsedWaits:
     """Which waits are over, by the asking member's own clock."""
 
     start_is_over: bool = False
@@ -117,7 +117,7 @@ def next_opening(
     view: View,
     round: int,
     rules: Rules,
-    patience: Patience = Patience(),
+    patience: ElapsedWaits = ElapsedWaits(),
     links: Callable[[], Mapping[str, LinkRates]] = dict,
     hearing: Hearing | None = None,
 ) -> Opening | Wait:
@@ -348,7 +348,7 @@ def expected_in(view: View) -> tuple[str, ...]:
     return tuple(m for m in view.committed.members if m in view.alive) if view.committed else tuple(sorted(view.alive))
 
 
-def may_open(view: View, round: int, rules: Rules, patience: Patience) -> bool:
+def may_open(view: View, round: int, rules: Rules, patience: ElapsedWaits) -> bool:
     """Whether `next_opening` may call for another opening, by how many are ready: a look may not show who they are."""
     current = view.opening
     if view.is_settling or view.orders.is_paused:
@@ -403,7 +403,7 @@ def _late_before(view: View) -> tuple[str, ...]:
     return view.committed.opening.late if view.committed is not None else ()
 
 
-def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: Patience) -> tuple[str, ...]:
+def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: ElapsedWaits) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
     gone = {*view.ready, *patience.given_up}
     away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
@@ -411,7 +411,7 @@ def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], pat
 
 
 def _slow_links(
-    sites: Groups, view: View, rules: Rules, patience: Patience, rates: Mapping[str, LinkRates]
+    sites: Groups, view: View, rules: Rules, patience: ElapsedWaits, rates: Mapping[str, LinkRates]
 ) -> frozenset[str]:
     """Members that sit this round out, since with the links of their sites it would take too long.
 

@@ -16,32 +16,32 @@ class JoinState(StrEnum):
     """Where a node stands on its way in."""
 
     OUTSIDE = "outside"
-    OUTLASTING = "outlasting"
-    RECALLING = "recalling"
-    LOOKING = "looking"
-    AGREEING = "agreeing"
+    WAIT_OLD_LEASE = "wait_old_lease"
+    RESTORE_LOCAL = "restore_local"
+    DISCOVER = "discover"
+    PICK_CHECKPOINT = "pick_checkpoint"
     FOUNDING = "founding"
     FETCHING = "fetching"
     ANNOUNCING = "announcing"
     CATCHING_UP = "catching_up"
-    RETURNING = "returning"
-    GOING_BACK = "going_back"
+    REJOIN = "rejoin"
+    ROLL_BACK = "roll_back"
     MEMBER = "member"
     ENDED = "ended"
 
 
-DEEDS: Mapping[JoinState, str] = {
+DESCRIPTIONS: Mapping[JoinState, str] = {
     JoinState.OUTSIDE: "has not begun",
-    JoinState.OUTLASTING: "makes sure that its name is free: waits for the lease of an earlier life, if there is one",
-    JoinState.RECALLING: "takes over what the trainer before it had in memory when it crashed",
-    JoinState.LOOKING: "looks at the store for the way in",
-    JoinState.AGREEING: "agrees with the others who resume on one checkpoint, and takes it over",
+    JoinState.WAIT_OLD_LEASE: "waits until the lease of an earlier process of this node has expired, if there is one",
+    JoinState.RESTORE_LOCAL: "takes over what the trainer before it had in memory when it crashed",
+    JoinState.DISCOVER: "looks at the store for the way in",
+    JoinState.PICK_CHECKPOINT: "agrees with the others who resume on one checkpoint, and takes it over",
     JoinState.FOUNDING: "agrees with the other founders on the state that all of them hold",
     JoinState.FETCHING: "fetches a committed state from several members",
     JoinState.ANNOUNCING: "stands at the boundary of the next round, with weight 0",
     JoinState.CATCHING_UP: "replays the rounds that were committed meanwhile from the members' journals",
-    JoinState.RETURNING: "gives its membership back and takes another one",
-    JoinState.GOING_BACK: "takes over the checkpoint that the members voted for",
+    JoinState.REJOIN: "gives its membership back and takes another one",
+    JoinState.ROLL_BACK: "takes over the checkpoint that the members voted for",
     JoinState.MEMBER: "trains",
     JoinState.ENDED: "leaves the run, with the reason",
 }
@@ -86,37 +86,37 @@ ENDINGS = frozenset({_E.RUN_OVER, _E.LEAVING, _E.REFUSED, _E.STORE_LOST})
 """What ends the way in from any state on it."""
 
 _TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
-    _S.OUTSIDE: {_E.STARTED: _S.OUTLASTING},
-    _S.OUTLASTING: {_E.FREE: _S.RECALLING},
-    _S.RECALLING: {_E.NOTHING: _S.LOOKING, _E.RECALLED: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
-    _S.LOOKING: {
-        _E.WAIT: _S.LOOKING,
+    _S.OUTSIDE: {_E.STARTED: _S.WAIT_OLD_LEASE},
+    _S.WAIT_OLD_LEASE: {_E.FREE: _S.RESTORE_LOCAL},
+    _S.RESTORE_LOCAL: {_E.NOTHING: _S.DISCOVER, _E.RECALLED: _S.ANNOUNCING, _E.FAILED: _S.DISCOVER},
+    _S.DISCOVER: {
+        _E.WAIT: _S.DISCOVER,
         _E.FOUND: _S.FOUNDING,
-        _E.BEGIN: _S.AGREEING,
+        _E.BEGIN: _S.PICK_CHECKPOINT,
         _E.JOIN: _S.FETCHING,
         _E.FOLLOW: _S.FETCHING,
         _E.FAILED: _S.ENDED,
     },
-    _S.AGREEING: {
-        _E.WAIT: _S.AGREEING,
-        _E.AGAIN: _S.AGREEING,
+    _S.PICK_CHECKPOINT: {
+        _E.WAIT: _S.PICK_CHECKPOINT,
+        _E.AGAIN: _S.PICK_CHECKPOINT,
         _E.AGREED: _S.FOUNDING,
         _E.NOTHING: _S.FOUNDING,
         _E.JOIN: _S.FETCHING,
         _E.FAILED: _S.ENDED,
     },
-    _S.FOUNDING: {_E.FOUNDED: _S.MEMBER, _E.PASSED_OVER: _S.FETCHING, _E.FENCED: _S.RETURNING},
-    _S.FETCHING: {_E.FETCHED: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
+    _S.FOUNDING: {_E.FOUNDED: _S.MEMBER, _E.PASSED_OVER: _S.FETCHING, _E.FENCED: _S.REJOIN},
+    _S.FETCHING: {_E.FETCHED: _S.ANNOUNCING, _E.FAILED: _S.DISCOVER},
     _S.ANNOUNCING: {
         _E.ADMITTED: _S.MEMBER,
         _E.MISSED: _S.CATCHING_UP,
-        _E.FENCED: _S.RETURNING,
-        _E.ROLLED_BACK: _S.GOING_BACK,
+        _E.FENCED: _S.REJOIN,
+        _E.ROLLED_BACK: _S.ROLL_BACK,
     },
-    _S.CATCHING_UP: {_E.CAUGHT_UP: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
-    _S.RETURNING: {_E.RETURNED: _S.OUTLASTING},
-    _S.GOING_BACK: {_E.GONE_BACK: _S.MEMBER, _E.IDLE: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
-    _S.MEMBER: {_E.FENCED: _S.RETURNING, _E.ROLLED_BACK: _S.GOING_BACK},
+    _S.CATCHING_UP: {_E.CAUGHT_UP: _S.ANNOUNCING, _E.FAILED: _S.DISCOVER},
+    _S.REJOIN: {_E.RETURNED: _S.WAIT_OLD_LEASE},
+    _S.ROLL_BACK: {_E.GONE_BACK: _S.MEMBER, _E.IDLE: _S.ANNOUNCING, _E.FAILED: _S.DISCOVER},
+    _S.MEMBER: {_E.FENCED: _S.REJOIN, _E.ROLLED_BACK: _S.ROLL_BACK},
     _S.ENDED: {},
 }
 
@@ -131,7 +131,7 @@ TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
 PAUSES = frozenset({_E.WAIT, _E.FAILED})
 """Events after which a node waits a moment, since nothing else has happened yet."""
 
-HOLDS_NOTHING = frozenset({_S.LOOKING, _S.AGREEING, _S.FETCHING})
+HOLDS_NOTHING = frozenset({_S.DISCOVER, _S.PICK_CHECKPOINT, _S.FETCHING})
 """States in which a node has no state that the run could lack: asked to leave, it leaves at once."""
 
 
@@ -143,7 +143,7 @@ def next_state(state: JoinState, event: JoinEvent) -> JoinState:
     return row[event]
 
 
-class JoinPatience:
+class JoinTimeouts:
     """How long a node goes on that fails and comes no nearer to a state. Times are monotonic seconds."""
 
     def __init__(self, patience_s: float) -> None:
@@ -174,7 +174,7 @@ def figure() -> str:
             inside += [arrow] if is_inside else []
             outside += [] if is_inside else [arrow]
     chart = ['state "on its way in" as way {', *(f"  {line}" for line in inside), "}", *outside]
-    table = [f"| {state} | {deed} |" for state, deed in DEEDS.items() if state is not _S.OUTSIDE]
+    table = [f"| {state} | {deed} |" for state, deed in DESCRIPTIONS.items() if state is not _S.OUTSIDE]
     head = ["", "| state | what the node does |", "|---|---|"]
     return "\n".join(["```mermaid", "stateDiagram-v2", *(f"  {line}" for line in chart), "```", *head, *table]) + "\n"
 

@@ -418,7 +418,7 @@ class LinkRates:
 
 
 @dataclass(frozen=True, order=True)
-class Generation:
+class StoreTerm:
     """A time in which a run of several stores uses one of them. Of two, that of the higher number is the newer one."""
 
     number: Count
@@ -453,7 +453,7 @@ class View:
     """So many more stand at the boundary than `ready` shows, which has this member at least."""
     unseen_votes: int = 0
     """So many more have voted than `votes` shows."""
-    generation: Generation | None = None
+    generation: StoreTerm | None = None
     """The one that this store is in; None: none, as in runs that have one store."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose record for this round is sealed and does not count, and why."""

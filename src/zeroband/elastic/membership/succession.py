@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from zeroband.config.ranges import Id, Text
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, VerdictRecord
+from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, VerdictRecord
 
 MOST_STORES = 8
 """Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
@@ -30,12 +30,12 @@ each of them what it knows."""
 
 
 @dataclass(frozen=True)
-class Account:
+class MemberReport:
     """What a member tells a store that the run may go to."""
 
-    promised: Generation
+    promised: StoreTerm
     """The newest generation that it has promised; it votes in no older one."""
-    generation: Generation
+    generation: StoreTerm
     """The one that what it tells is from."""
     committed: Verdict | None = None
     """The newest verdict that it has seen."""
@@ -97,10 +97,10 @@ def meeting_of(own: Line, others: Collection[Line]) -> Meeting | None:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ForwardPointer:
     """What a store is told that the run does not use."""
 
-    generation: Generation
+    generation: StoreTerm
     """The one that the run is in."""
     store: Id
     """Address of its store, without a login."""
@@ -109,18 +109,18 @@ class Whereabouts:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StoreProbe:
     """A store as one look at it showed it."""
 
     store: str
     """Its id."""
-    generation: Generation | None
+    generation: StoreTerm | None
     """The one that began there last; None: none did, or the store has lost it."""
     committed_round: int = -1
     """That of its newest verdict; -1: it has none."""
-    accounts: Mapping[str, Account] = field(default_factory=dict[str, Account])
+    accounts: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told it within the last moments, by member."""
-    elsewhere: Whereabouts | None = None
+    elsewhere: ForwardPointer | None = None
     """What members told it within the last moments of where the run goes on."""
     line: Line | None = None
     """The line of history of its newest verdict."""
@@ -129,7 +129,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Legacy:
+class HandoverState:
     """What a generation begins with."""
 
     committed: Verdict
@@ -140,20 +140,20 @@ class Legacy:
     """Those who count as alive when it begins."""
 
 
-def in_use(candidates: Sequence[Candidate]) -> Candidate | None:
+def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
     """The store that the run uses, of those that were looked at; None: it is in use nowhere there.
 
     Of two in which somebody began a run at the same time it is the one that has gone on.
     """
     begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
 
-    def rank(candidate: Candidate) -> tuple[int, int, str]:
+    def rank(candidate: StoreProbe) -> tuple[int, int, str]:
         return _generation_of(candidate).number, candidate.committed_round, candidate.store
 
     return max(begun, key=rank, default=None)
 
 
-def is_nowhere_else(candidates: Sequence[Candidate], generation: Generation | None) -> bool:
+def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
     """Whether nothing at the stores of a run tells of a life of it in another generation, or without a store."""
     told = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
     begun = in_use(candidates)
@@ -162,7 +162,7 @@ def is_nowhere_else(candidates: Sequence[Candidate], generation: Generation | No
     return is_own and not any(candidate.accounts for candidate in candidates)
 
 
-def are_different(candidates: Sequence[Candidate], least: int) -> bool:
+def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
     """Whether these are so many different stores: a list may name one store twice.
 
     A node that sees no store but its own cannot tell whether it is the first of the run, or cut off from all others.
@@ -193,13 +193,13 @@ def may_move(members: Collection[str], verdict: Verdict) -> bool:
     return 2 * len({*electors(verdict)} & {*members}) > len(electors(verdict))
 
 
-def newest_verdict(accounts: Mapping[str, Account]) -> Verdict | None:
+def newest_verdict(accounts: Mapping[str, MemberReport]) -> Verdict | None:
     """The newest verdict that anybody tells of."""
     told = [account.committed for account in accounts.values() if account.committed is not None]
     return max(told, key=lambda verdict: verdict.round, default=None)
 
 
-def legacy_of(accounts: Mapping[str, Account]) -> Legacy | None:
+def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
     """What a generation begins with that these members have promised; None: they are too few, or know too little."""
     committed = newest_verdict(accounts)
     if committed is None or not may_move(accounts, committed):
@@ -217,7 +217,7 @@ def legacy_of(accounts: Mapping[str, Account]) -> Legacy | None:
                 if not may_move(accounts, committed):
                     return None
     staying = (*committed.members, *committed.opening.late, *(() if opening is None else opening.members))
-    return Legacy(
+    return HandoverState(
         committed,
         opening,
         max((account.orders for account in accounts.values()), key=lambda orders: orders.version),
@@ -226,7 +226,7 @@ def legacy_of(accounts: Mapping[str, Account]) -> Legacy | None:
     )
 
 
-def _age(account: Account) -> tuple[Generation, int]:
+def _age(account: MemberReport) -> tuple[StoreTerm, int]:
     return account.generation, -1 if account.opening is None else account.opening.version
 
 
@@ -237,47 +237,47 @@ def _age(account: Account) -> tuple[Generation, int]:
 class Enter:
     """Go to the store of a generation that has begun, or back to that of one's own."""
 
-    candidate: Candidate
-    generation: Generation
+    candidate: StoreProbe
+    generation: StoreTerm
 
 
 @dataclass(frozen=True)
-class Promise:
+class Pledge:
     """Vote in no generation before this one."""
 
-    generation: Generation
+    generation: StoreTerm
 
 
 @dataclass(frozen=True)
 class Begin:
     """Have the promised generation begin."""
 
-    candidate: Candidate
-    generation: Generation
-    legacy: Legacy
+    candidate: StoreProbe
+    generation: StoreTerm
+    legacy: HandoverState
 
 
 @dataclass(frozen=True)
-class ComeBack:
+class Rejoin:
     """Become another member: the run goes on in a generation in which this one may not vote."""
 
-    candidate: Candidate
-    generation: Generation
+    candidate: StoreProbe
+    generation: StoreTerm
 
 
 @dataclass(frozen=True)
-class StayPut:
+class KeepWaiting:
     """Wait: nothing can be done now."""
 
     reason: str
 
 
-Step = Enter | Promise | Begin | ComeBack | StayPut
+Step = Enter | Pledge | Begin | Rejoin | KeepWaiting
 
 
 def next_step(
-    candidates: Sequence[Candidate],
-    own: Account,
+    candidates: Sequence[StoreProbe],
+    own: MemberReport,
     *,
     has_store: bool,
     has_waited: bool,
@@ -296,53 +296,53 @@ def next_step(
     if own.promised > own.generation and newest is not None:  # the generations that it may not vote in
         has_gone_on = own.committed is not None and newest.committed_round > own.committed.round
         if own.generation < _generation_of(newest) < own.promised or has_gone_on:
-            return ComeBack(newest, _generation_of(newest))
+            return Rejoin(newest, _generation_of(newest))
     pending = [_pending(candidate) for candidate in candidates]
     if has_store and not any(generation > own.generation for generation in pending if generation is not None):
-        return StayPut("too few members of the last round are here, and no other store is being gone to")
+        return KeepWaiting("too few members of the last round are here, and no other store is being gone to")
     electable = [
         (candidate, generation)
         for candidate, generation in zip(candidates, pending, strict=True)
         if (verdict := newest_verdict(candidate.accounts)) is not None and may_move(candidate.accounts, verdict)
     ]
     if not electable:
-        return StayPut(_too_few(candidates))
+        return KeepWaiting(_too_few(candidates))
     candidate, promised = max(electable, key=lambda one: _rank(one[1]))
     if promised is None and candidate is not candidates[0] and not has_waited:
-        return StayPut("others have to tell the first store of the run that they lost theirs")
+        return KeepWaiting("others have to tell the first store of the run that they lost theirs")
     newest_promise = max(account.promised for account in candidate.accounts.values())
     if promised is not None and own.promised == promised == newest_promise:
         bound = {member: account for member, account in candidate.accounts.items() if account.promised == promised}
         legacy = legacy_of(bound)
-        return StayPut("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
-    return Promise(_next_generation(candidate, promised, own))
+        return KeepWaiting("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
+    return Pledge(_next_generation(candidate, promised, own))
 
 
-def _generation_of(candidate: Candidate) -> Generation:
+def _generation_of(candidate: StoreProbe) -> StoreTerm:
     assert candidate.generation is not None
     return candidate.generation
 
 
-def _pending(candidate: Candidate) -> Generation | None:
+def _pending(candidate: StoreProbe) -> StoreTerm | None:
     """The newest generation that somebody has promised to begin at a store."""
     promised = [a.promised for a in candidate.accounts.values() if a.promised.store == candidate.store]
     return max((one for one in promised if candidate.generation is None or one > candidate.generation), default=None)
 
 
-def _rank(generation: Generation | None) -> tuple[int, str]:
+def _rank(generation: StoreTerm | None) -> tuple[int, str]:
     return (-1, "") if generation is None else (generation.number, generation.store)
 
 
-def _next_generation(candidate: Candidate, pending: Generation | None, own: Account) -> Generation:
+def _next_generation(candidate: StoreProbe, pending: StoreTerm | None, own: MemberReport) -> StoreTerm:
     """The one to promise at a store: what others have promised there, where that is newer than one's own promise."""
     if pending is not None and pending > own.promised:
         return pending
     known = [account.promised.number for account in candidate.accounts.values()]
     last = 0 if candidate.generation is None else candidate.generation.number
-    return Generation(max([*known, last, own.promised.number]) + 1, candidate.store)
+    return StoreTerm(max([*known, last, own.promised.number]) + 1, candidate.store)
 
 
-def _too_few(candidates: Sequence[Candidate]) -> str:
+def _too_few(candidates: Sequence[StoreProbe]) -> str:
     if not candidates:
         return "no store of the run answers"
     told = max((candidate.accounts for candidate in candidates), key=len)

@@ -24,7 +24,7 @@ MANIFEST_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 18
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
-NONSENSE = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
+DONOR_ERRORS = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
 """What reading from a donor raises where it is cut off, silent, no node of the run, or speaks no HTTP."""
 
 
@@ -99,7 +99,7 @@ class Inquiry:
                 round = json.loads(body)["round"]
                 if type(round) is not int:
                     raise ValueError("its round is no number")
-            except (*NONSENSE, LookupError, TypeError, RecursionError) as error:
+            except (*DONOR_ERRORS, LookupError, TypeError, RecursionError) as error:
                 raise RecoveryFailed(reason_of(error)) from error
         return round
 
@@ -110,7 +110,7 @@ class Inquiry:
             try:
                 status, body = self._await_manifest(connection, path)
                 manifest = parse_manifest(body, self.lengths) if status == HTTPStatus.OK else None
-            except (*NONSENSE, RecoveryFailed) as error:
+            except (*DONOR_ERRORS, RecoveryFailed) as error:
                 return Refusal(reason_of(error))
         if manifest is None:
             return Refusal(f"{path} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
@@ -144,7 +144,7 @@ class DonorConnection:
         self._is_aborted = False
 
     def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Status and body of an answer. Raises RecoveryFailed for a longer body, or one of NONSENSE."""
+        """Status and body of an answer. Raises RecoveryFailed for a longer body, or one of DONOR_ERRORS."""
         with self._request(path) as response:
             length = response.length
             if length is None or length > most_bytes:
@@ -154,7 +154,7 @@ class DonorConnection:
     def read_into(self, path: str, target: memoryview) -> int:
         """Fill a buffer with an answer; returns its status, with an untouched buffer unless that is 200.
 
-        Raises RecoveryFailed for a body of another length, or one of NONSENSE.
+        Raises RecoveryFailed for a body of another length, or one of DONOR_ERRORS.
         """
         with self._request(path) as response:
             length = response.length

@@ -51,7 +51,7 @@ MAX_COPIES = 2
 _AWAITED_S = 2.0
 """Members apply a verdict at slightly different times: the next round is awaited so long."""
 
-MADE_WAY_S = 1.0
+YIELD_S = 1.0
 KEEPALIVE_BYTES = 1 << 10
 """While a round needs the link a connection sends so many bytes in so long: the joiner sees that its donor lives."""
 
@@ -106,7 +106,7 @@ class ServedEntry(Protocol):
     def state_digest(self) -> str: ...
 
 
-class Promise:
+class PendingManifest:
     """A manifest whose hashes are being computed."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Manifests:
         self._served = served
         self._read = read
         self._bytes = {name: section.view(torch.uint8) for name, section in sections.items()}
-        self._promises: dict[int, Promise] = {}
+        self._promises: dict[int, PendingManifest] = {}
         self._hashes: dict[tuple[str, int], str] = {}
         """What was hashed, by section and number; the hasher's thread alone."""
         self._lock = threading.Lock()
@@ -164,7 +164,7 @@ class Manifests:
         with self._lock:
             return not all(promise.is_kept for promise in self._promises.values())
 
-    def at(self, first: int) -> Promise | None:
+    def at(self, first: int) -> PendingManifest | None:
         """The manifest that lists the chunks from number `first`; None where there is none of that number."""
         longest = max((section.numel() for section in self._bytes.values()), default=0)
         if first > 0 and first * self._hasher.chunk_bytes >= longest:
@@ -172,11 +172,11 @@ class Manifests:
         with self._lock:
             promise = self._promises.get(first)
             if promise is None:
-                promise = self._promises[first] = Promise()
+                promise = self._promises[first] = PendingManifest()
                 self._hasher.start(lambda room: self._keep(promise, first, room))
             return promise
 
-    def _keep(self, promise: Promise, first: int, room: Tensor) -> None:
+    def _keep(self, promise: PendingManifest, first: int, room: Tensor) -> None:
         hashes = {name: tuple(self._hashes_of(name, first, room)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
             return promise.give_up()
@@ -398,7 +398,7 @@ class StateServer:
         self._copies = Copies(copy_state, self._hasher, current_round)
         self._stop = threading.Event()
         self._entries = Entries(journal_entry, self._hasher)
-        library = _Library(self._copies, self._entries, chunk_bytes, needs_link)
+        library = ServedData(self._copies, self._entries, chunk_bytes, needs_link)
 
         class Handler(_Handler):
             chunk_bytes = self._hasher.chunk_bytes
@@ -432,7 +432,7 @@ class StateServer:
         self._server.cut()
 
 
-class _Library:
+class ServedData:
     """What there is to be asked for."""
 
     def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int, needs_link: Callable[[], bool]) -> None:
@@ -443,7 +443,7 @@ class _Library:
 
     def is_free(self) -> bool:
         """Whether no round needs the link; waits a moment until none does."""
-        until_s = time.monotonic() + MADE_WAY_S
+        until_s = time.monotonic() + YIELD_S
         while is_needed := self._needs_link():
             if time.monotonic() >= until_s:
                 break
@@ -515,13 +515,13 @@ class _Handler(BaseHTTPRequestHandler):
         """For the chunk that this connection is sent."""
         return _room(self.chunk_bytes)
 
-    def serve(self, library: _Library) -> None:
+    def serve(self, library: ServedData) -> None:
         try:
             self._serve_path(library)
         except RecoveryFailed:
             self._send_none(HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _serve_path(self, library: _Library) -> None:
+    def _serve_path(self, library: ServedData) -> None:
         match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
                 self._send(json.dumps({"round": library.copies.newest().round}).encode())
@@ -548,7 +548,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(manifest)
 
-    def _send_chunk(self, library: _Library, data: Tensor | None) -> None:
+    def _send_chunk(self, library: ServedData, data: Tensor | None) -> None:
         if data is None:
             return self._send_none(HTTPStatus.NOT_FOUND)
         self._begin(HTTPStatus.OK, data.numel())

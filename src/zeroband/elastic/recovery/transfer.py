@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from statistics import median
 
-from zeroband.elastic.recovery.donors import NONSENSE, Donor, DonorConnection, Inquiry, Refusal, reason_of
+from zeroband.elastic.recovery.donors import DONOR_ERRORS, Donor, DonorConnection, Inquiry, Refusal, reason_of
 from zeroband.elastic.recovery.election import no_donor
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, chunk_hash
 from zeroband.errors import RecoveryFailed
@@ -393,7 +393,7 @@ class StateTransfer:
                 why, is_final = f"{path} answered {status}", status == HTTPStatus.NOT_FOUND
                 if is_final:
                     self._at_other_round.add(source.donor)
-        except NONSENSE as error:
+        except DONOR_ERRORS as error:
             why = f"{path}: {reason_of(error)}"
         except RecoveryFailed as error:
             why, is_final = str(error), True

@@ -31,7 +31,7 @@ from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.journal import JournalEntry
-from zeroband.elastic.rounds.phase import Travel
+from zeroband.elastic.rounds.phase import TransferWindow
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
@@ -152,7 +152,7 @@ class RoundCoordinator(ABC):
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
         self._is_awaited = False
         """Training stands still for a round."""
-        self._travel: Travel | None = None
+        self._travel: TransferWindow | None = None
         """Contributions that are on their way."""
         self._travelled_at_s = -math.inf
         self._exchanged: Opening | None = None
@@ -320,7 +320,7 @@ class RoundCoordinator(ABC):
     def needs_link(self) -> bool:
         """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
         travel = self._travel
-        return self._is_awaited and travel is not None and travel.has_link(time.monotonic())
+        return self._is_awaited and travel is not None and travel.owns_link(time.monotonic())
 
     @property
     def _is_under_way(self) -> bool:
@@ -353,10 +353,10 @@ class RoundCoordinator(ABC):
             parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
         parts.journal.settle()  # the result's memory is the next one's
         if not offer.is_joining:
-            self._travel = Travel(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
+            self._travel = TransferWindow(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
         self._announce(round, offer)
         try:
-            return self._bring_to_verdict(round, is_member=not offer.is_joining)
+            return self._run_until_committed(round, is_member=not offer.is_joining)
         except Fenced as fence:
             if not offer.is_joining or parts.mesh.is_fenced:
                 raise
@@ -377,7 +377,7 @@ class RoundCoordinator(ABC):
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
-    def _bring_to_verdict(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
+    def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
         """Bring a round to its verdict with whoever is left. Returns that of others who committed it without this node.
 
         Raises Fenced when the run went on without this node.
@@ -391,7 +391,7 @@ class RoundCoordinator(ABC):
             self._pause_before(opening)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
-                return self._found_by(opening, costs) if founds else self._carry_out(opening, costs)
+                return self._found_by(opening, costs) if founds else self._run_attempt(opening, costs)
             except PeerLost as error:
                 costs.failures.append(str(error))
                 _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
@@ -416,7 +416,7 @@ class RoundCoordinator(ABC):
         if opening.retries:
             time.sleep(min(FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
 
-    def _carry_out(self, opening: Opening, costs: RoundCosts) -> Committed:
+    def _run_attempt(self, opening: Opening, costs: RoundCosts) -> Committed:
         """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
         faults, round, turn = self._parts.faults, opening.round, self._turn
         faults.at("opened", round)
@@ -424,7 +424,7 @@ class RoundCoordinator(ABC):
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
         else:
-            self._travel, self._exchanged = Travel(time.monotonic(), self._travelled_at_s), opening
+            self._travel, self._exchanged = TransferWindow(time.monotonic(), self._travelled_at_s), opening
             try:
                 transfer = self.exchange.run(opening, turn)
                 costs.add(transfer)
@@ -562,7 +562,7 @@ class RoundCoordinator(ABC):
         """
         self._parts.feedback.forget()
         self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
-        founded = self._bring_to_verdict(round, is_member=False, founds=True)
+        founded = self._run_until_committed(round, is_member=False, founds=True)
         if isinstance(founded, Verdict):
             raise Fenced(f"{len(founded.members)} others founded the run")
         self._advance(founded.verdict, self.state_digest)

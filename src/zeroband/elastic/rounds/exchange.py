@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.audit import Auditor, Findings
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.journal import Room
+from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import RecoveryFailed
@@ -66,14 +66,14 @@ class Exchange(Protocol):
         """Note that the round is over, and whether what this node contributed counts in it."""
         ...
 
-    def pack(self, result: Tensor, room: Room) -> Tensor:
+    def pack(self, result: Tensor, room: Allocator) -> Tensor:
         """What the last round's result was made from: (nbytes,) uint8 in what `room` gives, the same on all members.
 
         On local rank 0, in any thread, before the next `run`.
         """
         ...
 
-    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
+    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         """(nbytes,) uint8 for what a round that this node missed was made from: what `room` gives, or the result's.
 
         Local rank 0. Raises RecoveryFailed where that never has so many bytes.
@@ -177,10 +177,10 @@ class MeanExchange:
     def conclude(self, *, counts: bool) -> None:
         """Do nothing: the residual has what the committed attempt left of the contribution."""
 
-    def pack(self, result: Tensor, room: Room) -> Tensor:
+    def pack(self, result: Tensor, room: Allocator) -> Tensor:
         return pack_mean(result, self._codec, room)
 
-    def room(self, turn: int, nbytes: int, room: Room) -> Tensor:
+    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         result = self.result_of(turn)
         if nbytes not in packed_sizes(result.numel(), self._codec):
             raise RecoveryFailed(f"no mean of {result.numel()} values takes {nbytes} bytes")
@@ -228,7 +228,7 @@ def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
     return codec.encoded_size(numel), 4 * numel
 
 
-def pack_mean(mean: Tensor, codec: Codec, room: Room) -> Tensor:
+def pack_mean(mean: Tensor, codec: Codec, room: Allocator) -> Tensor:
     """(nbytes,) uint8 in what `room` gives. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
     if not codec.is_exact:
         update = room(codec.encoded_size(mean.numel()))

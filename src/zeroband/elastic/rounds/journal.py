@@ -29,7 +29,7 @@ AWAITED_S = 20.0
 MAX_ROUNDS = 4096
 """Each entry is a mapping, of which a process has 65530 unless told otherwise, and has a record in memory."""
 
-Room = Callable[[int], Tensor]
+Allocator = Callable[[int], Tensor]
 """Gives (nbytes,) uint8 for an update of so many bytes."""
 
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ class Journal:
         self._packing: BackgroundRound[None] | None = None
         self._bytes = 0
 
-    def record(self, round: int, pack: Callable[[Room], Tensor], record: Mapping[str, Any], state: str) -> None:
+    def record(self, round: int, pack: Callable[[Allocator], Tensor], record: Mapping[str, Any], state: str) -> None:
         """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
 
         Packing many values touches as much new memory, which takes longer than the packing. `pack`: into the room that
@@ -91,7 +91,7 @@ class Journal:
         if packing is not None:
             packing.wait()
 
-    def _pack(self, round: int, pack: Callable[[Room], Tensor], record: Mapping[str, Any], state: str) -> None:
+    def _pack(self, round: int, pack: Callable[[Allocator], Tensor], record: Mapping[str, Any], state: str) -> None:
         try:
             update = pack(self.room)
         except OSError as error:

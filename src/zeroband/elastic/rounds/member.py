@@ -18,7 +18,7 @@ from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAdd
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
-    Patience,
+    ElapsedWaits,
     Rules,
     Wait,
     expected_in,
@@ -89,7 +89,7 @@ class LeaseKeeper(Protocol):
 
 
 class StoreKeeper(Protocol):
-    """What keeps a member at the store that its run uses, where it has several: in production a `Mover`."""
+    """What keeps a member at the store that its run uses, where it has several: in production a `StoreFailover`."""
 
     def recover(self) -> None:
         """Take a step towards a store, since the one in use is silent or lost its record. Raises Fenced."""
@@ -264,15 +264,15 @@ class Member:
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
     ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
-        stragglers = Stragglers(rules if is_member else Rules(), self._settled_at_s)
+        stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
         hearing = _Hearing(self, self._clock, self._time_outs.detect_s)
 
-        def patience_at(view: View) -> Patience:
+        def patience_at(view: View) -> ElapsedWaits:
             now_s = self._clock()
             are_late = stragglers.are_late(view, now_s)
             given_up = {m for m in view.refused if now_s - refused_since_s.setdefault(m, now_s) >= _REFUSED_S}
-            return Patience(now_s > start_deadline_s, are_late, frozenset(given_up), stragglers.phase_s)
+            return ElapsedWaits(now_s > start_deadline_s, are_late, frozenset(given_up), stragglers.phase_s)
 
         def decide(seen: View) -> Opening | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
@@ -339,7 +339,7 @@ class Member:
             )
 
     def _decide_opening(
-        self, view: View, round: int, rules: Rules, patience: Patience, hearing: _Hearing
+        self, view: View, round: int, rules: Rules, patience: ElapsedWaits, hearing: _Hearing
     ) -> Opening | Wait:
         current = view.opening
         if current is not None and current.round == round and view.can_finish(current):
@@ -619,7 +619,7 @@ class Member:
             self._mover.close()
 
 
-class Stragglers:
+class StragglerTimer:
     """When those who wait stop waiting: a time that begins when a quorum of the members is there.
 
     `settled_at_s`: when the phase before began; None: not known.

@@ -55,7 +55,7 @@ class PhaseLength:
 
 
 @dataclass(frozen=True)
-class Travel:
+class TransferWindow:
     """Contributions of a round on their way. Times are of one clock."""
 
     began_at_s: float
@@ -64,6 +64,6 @@ class Travel:
     at_most_s: float = math.inf
     """For how long the link is theirs at most."""
 
-    def has_link(self, now_s: float) -> bool:
+    def owns_link(self, now_s: float) -> bool:
         """Whether the link is theirs alone: as long as they had left it to others, joiners among them."""
         return now_s - self.began_at_s < min(self.began_at_s - self.before_at_s, self.at_most_s)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Generation, Opening, Ready, Verdict, View
-from zeroband.elastic.membership.succession import Account
+from zeroband.elastic.membership.records import Opening, Ready, StoreTerm, Verdict, View
+from zeroband.elastic.membership.succession import MemberReport
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StoreBackup:
     vote: tuple[Opening, str] | None = None
     """The last that it gave."""
     orders: Orders = field(default_factory=Orders)
-    generation: Generation | None = None
+    generation: StoreTerm | None = None
     """The one that it is from, in a run of several stores: a store that is in another one takes none of it."""
 
     @property
@@ -45,9 +45,9 @@ class LiveBackup:
         self._failed: tuple[Opening, str] | None = None
         self._record: Mapping[str, Any] | None = None
         """What the verdict on the newest vote would say."""
-        self.generation: Generation | None = None
+        self.generation: StoreTerm | None = None
         """The generation of the store in use, in a run of several."""
-        self._promised: Generation | None = None
+        self._promised: StoreTerm | None = None
         self._is_saying = False
 
     @contextmanager
@@ -68,7 +68,7 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> Generation | None:
+    def voted(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> StoreTerm | None:
         """This member votes; returns the generation in which alone that counts. `record`: as of `would_record`."""
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
@@ -90,23 +90,23 @@ class LiveBackup:
         """What a store that lost it gets back. One of several gets this member's words: the rest begins with it."""
         return self.known if self.generation is None else replace(self.known.own_words, generation=self.generation)
 
-    def account(self) -> Account:
+    def account(self) -> MemberReport:
         """What this member knows."""
         with self._lock:
             known, generation, promised = self._known, self.generation, self._promised
             assert generation is not None and promised is not None
             vote = known.vote[1] if known.vote is not None and known.vote[0] == known.opening else None
             record = self._record if vote is not None else None
-            return Account(
+            return MemberReport(
                 promised, generation, known.committed, known.opening, vote, record, known.orders, dict(known.run)
             )
 
-    def promise(self, generation: Generation) -> None:
+    def promise(self, generation: StoreTerm) -> None:
         """Vote in no older generation from now on."""
         with self._lock:
             self._promised = generation
 
-    def enter(self, generation: Generation, opening: Opening | None) -> None:
+    def enter(self, generation: StoreTerm, opening: Opening | None) -> None:
         """Be in a generation, in which this is the opening: what an older one showed beside it counts no more."""
         with self._lock:
             if generation != self.generation:

@@ -12,12 +12,12 @@ from typing import Protocol
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     View,
 )
@@ -172,7 +172,7 @@ class Store(Protocol):
         ...
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
     ) -> bool:
         """Make this the opening that follows the current one. False: another proposal was first."""
         ...
@@ -181,7 +181,7 @@ class Store(Protocol):
         """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
         ...
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         """Say which result a member holds for an opening, and look; the first word counts.
 
         `generation`: in a run of several stores, the one that it counts in; a store that is in another takes no vote.
@@ -202,7 +202,7 @@ class Store(Protocol):
         """Have the verdict that this node could write itself be recognized, rather than told, when it comes."""
         ...
 
-    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         """Commit a round if its opening is the current one and did not fail. False: it was settled already.
 
         What all nodes share is of the session that begins with a verdict, where this node has compared it.

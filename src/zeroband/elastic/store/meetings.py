@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.succession import Candidate, Line, Meeting, in_use, meeting_of
+from zeroband.elastic.membership.succession import Line, Meeting, StoreProbe, in_use, meeting_of
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 
@@ -41,11 +41,11 @@ class Meetings:
                     store.take_meeting(met)
         return met
 
-    def _own_of(self, seen: list[tuple[RedisStore, Candidate]]) -> RedisStore:
+    def _own_of(self, seen: list[tuple[RedisStore, StoreProbe]]) -> RedisStore:
         """The store in use, as one that is asked whatever session it is in."""
         return next((store for store, _ in seen if store.address == self._store.address), self._store)
 
-    def _living_lines(self, store: RedisStore, candidate: Candidate) -> list[Line]:
+    def _living_lines(self, store: RedisStore, candidate: StoreProbe) -> list[Line]:
         """The lines that a store tells of whose members live: they told it, or renew their leases in it."""
         told = [candidate.elsewhere.line] if candidate.elsewhere is not None else []
         if store.address != self._store.address and in_use([candidate]) is not None:

@@ -27,10 +27,10 @@ from zeroband.elastic.store.connection import (
     is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch
-from zeroband.elastic.store.judge import Judge
-from zeroband.elastic.store.known import pairs, text_of
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import Seals
+from zeroband.elastic.store.store_cache import pairs, text_of
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.log import get_logger
 
@@ -172,7 +172,7 @@ class RedisRun:
         before_retry: Callable[[], None],
     ) -> None:
         self.keys = Keys(run_id)
-        self.judge = Judge(Seals(key, run_id, self.keys.prefix))
+        self.judge = RecordVerifier(Seals(key, run_id, self.keys.prefix))
         self.address = address
         """Address of the store in use."""
         self._redis = connect(address, timeout_s=answer_s, key=key)

@@ -21,24 +21,24 @@ from zeroband.config.store_url import address_of_node, addresses_in, are_of_node
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     View,
 )
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import (
     MOST_STORES,
-    Account,
-    Candidate,
-    Legacy,
+    ForwardPointer,
+    HandoverState,
     Line,
     Meeting,
-    Whereabouts,
+    MemberReport,
+    StoreProbe,
     are_different,
     in_use,
     is_nowhere_else,
@@ -50,11 +50,11 @@ from zeroband.elastic.store.connection import (
     connect,
 )
 from zeroband.elastic.store.interface import Store, record_of, require_equal
-from zeroband.elastic.store.known import RECORDS, Known, pairs, text_of
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
 from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, ROUND_TTL_S, SPENT_TTL_S, RedisRun
 from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import id_of
+from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
@@ -148,7 +148,7 @@ class RedisStore(RedisRun, Store):
         super().__init__(
             listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
         )
-        self._seen = Known()
+        self._seen = StoreCache()
         self._seeing = threading.Lock()
         self._expected = b""
         """The verdict that this node could write itself, which need not be told."""
@@ -161,7 +161,7 @@ class RedisStore(RedisRun, Store):
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._lease_ms = int(lease_s * 1000)
         self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
-        self.generation: Generation | None = None
+        self.generation: StoreTerm | None = None
         """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
         self.on_silence: Callable[[], None] = self.follow
         """Called while the store in use, of several, has been silent for a lease: finds another one, if it can."""
@@ -244,7 +244,7 @@ class RedisStore(RedisRun, Store):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
                     self._require_all_usable(seen)
-                    first.begin(Generation(1, candidate.store), None)
+                    first.begin(StoreTerm(1, candidate.store), None)
                 self._is_quiet_since_s = time.monotonic()
                 continue
             if time.monotonic() > until_s:
@@ -253,7 +253,7 @@ class RedisStore(RedisRun, Store):
             time.sleep(PAUSE_MAX_S)
         self._require_all_usable(self.survey())
 
-    def _require_all_usable(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
+    def _require_all_usable(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> None:
         """Have each of these stores do once what a run asks of it. Says which of those that are not in use refuse.
 
         Raises StoreLost, and ConfigError where the one in use refuses, or any while none is.
@@ -311,16 +311,16 @@ class RedisStore(RedisRun, Store):
                     self._asked[shown] = self._ask(address)
             return tuple(self._asked[shown] for shown in dict.fromkeys(map(_shown, addresses)))
 
-    def survey(self, member_id: str = "", account: Account | None = None) -> list[tuple[RedisStore, Candidate]]:
+    def survey(self, member_id: str = "", account: MemberReport | None = None) -> list[tuple[RedisStore, StoreProbe]]:
         """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them.
 
         Those of which one of them tells are asked, too.
         """
-        answers = dict[RedisStore, Candidate | None]()
+        answers = dict[RedisStore, StoreProbe | None]()
 
         refusals = dict[str, str]()
 
-        def ask(store: RedisStore) -> Candidate | None:
+        def ask(store: RedisStore) -> StoreProbe | None:
             try:
                 return store.look_at_candidate(member_id, account)
             except ConfigError as error:
@@ -348,12 +348,12 @@ class RedisStore(RedisRun, Store):
             places = [place_of(host, port) for host, port in places_of_stores(peers)]
             self._find(*map(address_of_node, places))
 
-    def _silent(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> list[str]:
+    def _silent(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> list[str]:
         """The stores that are listed and do not answer."""
         answering = [_shown(store.address) for store, _ in seen]
         return [shown for shown in map(_shown, self._listed) if shown not in answering]
 
-    def look_at_candidate(self, member_id: str, account: Account | None) -> Candidate:
+    def look_at_candidate(self, member_id: str, account: MemberReport | None) -> StoreProbe:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, judge = self.keys, self.judge
         names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
@@ -365,7 +365,7 @@ class RedisStore(RedisRun, Store):
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
         told = judge.whereabouts(keys.elsewhere, elsewhere)
-        return Candidate(
+        return StoreProbe(
             *(text_of(id), judge.generation(keys.generation, generation), round, accounts, told),
             line=Line.of(verdict),
             meeting=judge.meeting(keys.meeting, met),
@@ -375,7 +375,7 @@ class RedisStore(RedisRun, Store):
         """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
         if self.generation is None:
             return
-        word = Whereabouts(self.generation, _shown(self.address), line)
+        word = ForwardPointer(self.generation, _shown(self.address), line)
         listed = {*map(_shown, self._listed)} - {word.store}
         idle = [store for store in self.candidates if _shown(store.address) in listed]
 
@@ -387,7 +387,7 @@ class RedisStore(RedisRun, Store):
             with ThreadPoolExecutor(len(idle), "whereabouts") as pool:
                 list(pool.map(tell, idle))
 
-    def take_whereabouts(self, word: Whereabouts) -> None:
+    def take_whereabouts(self, word: ForwardPointer) -> None:
         """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
         key, sealed = self.keys.elsewhere, self.judge.seal_whereabouts(word)
         self.run_script(
@@ -417,7 +417,7 @@ class RedisStore(RedisRun, Store):
                 return
         self.follow()
 
-    def begin(self, generation: Generation, legacy: Legacy | None) -> bool:
+    def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
         keys, judge = self.keys, self.judge
         names = [keys.store_id, keys.generation, keys.opening, keys.committed, keys.history, keys.clock, keys.run]
@@ -456,7 +456,7 @@ class RedisStore(RedisRun, Store):
             self._is_quiet_since_s = now_s
         return now_s - self._is_quiet_since_s > self._lease_ms / 1000 + 2 * _SURVEY_S
 
-    def _enter_newest(self, seen: Sequence[tuple[RedisStore, Candidate]]) -> None:
+    def _enter_newest(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> None:
         newest = in_use([candidate for _, candidate in seen])
         if newest is None or newest.generation is None or newest.generation == self.generation:
             return
@@ -466,7 +466,7 @@ class RedisStore(RedisRun, Store):
         if self.generation is None or newest.generation.number >= self.generation.number:
             self.enter(next(store for store, candidate in seen if candidate is newest), newest.generation)
 
-    def enter(self, store: RedisStore, generation: Generation) -> None:
+    def enter(self, store: RedisStore, generation: StoreTerm) -> None:
         """Use this one of the candidates from now on."""
         if store.address != self.address:
             self._redis.connection_pool = connect(
@@ -586,7 +586,7 @@ class RedisStore(RedisRun, Store):
             refuted = against
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
 
-    def _living(self, known: Known, times: Sequence[Any], alive: Any, peers: Sequence[Any]) -> dict[str, Peer]:
+    def _living(self, known: StoreCache, times: Sequence[Any], alive: Any, peers: Sequence[Any]) -> dict[str, Peer]:
         """The living members, as a renewal tells what is new of them."""
         known.learn_times(*times)
         known.learn_alive(alive)
@@ -653,22 +653,22 @@ class RedisStore(RedisRun, Store):
         key = self.keys.evidence(opening)
         return self.judge.evidence(key, opening, pairs(self.run_script(self._read_said, [key], [])))
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own = member_id
         said = _Said(self.judge.seal_vote(member_id, opening, digest), opening)
         enough, stamp = len(opening.members), _stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
-    def _known(self) -> Known:
+    def _known(self) -> StoreCache:
         """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
         with self._seeing:
             seen, now_s = self._seen, time.monotonic()
             leases = self._whole_leases * max(1.0, len(seen.alive) / _WHOLE_MEMBERS)
             if seen.era != self._era or now_s - seen.began_at_s > leases * self._lease_ms / 1000:
-                seen = self._seen = Known(era=self._era, began_at_s=now_s)
+                seen = self._seen = StoreCache(era=self._era, began_at_s=now_s)
             return seen.fork()
 
-    def _keep(self, known: Known) -> None:
+    def _keep(self, known: StoreCache) -> None:
         """Have what was learned be known to the next look, unless another thread has learned more meanwhile."""
         with self._seeing:
             seen = self._seen
@@ -726,7 +726,7 @@ class RedisStore(RedisRun, Store):
         self._keep(known)
         return self._look(round, whole=whole) if known.peers.unseen else view  # some were forgotten
 
-    def _whole(self, known: Known, opening: Any, committed: Any, expected: bytes) -> tuple[Any, Any]:
+    def _whole(self, known: StoreCache, opening: Any, committed: Any, expected: bytes) -> tuple[Any, Any]:
         """The opening and the verdict, where they were told by what this node has. Raises ValueError."""
         if isinstance(opening, list):
             opening = patched(known.records.get("opening") or b"", opening[0])
@@ -736,7 +736,7 @@ class RedisStore(RedisRun, Store):
             self.judge.require_sealed(committed, "verdict")
         return opening, expected if committed == _EXPECTED else committed
 
-    def _learn(self, known: Known, round: int, told: Sequence[Any]) -> View:
+    def _learn(self, known: StoreCache, round: int, told: Sequence[Any]) -> View:
         """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
         keys, judge = self.keys, self.judge
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
@@ -784,7 +784,7 @@ class RedisStore(RedisRun, Store):
         known.view = view.counted()
         return known.view
 
-    def _judge_records(self, known: Known) -> None:
+    def _judge_records(self, known: StoreCache) -> None:
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
         known.orders = judge.orders(keys.orders, raw("orders"))
@@ -824,7 +824,7 @@ class RedisStore(RedisRun, Store):
         return self.judge.signed(opening, member_id)
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
     ) -> bool:
         judge, keys = self.judge, self.keys
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
@@ -844,7 +844,7 @@ class RedisStore(RedisRun, Store):
     def expect_verdict(self, verdict: Verdict) -> None:
         self._expected = self.judge.seal_verdict(verdict).encode()
 
-    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge
         names = [keys.opening, keys.committed, keys.history, keys.failed, keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes, keys.orders, keys.changes, keys.news, keys.links]
@@ -908,5 +908,5 @@ def _shown(address: str) -> str:
     return parse_store_url(address).shown
 
 
-def _stamp_of(generation: Generation | None) -> str:
+def _stamp_of(generation: StoreTerm | None) -> str:
     return "" if generation is None else f"{generation.number} {generation.store}"

@@ -19,8 +19,8 @@ from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.inputs import open_inputs
 from zeroband.checks.memory import gpus
 from zeroband.checks.needs import Needs
-from zeroband.checks.plain_paths import plain_paths
 from zeroband.checks.quick import quick_checks
+from zeroband.checks.slow_fallbacks import slow_fallbacks
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError
 from zeroband.node.launched import local_world_size
@@ -46,7 +46,7 @@ def look_at_machine(config: RunConfig, environ: Mapping[str, str], nodes: int | 
         yield Finding("train.device", "cannot be used", str(error), stops="start")
     else:
         yield from gpus(needs, device, local_world_size(environ))
-        yield from plain_paths(config, device)
+        yield from slow_fallbacks(config, device)
     yield from _tcp()
 
 

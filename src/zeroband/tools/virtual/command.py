@@ -21,7 +21,7 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
 from zeroband.tools.plan.units import parse_count, parse_positive, parse_whole
 from zeroband.tools.virtual.models import Chaos, NodeModel, RunModel
-from zeroband.tools.virtual.run import Found, VirtualRun
+from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 _EXIT_CONFIG = 2
 _STATE_BYTES = 8
@@ -158,7 +158,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def render(model: RunModel, found: Found, took_s: float) -> str:
+def render(model: RunModel, found: SimulationResult, took_s: float) -> str:
     """What came of a run, as text; `took_s`: the seconds that it took here."""
     nodes = len(model.nodes)
     spent = {doing: seconds / found.seconds / nodes for doing, seconds in sorted(found.spent_s.items())}

@@ -16,16 +16,16 @@ from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     View,
 )
-from zeroband.elastic.membership.succession import Account, Legacy
+from zeroband.elastic.membership.succession import HandoverState, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 
@@ -73,8 +73,8 @@ class MemoryRecord:
     evidence: dict[Opening, dict[str, Evidence]] = field(default_factory=lambda: defaultdict(dict))
     """By opening and member."""
     failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
-    generation: Generation | None = None
-    accounts: dict[str, Account] = field(default_factory=dict[str, Account])
+    generation: StoreTerm | None = None
+    accounts: dict[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told that want to go to this store."""
 
     def lose_everything(self) -> None:
@@ -366,7 +366,7 @@ class MemoryStore(Store):
             self.record.changed.notify_all()
             return self.view(ready.round)
 
-    def begin(self, generation: Generation, legacy: Legacy) -> bool:
+    def begin(self, generation: StoreTerm, legacy: HandoverState) -> bool:
         record = self.record
         with record.changed:
             if record.generation is not None and record.generation >= generation:
@@ -387,7 +387,7 @@ class MemoryStore(Store):
         return replace(opening, proposer=member_id)
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: Generation | None = None
+        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
     ) -> bool:
         record = self.record
         with record.changed:
@@ -423,7 +423,7 @@ class MemoryStore(Store):
             self.record.changed.notify_all()
             return True
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: Generation | None = None) -> View:
+    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         with self.record.changed:
             if self.record.generation == generation and self.record.opening == opening:
                 self.record.votes[opening].setdefault(member_id, self._say(digest))
@@ -433,7 +433,7 @@ class MemoryStore(Store):
     def expect_verdict(self, verdict: Verdict) -> None:
         """A look at memory costs nothing."""
 
-    def propose_verdict(self, verdict: Verdict, *, generation: Generation | None = None) -> bool:
+    def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         record, opening = self.record, verdict.opening
         with record.changed:
             if record.generation != generation:

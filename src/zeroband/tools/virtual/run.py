@@ -17,7 +17,15 @@ from itertools import count
 
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
-from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
+from zeroband.elastic.membership.epoch import (
+    ElapsedWaits,
+    Rules,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
 from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
@@ -68,7 +76,7 @@ class _Node:
 
 
 @dataclass
-class Found:
+class SimulationResult:
     """What came of a run."""
 
     seconds: float = 0.0
@@ -143,9 +151,9 @@ class VirtualRun:
         """When a quorum of the next one was at the boundary."""
         self._shape = RunShape(total_steps=_FOREVER, batch_size=1, reads_ahead=model.overlaps)
         self._progress = Progress.at_start()
-        self._found = Found()
+        self._found = SimulationResult()
 
-    def play(self, rounds: int) -> Found:
+    def play(self, rounds: int) -> SimulationResult:
         """Run until so many rounds are committed behind the founding. Raises RuntimeError where nothing goes on."""
         for node in self._nodes:
             self._start(node)
@@ -365,10 +373,10 @@ class VirtualRun:
         return 0.0 if self._quorum_at_s is None else self._quorum_at_s - self._settled_at_s
 
     @property
-    def _patience(self) -> Patience:
+    def _patience(self) -> ElapsedWaits:
         waited_s = 0.0 if self._quorum_at_s is None else self._now_s - self._quorum_at_s
         is_over = self._quorum_at_s is not None and waited_s >= self._rules.patience_s(self._phase_s) - _ROUNDING_S
-        return Patience(stragglers_are_late=is_over, phase_s=self._phase_s)
+        return ElapsedWaits(stragglers_are_late=is_over, phase_s=self._phase_s)
 
     def _stop_waiting(self, round: int) -> None:
         if self._is_put_off(lambda: self._stop_waiting(round)):

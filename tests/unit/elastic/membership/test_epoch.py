@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.epoch import (
     LEAST_GRACE_S,
+    ElapsedWaits,
     Hearing,
-    Patience,
     Rules,
     Wait,
     has_quorum,
@@ -41,7 +41,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.membership.topology import all_to_all_time
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
-PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
+PATIENT, LATE = ElapsedWaits(), ElapsedWaits(stragglers_are_late=True)
 
 
 def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
@@ -93,7 +93,7 @@ def boundary(*members: str, **fields: Any) -> View:
 
 
 def decide(
-    view: View, round: int = 3, patience: Patience = PATIENT, hearing: Hearing | None = None, **rules: Any
+    view: View, round: int = 3, patience: ElapsedWaits = PATIENT, hearing: Hearing | None = None, **rules: Any
 ) -> Opening | Wait:
     return next_opening(view, round, Rules(**rules), patience, hearing=hearing)
 
@@ -232,12 +232,12 @@ def test_founding_opens_with_all_who_are_there() -> None:
 
 
 def test_founding_goes_on_with_fewer_after_its_time_out() -> None:
-    decision = decide(founders(A), FOUNDING_ROUND, Patience(start_is_over=True), start_nodes=2)
+    decision = decide(founders(A), FOUNDING_ROUND, ElapsedWaits(start_is_over=True), start_nodes=2)
     assert members_of(decision) == (A,)
 
 
 def test_founding_needs_min_nodes_even_after_its_time_out() -> None:
-    decision = decide(founders(A), FOUNDING_ROUND, Patience(start_is_over=True), start_nodes=3, min_nodes=2)
+    decision = decide(founders(A), FOUNDING_ROUND, ElapsedWaits(start_is_over=True), start_nodes=3, min_nodes=2)
     assert isinstance(decision, Wait)
 
 
@@ -363,7 +363,7 @@ def a_meeting(
     words = {n: replace(r, rate=m) for (n, r), m in zip(ready(*names).items(), mbit, strict=True)}
     words |= {n: replace(words[n], missed=count) for n, count in (missed or {}).items()}
     rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, **rules}
-    opening = decide(boundary(*names, ready=words), patience=Patience(phase_s=phase_s), **rules)
+    opening = decide(boundary(*names, ready=words), patience=ElapsedWaits(phase_s=phase_s), **rules)
     assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == names
     return opening.late
 
@@ -418,7 +418,7 @@ def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
     words = {n: replace(r, rate=5, took_ms=took_ms) for n, r in ready(*names).items()}
     words[names[-1]] = replace(words[names[-1]], rate=mbit, missed=missed)
     rules = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
-    opening = next_opening(boundary(*names, ready=words), 3, rules, Patience(phase_s=12.0))
+    opening = next_opening(boundary(*names, ready=words), 3, rules, ElapsedWaits(phase_s=12.0))
     assert isinstance(opening, Opening) and opening.late == (("h#1",) if sits_out else ())
 
 
@@ -432,7 +432,7 @@ def test_several_slow_members_share_the_grace_and_come_together() -> None:
 def test_member_that_leaves_or_joins_does_not_sit_out() -> None:
     words = {n: replace(r, rate=5) for n, r in ready(A, B, C).items()}
     slow = {D: replace(ready(D)[D], rate=0.1)}
-    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "patience": Patience(phase_s=12.0)}
+    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "patience": ElapsedWaits(phase_s=12.0)}
     assert members_of(decide(boundary(A, B, C, D, ready=words | slow), **rules)) == (A, B, C)
     leaving = {D: replace(slow[D], steps_requested=0)}
     assert members_of(decide(boundary(A, B, C, D, ready=words | leaving), **rules)) == (A, B, C, D)
@@ -444,7 +444,7 @@ def test_rate_of_a_member_is_that_of_its_slower_direction_as_links_show_it() -> 
     links = {A: LinkRates({B: 500, C: 500, D: 4}), D: LinkRates({A: 500, B: 90})}
     view = boundary(A, B, C, D)
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT)
-    opening = next_opening(view, 3, rules, Patience(phase_s=12.0), lambda: links)
+    opening = next_opening(view, 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
     assert members_of(opening) == (A, B, C)
 
 
@@ -488,7 +488,7 @@ def test_site_behind_a_slow_link_sits_out_as_a_whole() -> None:
     words = {m: replace(r, rate=0) for m, r in at_sites(a="x", b="y", c="z", d="z").items()}
     links = {A: LinkRates({B: 50, C: 1, D: 1}), B: LinkRates({A: 50}), C: LinkRates({D: 900, A: 1}), D: LinkRates()}
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT, sites="named")
-    opening = next_opening(boundary(A, B, C, D, ready=words), 3, rules, Patience(phase_s=12.0), lambda: links)
+    opening = next_opening(boundary(A, B, C, D, ready=words), 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
     assert isinstance(opening, Opening)
     assert opening.members == (A, B) and opening.late == (C, D)
 
@@ -507,7 +507,7 @@ def test_whoever_sits_out_is_slower_than_a_quorum_that_stays(
     each = zip(ready(*names).items(), mbit, missed, weights, strict=False)
     words = {n: replace(r, rate=m, missed=x, weight=w) for (n, r), m, x, w in each}
     rules = Rules(straggler_grace=grace, quorum=quorum, transfer_bytes=10 * MEGABIT)
-    opening = next_opening(boundary(*names, ready=words), 3, rules, Patience(phase_s=5.0))
+    opening = next_opening(boundary(*names, ready=words), 3, rules, ElapsedWaits(phase_s=5.0))
     assert isinstance(opening, Opening)
     assert sorted((*opening.members, *opening.late)) == names and not {*opening.members} & {*opening.late}
     assert sum(opening.weights) >= quorum * sum(w for _, w in zip(names, weights, strict=False)) - 1e-9

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.membership.join_states import (
-    DEEDS,
+    DESCRIPTIONS,
     ENDINGS,
     HOLDS_NOTHING,
     PAUSES,
     TABLE,
     JoinEvent,
-    JoinPatience,
     JoinState,
+    JoinTimeouts,
     figure,
     next_state,
 )
@@ -46,7 +46,7 @@ def test_event_is_listed_for_a_state_or_refused_there(state: JoinState) -> None:
 
 
 def test_every_state_has_a_row_and_a_deed_and_every_event_happens_somewhere() -> None:
-    assert set(TABLE) == set(DEEDS) == set(JoinState)
+    assert set(TABLE) == set(DESCRIPTIONS) == set(JoinState)
     assert {event for row in TABLE.values() for event in row} == set(JoinEvent)
 
 
@@ -71,14 +71,19 @@ def test_a_state_that_follows_itself_pauses_or_looks_again() -> None:
     assert loops == {JoinEvent.WAIT, JoinEvent.AGAIN} and JoinEvent.WAIT in PAUSES
 
 
-@pytest.mark.parametrize("failing", [JoinState.FETCHING, JoinState.CATCHING_UP, JoinState.GOING_BACK])
+@pytest.mark.parametrize("failing", [JoinState.FETCHING, JoinState.CATCHING_UP, JoinState.ROLL_BACK])
 def test_what_fails_with_a_state_in_reach_is_looked_at_anew_after_a_pause(failing: JoinState) -> None:
-    assert TABLE[failing][JoinEvent.FAILED] is JoinState.LOOKING and JoinEvent.FAILED in PAUSES
+    assert TABLE[failing][JoinEvent.FAILED] is JoinState.DISCOVER and JoinEvent.FAILED in PAUSES
 
 
 def test_node_that_holds_nothing_of_the_run_may_leave_at_once() -> None:
     assert all(TABLE[state][JoinEvent.LEAVING] is JoinState.ENDED for state in HOLDS_NOTHING)
-    assert not HOLDS_NOTHING & {JoinState.RECALLING, JoinState.ANNOUNCING, JoinState.CATCHING_UP, JoinState.GOING_BACK}
+    assert not HOLDS_NOTHING & {
+        JoinState.RESTORE_LOCAL,
+        JoinState.ANNOUNCING,
+        JoinState.CATCHING_UP,
+        JoinState.ROLL_BACK,
+    }
 
 
 @pytest.mark.parametrize("entry", sorted(ENTRIES))
@@ -92,7 +97,7 @@ def test_random_ways_end(entry: JoinState) -> None:
 
 
 def test_patience_ends_where_nothing_came_nearer_for_so_long() -> None:
-    patience = JoinPatience(300.0)
+    patience = JoinTimeouts(300.0)
     assert patience.left_s(1e6) == 300.0
     patience.failed(10.0)
     patience.failed(200.0)

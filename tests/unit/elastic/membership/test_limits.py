@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.epoch import Patience, Rules, Wait, next_opening
+from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, Wait, next_opening
 from zeroband.elastic.membership.limits import MOST_OPENINGS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
@@ -98,7 +98,7 @@ def test_limits_need_the_verdict_of_the_round_before() -> None:
 def test_round_waits_for_refused_member_until_it_is_given_up_and_then_goes_without_it() -> None:
     view = within_limits(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
     assert isinstance(next_opening(view, 3, RULES), Wait)
-    decision = next_opening(view, 3, RULES, Patience(given_up=frozenset({C})))
+    decision = next_opening(view, 3, RULES, ElapsedWaits(given_up=frozenset({C})))
     assert isinstance(decision, Opening) and decision.members == (A, B) and decision.late == ()
 
 

@@ -26,26 +26,26 @@ from tests.contract.test_records import (
     VERDICT,
 )
 
-from zeroband.elastic.membership.epoch import Patience, Rules, must_leave, next_opening
+from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, must_leave, next_opening
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     View,
     from_json,
     to_json,
 )
-from zeroband.elastic.membership.succession import Account, electors, legacy_of
-from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.membership.succession import MemberReport, electors, legacy_of
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS
 
@@ -94,7 +94,7 @@ def view_of(**changed: Any) -> View:
 def open_with(view: View, links: Mapping[str, LinkRates]) -> None:
     """Decide a round on this view, and work with the opening as its members do."""
     for seen in (view, within_limits(view, 4, RULES)):
-        for patience in (Patience(phase_s=5.0), Patience(True, True, frozenset(seen.refused), 5.0)):
+        for patience in (ElapsedWaits(phase_s=5.0), ElapsedWaits(True, True, frozenset(seen.refused), 5.0)):
             decision = next_opening(seen, 4, RULES, patience, lambda: links)
             must_leave(seen, A, 4)
             if isinstance(decision, Opening):
@@ -123,7 +123,7 @@ def work_with(opening: Opening) -> None:
 
 
 def use_verdict(verdict: Verdict) -> None:
-    judge = Judge(SEALS)
+    judge = RecordVerifier(SEALS)
     if judge.verdict("k", judge.seal_verdict(verdict).encode()) is None:
         return
     work_with(verdict.opening)
@@ -187,13 +187,13 @@ def test_rules_calculate_with_the_ends_of_every_range(numbers: list[tuple[int, .
     before = Opening(4, 2, 3, members, (1,) * len(ready), (1,) * len(ready), (1,) * len(ready))
     committed = Verdict(before, "d", {"session": "s"})
     view = View(before, committed, frozenset(members), ready, {}, None)
-    decision = next_opening(view, 4, replace(RULES, shape=None), Patience(phase_s=1.0))
+    decision = next_opening(view, 4, replace(RULES, shape=None), ElapsedWaits(phase_s=1.0))
     assert isinstance(decision, Opening)
     work_with(from_json(Opening, to_json(decision)))
 
 
 @pytest.mark.parametrize(
-    "kind", [Ready, Opening, Peer, LinkRates, Orders, RestartPoint, Progress, Account, Holding, Generation]
+    "kind", [Ready, Opening, Peer, LinkRates, Orders, RestartPoint, Progress, MemberReport, Holding, StoreTerm]
 )
 def test_every_number_and_text_of_a_record_has_a_range(kind: type[Any]) -> None:
     """A field that is added needs a type from `config.ranges`."""

@@ -14,7 +14,7 @@ ALL = ScoringRule(rounds=1, members=99, counts=True)
 FIVE = ("a#1", "b#2", "c#3", "d#4", "e#5")
 GOOD, BAD = 0.8, -0.7
 
-Words = dict[str, dict[str, float | None]]
+MemberValues = dict[str, dict[str, float | None]]
 """What each member says of each other one; who is not there says nothing."""
 
 
@@ -24,7 +24,7 @@ def verdict(
     return Verdict(Opening(1, 1, round, members, weights or (10,) * len(members)), digest, record)
 
 
-def told(after: Verdict, words: Words, rule: ScoringRule = ALL) -> dict[str, float]:
+def told(after: Verdict, words: MemberValues, rule: ScoringRule = ALL) -> dict[str, float]:
     """The medians, by sender."""
     scored = drawn(after, rule)
     ready = {
@@ -34,7 +34,7 @@ def told(after: Verdict, words: Words, rule: ScoringRule = ALL) -> dict[str, flo
     return {gain.member: gain.ratio for gain in gains_told(after, ready, rule)}
 
 
-def everybody(members: tuple[str, ...], liars: tuple[str, ...] = (), **bad: float) -> Words:
+def everybody(members: tuple[str, ...], liars: tuple[str, ...] = (), **bad: float) -> MemberValues:
     """Honest words: all are good but `bad`, by the first letter; liars turn every word round."""
     truth = {member: bad.get(member[0], GOOD) for member in members}
     return {
@@ -65,7 +65,7 @@ def everybody(members: tuple[str, ...], liars: tuple[str, ...] = (), **bad: floa
         pytest.param({m: dict.fromkeys(FIVE) for m in FIVE}, {}, id="nobody could measure"),
     ],
 )
-def test_gain_is_the_median_of_what_the_others_say(words: Words, expected: dict[str, float]) -> None:
+def test_gain_is_the_median_of_what_the_others_say(words: MemberValues, expected: dict[str, float]) -> None:
     assert told(verdict(*FIVE), words) == expected
 
 

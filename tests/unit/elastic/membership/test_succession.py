@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Patience, Rules, next_opening, next_verdict
-from zeroband.elastic.membership.records import Generation, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, next_opening, next_verdict
+from zeroband.elastic.membership.records import Opening, Peer, Ready, StoreTerm, Verdict, View
 from zeroband.elastic.membership.succession import (
-    Account,
     Begin,
-    Candidate,
-    ComeBack,
     Enter,
+    KeepWaiting,
     Line,
     Meeting,
-    Promise,
-    StayPut,
+    MemberReport,
+    Pledge,
+    Rejoin,
+    StoreProbe,
     are_different,
     electors,
     may_commit,
@@ -60,19 +60,19 @@ class SimulatedMember:
     id: str
     store: MemoryStore
     place: Place
-    generation: Generation
-    promised: Generation
+    generation: StoreTerm
+    promised: StoreTerm
     committed: Verdict | None
     opening: Opening | None = None
     vote: str | None = None
-    votes_to_send: list[tuple[Opening, str, Generation]] = field(default_factory=list[Any])
+    votes_to_send: list[tuple[Opening, str, StoreTerm]] = field(default_factory=list[Any])
     """Votes that are on their way."""
 
     @property
-    def account(self) -> Account:
+    def account(self) -> MemberReport:
         round = -1 if self.committed is None else self.committed.round
         record = {"after": round}
-        return Account(self.promised, self.generation, self.committed, self.opening, self.vote, record)
+        return MemberReport(self.promised, self.generation, self.committed, self.opening, self.vote, record)
 
 
 class History:
@@ -103,7 +103,7 @@ class Play:
         founding = Opening(1, 1, 0, ids, ones, ones, ones)
         first = Verdict(founding, "d0", {"session": "one"})
         self.history = History(first)
-        begun = Generation(1, self.places[0].id)
+        begun = StoreTerm(1, self.places[0].id)
         record = self.places[0].record
         record.generation, record.committed, record.opening = begun, first, founding
         record.openings.append(founding)
@@ -150,7 +150,7 @@ class Play:
     def _begin_by_mistake(self, place: Place) -> None:
         """Somebody finds an empty store and begins a run there, as if there were none."""
         if place.is_up and place.record.generation is None:
-            place.record.generation = Generation(1, place.id)
+            place.record.generation = StoreTerm(1, place.id)
             self.mistakes += 1
 
     def _cut(self) -> None:
@@ -220,7 +220,7 @@ class Play:
     def _advance(self, node: int, member: SimulatedMember, view: View, round: int) -> None:
         opening = view.opening
         if opening is None or opening.round != round or not view.can_finish(opening):
-            decision = next_opening(view, round, RULES, Patience(stragglers_are_late=self.random.random() < 0.3))
+            decision = next_opening(view, round, RULES, ElapsedWaits(stragglers_are_late=self.random.random() < 0.3))
             if isinstance(decision, Opening) and decision != opening:
                 member.store.propose_opening(decision, current=opening, generation=member.generation)
             elif view.committed is not None and not may_commit(view.ready.keys() & view.alive, view.committed):
@@ -236,7 +236,7 @@ class Play:
             if self.random.random() < 0.5:
                 member.committed, member.vote = verdict, None
 
-    def _candidates(self, node: int, member: SimulatedMember) -> Iterator[tuple[Place, Candidate]]:
+    def _candidates(self, node: int, member: SimulatedMember) -> Iterator[tuple[Place, StoreProbe]]:
         for place in self.places:
             if self.reaches(node, place):
                 place.told_at[member.id] = self.now
@@ -244,11 +244,11 @@ class Play:
                 fresh = {m: a for m, a in place.record.accounts.items() if self.now - place.told_at[m] < 60}
                 committed = place.record.committed
                 round = -1 if committed is None else committed.round
-                yield place, Candidate(place.id, place.record.generation, round, fresh)
+                yield place, StoreProbe(place.id, place.record.generation, round, fresh)
 
     def _seek(self, node: int, member: SimulatedMember, *, has_store: bool) -> None:
         places = dict[str, Place]()
-        candidates = list[Candidate]()
+        candidates = list[StoreProbe]()
         for place, candidate in self._candidates(node, member):
             places[candidate.store] = place
             candidates.append(candidate)
@@ -256,17 +256,17 @@ class Play:
         match next_step(candidates, member.account, has_store=has_store, has_waited=has_waited):
             case Enter(candidate, generation):
                 self._enter(member, places[candidate.store], generation)
-            case Promise(generation):
+            case Pledge(generation):
                 member.promised = generation
             case Begin(candidate, generation, legacy):
                 if MemoryStore(places[candidate.store].record).begin(generation, legacy):
                     self.history.commit(legacy.committed)
-            case ComeBack():
+            case Rejoin():
                 self.nodes[node] = None
             case _:
                 pass
 
-    def _enter(self, member: SimulatedMember, place: Place, generation: Generation) -> None:
+    def _enter(self, member: SimulatedMember, place: Place, generation: StoreTerm) -> None:
         if generation != member.generation:
             inherited = place.record.opening
             member.vote = member.vote if inherited == member.opening else None
@@ -345,7 +345,7 @@ def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
 
 
 def test_one_store_under_two_names_is_one() -> None:
-    one, again, other = Candidate("x", None), Candidate("x", None), Candidate("y", None)
+    one, again, other = StoreProbe("x", None), StoreProbe("x", None), StoreProbe("y", None)
     assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)
 
 
@@ -357,10 +357,10 @@ def lost_by_moving(seed: int) -> list[str]:
     chance = random.Random(seed)
     ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
     opening = Opening(1, 1, 0, ids, ones, ones, ones)
-    first, committed = Generation(1, "gone"), Verdict(opening, "d0", {"session": "one"})
-    own = {member: Account(first, first, committed, opening, "d0", {}) for member in ids}
-    stores = {name: Candidate(name, None) for name in "ab"}
-    asked: dict[str, list[Candidate]] = {member: [] for member in ids}
+    first, committed = StoreTerm(1, "gone"), Verdict(opening, "d0", {"session": "one"})
+    own = {member: MemberReport(first, first, committed, opening, "d0", {}) for member in ids}
+    stores = {name: StoreProbe(name, None) for name in "ab"}
+    asked: dict[str, list[StoreProbe]] = {member: [] for member in ids}
     lost, at_work = list[str](), list(ids)
     while at_work:
         member = chance.choice(at_work)
@@ -372,13 +372,13 @@ def lost_by_moving(seed: int) -> list[str]:
             continue
         seen, asked[member] = sorted(asked[member], key=lambda c: c.store), []
         match next_step(seen, own[member], has_store=False, has_waited=False):
-            case Promise(generation):
+            case Pledge(generation):
                 own[member] = replace(own[member], promised=generation)
             case Begin(candidate, generation, _) if stores[candidate.store].generation is None:
                 stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
             case Enter():
                 at_work.remove(member)
-            case ComeBack():
+            case Rejoin():
                 lost.append(member)
                 at_work.remove(member)
             case _:
@@ -393,18 +393,18 @@ def test_members_that_lose_a_store_together_go_on_together() -> None:
 
 def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
     """Most members may be cut off from the first one."""
-    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
-    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
-    seen = [Candidate("a", None, accounts={"n0#0": own}), Candidate("b", None, accounts=dict.fromkeys(ids, own))]
-    assert isinstance(next_step(seen, own, has_store=False, has_waited=False), StayPut)
-    assert next_step(seen, own, has_store=False, has_waited=True) == Promise(Generation(2, "b"))
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), StoreTerm(1, "gone")
+    own = MemberReport(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    seen = [StoreProbe("a", None, accounts={"n0#0": own}), StoreProbe("b", None, accounts=dict.fromkeys(ids, own))]
+    assert isinstance(next_step(seen, own, has_store=False, has_waited=False), KeepWaiting)
+    assert next_step(seen, own, has_store=False, has_waited=True) == Pledge(StoreTerm(2, "b"))
 
 
 def test_generation_begins_above_what_any_of_its_members_has_promised() -> None:
     """Else the one that promised another store could not vote there, and had to come back as another member."""
-    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), Generation(1, "gone")
-    own = Account(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
-    here = replace(own, promised=Generation(2, "a"))
-    accounts = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promised=Generation(2, "b"))}
-    step = next_step([Candidate("a", None, accounts=accounts)], here, has_store=False, has_waited=False)
-    assert step == Promise(Generation(3, "a"))
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), StoreTerm(1, "gone")
+    own = MemberReport(first, first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    here = replace(own, promised=StoreTerm(2, "a"))
+    accounts = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promised=StoreTerm(2, "b"))}
+    step = next_step([StoreProbe("a", None, accounts=accounts)], here, has_store=False, has_waited=False)
+    assert step == Pledge(StoreTerm(3, "a"))

@@ -178,7 +178,7 @@ def test_joiner_gets_some_bytes_now_and_then_while_a_round_needs_the_link(
 ) -> None:
     monkeypatch.setattr(serving, "RECORD_BYTES", 250)
     monkeypatch.setattr(serving, "KEEPALIVE_BYTES", 125)
-    monkeypatch.setattr(serving, "MADE_WAY_S", 1000.0 if is_patient else 0.0)
+    monkeypatch.setattr(serving, "YIELD_S", 1000.0 if is_patient else 0.0)
     asked = list[bool]()
 
     def needs_link() -> bool:

@@ -13,7 +13,7 @@ from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, Spars
 from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds import coordinator
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
-from zeroband.elastic.rounds.phase import Travel
+from zeroband.elastic.rounds.phase import TransferWindow
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed
 from zeroband.state.flat import FlatLayout, digest_of
 
@@ -387,9 +387,9 @@ def test_link_is_needed_while_contributions_travel_for_which_training_stands_sti
 
 
 def test_link_is_free_again_where_the_others_are_not_there_in_time() -> None:
-    announced, travelling = (Travel(100.0, 50.0, at_most_s) for at_most_s in (1.0, math.inf))
-    assert [announced.has_link(at_s) for at_s in (100.5, 101.5)] == [True, False]
-    assert [travelling.has_link(at_s) for at_s in (149.0, 151.0)] == [True, False]
+    announced, travelling = (TransferWindow(100.0, 50.0, at_most_s) for at_most_s in (1.0, math.inf))
+    assert [announced.owns_link(at_s) for at_s in (100.5, 101.5)] == [True, False]
+    assert [travelling.owns_link(at_s) for at_s in (149.0, 151.0)] == [True, False]
 
 
 def test_node_whose_disk_is_full_replays_from_memory_and_keeps_nothing(

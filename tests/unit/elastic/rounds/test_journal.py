@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zeroband.elastic.rounds import journal as journal_module
-from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry, Room
+from zeroband.elastic.rounds.journal import Allocator, Journal, JournalBounds, JournalEntry
 
 HOUR_S = 3600.0
 MANY_BYTES = 1 << 30
@@ -120,7 +120,7 @@ def test_journal_entry_that_is_forgotten_or_does_not_come_is_none(tmp_path: Path
 
 
 def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
-    def pack(room: Room) -> torch.Tensor:
+    def pack(room: Allocator) -> torch.Tensor:
         return room(values.numel()).copy_(values)
 
     journal.record(round, pack, {}, "digest")

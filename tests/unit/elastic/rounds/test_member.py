@@ -21,7 +21,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
 from zeroband.elastic.membership.records import Evidence, Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, Stragglers, new_member_id
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
@@ -398,7 +398,7 @@ def test_straggler_that_comes_in_time_is_waited_for(make_member: MakeMember) -> 
 def test_grace_begins_with_the_quorum_and_goes_with_the_phase_before_it(make_member: MakeMember) -> None:
     a, b, c = (make_member(name) for name in "abc")
     commit(found(a, b, c), a, b, c)
-    waiting = Stragglers(Rules(straggler_grace=0.1), settled_at_s=100.0)
+    waiting = StragglerTimer(Rules(straggler_grace=0.1), settled_at_s=100.0)
     a.announce_ready(Ready(1, 5, "s", 4, 4))
     assert not waiting.are_late(a.store.view(1), 150.0) and waiting.left_s(150.0) == math.inf
     b.announce_ready(Ready(1, 5, "s", 4, 4))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.rounds.phase import PhaseLength, Travel
+from zeroband.elastic.rounds.phase import PhaseLength, TransferWindow
 
 MANY = 1_000_000
 seconds = st.floats(0.01, 1000.0)
@@ -80,6 +80,6 @@ def test_no_other_number_of_steps_is_nearer_to_the_time_and_samples_suffice(roun
 
 
 def test_travel_has_the_link_as_long_as_others_had_it_before() -> None:
-    travel = Travel(began_at_s=100.0, before_at_s=90.0)
-    assert [travel.has_link(now_s) for now_s in (100.0, 109.9, 110.0, 200.0)] == [True, True, False, False]
-    assert Travel(100.0, -math.inf).has_link(1e9)
+    travel = TransferWindow(began_at_s=100.0, before_at_s=90.0)
+    assert [travel.owns_link(now_s) for now_s in (100.0, 109.9, 110.0, 200.0)] == [True, True, False, False]
+    assert TransferWindow(100.0, -math.inf).owns_link(1e9)

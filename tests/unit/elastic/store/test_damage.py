@@ -18,7 +18,7 @@ from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.redis_run import Keys
 from zeroband.elastic.store.seals import Seals
 
@@ -249,9 +249,9 @@ def test_run_goes_on_after_several_damages_at_once(
 # -- what a stranger may write ----------------------------------------------------------------------------------------
 
 
-def stranger(run: Run) -> Judge:
+def stranger(run: Run) -> RecordVerifier:
     """Somebody who reaches the store and seals with another token."""
-    return Judge(Seals(RunKey.of("another token", RUN_ID), RUN_ID, run.nodes[0].store.keys.prefix))
+    return RecordVerifier(Seals(RunKey.of("another token", RUN_ID), RUN_ID, run.nodes[0].store.keys.prefix))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

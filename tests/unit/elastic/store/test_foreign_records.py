@@ -22,8 +22,8 @@ from zeroband.config import load_config
 from zeroband.config.shared import shared_items
 from zeroband.elastic.membership.records import to_record
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
-from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.patches import patched
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.jsonl import Place
 from zeroband.tools import ctl, join
@@ -96,16 +96,16 @@ RECORDS = STORE | OTHERS
 @given(data=st.data())
 def test_sealed_record_that_says_anything_is_read_or_does_not_count(name: str, data: st.DataObject) -> None:
     record = RECORDS[name]
-    before = SEALS.open(record.write(Judge(SEALS)).encode(), *record.scope)
+    before = SEALS.open(record.write(RecordVerifier(SEALS)).encode(), *record.scope)
     assert before is not None
     raw = SEALS.seal(data.draw(texts(before.text)), *record.scope, label=before.label).encode(errors="surrogatepass")
-    record.read(Judge(SEALS), raw)
+    record.read(RecordVerifier(SEALS), raw)
 
 
 @settings(max_examples=80, derandomize=True, database=None)
 @given(data=st.data())
 def test_patch_that_says_anything_makes_a_record_or_is_refused(data: st.DataObject) -> None:
-    raw = STORE["opening"].write(Judge(SEALS))
+    raw = STORE["opening"].write(RecordVerifier(SEALS))
     patch = data.draw(texts('{"version": 42, "members": ["a#1", "b#2"], "network": {"rtt_ms": 7}}'))
     with contextlib.suppress(ValueError):
         patched(raw.encode(), f"mac 3 42 42-00 s1 {patch}".encode(errors="surrogatepass"))

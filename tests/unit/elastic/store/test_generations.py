@@ -15,9 +15,9 @@ import redis
 from tests.held_stores import HeldStore
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, hold
 
-from zeroband.elastic.membership.records import Generation, Peer, Ready
+from zeroband.elastic.membership.records import Peer, Ready, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account, Whereabouts
+from zeroband.elastic.membership.succession import ForwardPointer, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -55,7 +55,7 @@ def store(stack: ExitStack, servers: tuple[RedisServer, RedisServer]) -> RedisSt
     return store
 
 
-def older(store: RedisStore) -> Generation:
+def older(store: RedisStore) -> StoreTerm:
     assert store.generation is not None
     return replace(store.generation, number=store.generation.number - 1)
 
@@ -124,7 +124,7 @@ def test_node_founds_nothing_while_a_member_has_lost_its_store(
 ) -> None:
     assert store.generation is not None
     now_s = time.monotonic()
-    store.survey(A, Account(store.generation, store.generation, a_verdict(OPENING)))
+    store.survey(A, MemberReport(store.generation, store.generation, a_verdict(OPENING)))
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
     assert not store.may_found()
 
@@ -134,7 +134,7 @@ def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_fo
 ) -> None:
     """Their lists have another order, and each was asked before the other was begun."""
     (_, _), (spare, seen) = store.survey()
-    spare.begin(Generation(1, seen.store), None)
+    spare.begin(StoreTerm(1, seen.store), None)
     assert store.propose_opening(OPENING, current=None, generation=store.generation)
     assert store.propose_verdict(a_verdict(OPENING), generation=store.generation)
     assert open_store(stack, *reversed(servers)).address == store.address
@@ -219,7 +219,7 @@ def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
 ) -> None:
     """It was told so, by members whose store this newcomer does not reach."""
     left = next(candidate for candidate in store.candidates if candidate.address == store.address)
-    left.take_whereabouts(Whereabouts(Generation(2, "far-away"), "unix:///tmp/far/away.sock"))
+    left.take_whereabouts(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
     newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, patience_s=5.0)
     stack.callback(newcomer.close)
     with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):

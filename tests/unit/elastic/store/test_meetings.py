@@ -16,8 +16,8 @@ from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Line, Meeting
 from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.meetings import Meetings
-from zeroband.elastic.store.mover import Mover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
@@ -93,7 +93,7 @@ def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> Non
 def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
     ends = a_line(stack, "a#1", "a", tokens=10)
     goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
-    events, movers = list[str](), list[Mover]()
+    events, movers = list[str](), list[StoreFailover]()
 
     def note(kind: str, **_fields: object) -> None:
         events.append(kind)
@@ -103,7 +103,7 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
         memory = LiveBackup(line.member, SHARED)
         memory.committed(line.verdict)
         line.store.session = line.verdict.session
-        mover = Mover(line.store, line.member, memory, flags, note, tell_s=0.05)
+        mover = StoreFailover(line.store, line.member, memory, flags, note, tell_s=0.05)
         stack.callback(flags.close)
         stack.callback(mover.close)
         movers.append(mover)

@@ -16,9 +16,9 @@ from tests.stores import SHARED, a_verdict, an_opening, open_next
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import ban, unban
-from zeroband.elastic.membership.records import Generation, LinkRates, Opening, Peer, Ready
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Account
+from zeroband.elastic.membership.succession import MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.interface import record_of
@@ -108,7 +108,7 @@ def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_
     stores["x"].tell_links(A, LinkRates({B: 1}))
     stores["x"].tell_holding(A, Holding())
     stores["x"].say_leaving(A)
-    account = Account(Generation(1, "s"), Generation(1, "s"))
+    account = MemberReport(StoreTerm(1, "s"), StoreTerm(1, "s"))
     stores["x"].look_at_candidate(A, account)
     b = stores["b"]
     assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}

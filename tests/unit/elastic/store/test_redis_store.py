@@ -29,7 +29,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.redis_run import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURED_AT_ONCE, MEASURING_MS, RedisStore
 from zeroband.elastic.store.seals import Seals
@@ -291,7 +291,7 @@ def test_record_that_names_another_token_refuses_nobody_once_members_bring_their
     open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
     member, joiner = open_store(token="t"), open_store(token="t")
-    stranger = Judge(Seals(RunKey.of("x", "run"), "run", member.keys.prefix))
+    stranger = RecordVerifier(Seals(RunKey.of("x", "run"), "run", member.keys.prefix))
     shared = member.found_or_match(SHARED)
     hold(member, A)
     redis_client.set(member.keys.run, stranger.seal_run(SHARED))

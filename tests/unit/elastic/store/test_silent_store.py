@@ -11,24 +11,24 @@ from unittest.mock import MagicMock
 import pytest
 from tests.stores import SHARED, a_verdict, an_opening
 
-from zeroband.elastic.membership.records import Generation
-from zeroband.elastic.membership.succession import Account, Candidate, Legacy
-from zeroband.elastic.store import mover as mover_module
+from zeroband.elastic.membership.records import StoreTerm
+from zeroband.elastic.membership.succession import HandoverState, MemberReport, StoreProbe
+from zeroband.elastic.store import failover as mover_module
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 
 A, B = "a#1", "b#1"
-FIRST, SECOND = Generation(1, "first"), Generation(2, "second")
+FIRST, SECOND = StoreTerm(1, "first"), StoreTerm(2, "second")
 
 
 class OtherStore:
     """What the run may go to, and who told it something."""
 
     def __init__(self) -> None:
-        self.seen = Candidate("second", None)
+        self.seen = StoreProbe("second", None)
 
-    def begin(self, generation: Generation, legacy: Legacy) -> bool:
+    def begin(self, generation: StoreTerm, legacy: HandoverState) -> bool:
         self.seen = replace(self.seen, generation=generation, committed_round=legacy.committed.round)
         return True
 
@@ -36,13 +36,13 @@ class OtherStore:
 class SilentStore:
     """The store in use, which must not be called before the member is at the other one."""
 
-    def __init__(self, other: OtherStore, *others: Account) -> None:
+    def __init__(self, other: OtherStore, *others: MemberReport) -> None:
         self.generation, self.address = FIRST, "unix:///first"
         self._other = other
         self._told = dict(zip((B,), others, strict=False))
         self.surveys = 0
 
-    def survey(self, member: str, account: Account) -> list[tuple[OtherStore, Candidate]]:
+    def survey(self, member: str, account: MemberReport) -> list[tuple[OtherStore, StoreProbe]]:
         self.surveys += 1
         self._other.seen = replace(self._other.seen, accounts={**self._told, member: account})
         return [(self._other, self._other.seen)]
@@ -51,7 +51,7 @@ class SilentStore:
 
     def follow(self) -> None: ...
 
-    def enter(self, _store: OtherStore, generation: Generation) -> None:
+    def enter(self, _store: OtherStore, generation: StoreTerm) -> None:
         self.generation, self.address = generation, "unix:///second"
 
     def view(self, _round: int) -> Any:
@@ -81,14 +81,14 @@ def recover(store: SilentStore) -> list[int]:
     def note(_kind: str, *, store: str, generation: int) -> None:
         said.append(generation)
 
-    with closing(Mover(cast(RedisStore, store), A, memory, flags, note, tell_s=1.0)) as mover:
+    with closing(StoreFailover(cast(RedisStore, store), A, memory, flags, note, tell_s=1.0)) as mover:
         mover.recover()
     return said
 
 
 def test_member_promises_begins_and_enters_without_calling_the_silent_store_between() -> None:
     other = OtherStore()
-    bound = Account(SECOND, FIRST, a_verdict(an_opening(A, B)))
+    bound = MemberReport(SECOND, FIRST, a_verdict(an_opening(A, B)))
     store = SilentStore(other, bound)
     assert recover(store) == [1, 2]
     assert (store.generation, store.address) == (SECOND, "unix:///second")

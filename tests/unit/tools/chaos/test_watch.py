@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from zeroband.elastic.membership.records import Generation, Opening, Peer, Verdict, View
+from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
 from zeroband.tools.chaos.checks import Pulse
@@ -30,7 +30,7 @@ class PreparedStore:
     def __init__(self) -> None:
         self.shown = CALM
         self.verdicts: list[Verdict] = []
-        self.generation, self.newest = Generation(1, "first"), Generation(1, "first")
+        self.generation, self.newest = StoreTerm(1, "first"), StoreTerm(1, "first")
 
     def follow(self) -> None:
         self.generation = self.newest
@@ -245,7 +245,7 @@ def test_store_of_several_that_is_lost_is_left_when_a_member_says_that_it_is_at_
     scene.watch.store_is_back(lost)
     assert scene.look() == [], "what came back is empty"
     scene.write("node1", "events", [{"kind": "store_in_use", "at_s": 1007.5, "store": "x", "generation": 2}])
-    scene.store.newest = Generation(2, "second")
+    scene.store.newest = StoreTerm(2, "second")
     scene.watch.read(8.0)
     assert lost.detected_s == 7.5 and len(scene.look()) == 1
     assert scene.watch.stays_without_store(19.0, 13.0) is None
@@ -298,7 +298,7 @@ def test_silent_store_is_a_violation_unless_a_node_holds_it(
     store = cast(RedisStore, scene.store)
     watch = Watch(store, scene.files, scene.run_dir, Violations(scene.said.append), is_held_by_nodes=is_held)
     monkeypatch.setattr(scene.store, "view", Mock(side_effect=StoreLost("silent")))
-    scene.store.newest = Generation(2, "second")
+    scene.store.newest = StoreTerm(2, "second")
     assert watch.look(lambda: 1.0) == []
     assert [line.startswith("VIOLATION: the store is up") for line in scene.said] == ([] if is_held else [True])
     assert (scene.store.generation == scene.store.newest) == is_held

@@ -208,7 +208,7 @@ def test_document_has_the_table_first_and_everything_that_was_compared() -> None
     told = document(report(), ["loss-tokens.png", "loss-time.png"])
     assert told.startswith(table(report())) and "cannot tell: ppl_ratio" in told
     assert re.findall(r"^## (.*)", told, re.MULTILINE) == [
-        *("Held-out loss", "What the columns mean", "A & B", "Known of these settings", "All runs"),
+        *("Held-out loss", "What the columns mean", "A & B", "StoreCache of these settings", "All runs"),
     ]
     assert re.findall(r"!\[(.*?)\]\((.*?)\)", told) == [
         ("held-out loss, nats per token against tokens of all nodes", "loss-tokens.png"),

@@ -224,7 +224,7 @@ def test_scene_counts_no_node_of_another_run(run: RunView, make_scene: Callable[
         ({"state": "recovering", "join_state": "a new one"}, "a new one"),
         ({"state": "training", "step": 0}, "first inner step"),
         ({"state": "training", "step": 1}, None),
-        ({"state": "left", "join_state": "looking"}, None),
+        ({"state": "left", "join_state": "discover"}, None),
     ],
 )
 def test_on_its_way_is_what_a_node_does_that_does_not_train(fields: dict[str, object], words: str | None) -> None:

@@ -12,13 +12,13 @@ from zeroband.elastic.membership.records import Ready
 from zeroband.tools.cluster.simulate import main
 from zeroband.tools.virtual import run as run_module
 from zeroband.tools.virtual.models import Chaos, NodeModel, RunModel, transfer_s
-from zeroband.tools.virtual.run import Found, VirtualRun
+from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 STEP_S, INNER_STEPS, PHASE_S, AGREEMENT_S = 2.0, 10, 20.0, 0.4
 CALM = RunModel((NodeModel(STEP_S, 100),) * 10, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.1)
 ROUND_S = PHASE_S + transfer_s(CALM, (100,) * 10) + AGREEMENT_S
 
-KINDS: dict[str, tuple[Chaos, Callable[[Found], int]]] = {
+KINDS: dict[str, tuple[Chaos, Callable[[SimulationResult], int]]] = {
     "store": (Chaos(store_every_s=150, store_away_s=40), lambda found: found.store_losses),
     "slow link": (Chaos(slow_link_every_s=500, slow_link_s=100, slow_link_part=0.1), lambda found: found.slow_links),
     "cut": (Chaos(cut_every_s=200, cut_s=60), lambda found: found.cuts),
@@ -37,7 +37,7 @@ ALL = replace(
 )
 
 
-def play(rounds: int, *, seed: int = 0, **more: Any) -> Found:
+def play(rounds: int, *, seed: int = 0, **more: Any) -> SimulationResult:
     return VirtualRun(replace(CALM, **more), seed=seed).play(rounds)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from zeroband.tools.cluster.simulate import main
 from zeroband.tools.virtual.models import NodeModel, RunModel, fetch_s, transfer_s
-from zeroband.tools.virtual.run import Found, VirtualRun
+from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 STEP_S, INNER_STEPS, AGREEMENT_S = 2.0, 10, 0.4
 FOUR = RunModel((NodeModel(STEP_S, 100),) * 4, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.0)
@@ -17,7 +17,7 @@ RATES = (100,) * 4
 LOSING = replace(FOUR, nodes=FOUR.nodes * 4, mtbf_s=600.0, away_s=60.0, jitter=0.1)
 
 
-def play(model: RunModel, rounds: int, **more: Any) -> Found:
+def play(model: RunModel, rounds: int, **more: Any) -> SimulationResult:
     return VirtualRun(replace(model, **more)).play(rounds)
 
 

@@ -18,18 +18,18 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
     Evidence,
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     from_json,
     problem_of,
     to_json,
 )
-from zeroband.elastic.membership.succession import Account, Meeting, Whereabouts
+from zeroband.elastic.membership.succession import ForwardPointer, Meeting, MemberReport
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of
 from zeroband.errors import ConfigError
@@ -55,7 +55,7 @@ def _speaking_as(members: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{member}: " for member in members)
 
 
-class Judge:
+class RecordVerifier:
     """Seals what this node writes, and reads what it finds. `name` is where a record stands, for the log."""
 
     def __init__(self, seals: Seals) -> None:
@@ -343,21 +343,21 @@ class Judge:
 
     # -- what a run of several stores needs ---------------------------------------------------------------------
 
-    def seal_generation(self, generation: Generation) -> str:
+    def seal_generation(self, generation: StoreTerm) -> str:
         return self._seals.seal("generation", "generation", label=Label(0, generation.number, generation.store))
 
-    def generation(self, name: str, raw: bytes | None) -> Generation | None:
+    def generation(self, name: str, raw: bytes | None) -> StoreTerm | None:
         """The generation that began in a store last; of the run, whatever session it is in."""
         record = self._open(name, raw, "generation")
-        return None if record is None else Generation(record.label.version, record.label.id)
+        return None if record is None else StoreTerm(record.label.version, record.label.id)
 
-    def seal_whereabouts(self, whereabouts: Whereabouts) -> str:
+    def seal_whereabouts(self, whereabouts: ForwardPointer) -> str:
         label = Label(0, whereabouts.generation.number, whereabouts.generation.store)
         return self._seals.seal(to_json(whereabouts), "whereabouts", label=label)
 
-    def whereabouts(self, name: str, raw: bytes | None) -> Whereabouts | None:
+    def whereabouts(self, name: str, raw: bytes | None) -> ForwardPointer | None:
         """Where the run goes on, as a store was told that it does not use."""
-        return self._read(Whereabouts, name, raw, self._open(name, raw, "whereabouts"))
+        return self._read(ForwardPointer, name, raw, self._open(name, raw, "whereabouts"))
 
     def seal_meeting(self, meeting: Meeting) -> str:
         return self._seals.seal(to_json(meeting), "meeting")
@@ -366,12 +366,12 @@ class Judge:
         """What was written down of two lines of history that met; of the run, whatever session it is in."""
         return self._read(Meeting, name, raw, self._open(name, raw, "meeting"))
 
-    def seal_account(self, member: str, account: Account) -> str:
+    def seal_account(self, member: str, account: MemberReport) -> str:
         return self._seals.seal(to_json(account), "account", member, by=member)
 
-    def accounts(self, name: str, said: Mapping[str, bytes]) -> dict[str, Account]:
+    def accounts(self, name: str, said: Mapping[str, bytes]) -> dict[str, MemberReport]:
         """What members told a store that the run may go to."""
-        return self._all(Account, name, said, "account")
+        return self._all(MemberReport, name, said, "account")
 
     # -- what all share -----------------------------------------------------------------------------------------
 

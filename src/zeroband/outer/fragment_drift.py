@@ -1,4 +1,4 @@
-"""Turns: how much training lies behind what a node contributes of a fragment, as a part of what usually does. Pure.
+"""How much training a contribution of a fragment holds, as a fraction of the usual amount. Pure.
 
 A fragment's turn comes once in as many phases as there are fragments. A node that joins begins with the outer
 parameters of all fragments at once, so it comes to the first turns with fewer phases behind it, and what it contributes
@@ -13,7 +13,7 @@ _DIGITS = 9
 """To which a part is rounded, so that the same phases added up in another order are the same part."""
 
 
-class Turns:
+class FragmentDrift:
     """Phases by which each fragment of a node is ahead of the outer parameters.
 
     `fragments`: how many there are. `travels`: part of a phase that a round travels while training goes on. `merge`,

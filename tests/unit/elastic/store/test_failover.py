@@ -15,7 +15,7 @@ from tests.stores import RUN_ID, SHARED, a_verdict, an_opening
 from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.shared_flags import SharedFlags
 
@@ -33,7 +33,7 @@ class Node:
     store: RedisStore
     memory: LiveBackup
     events: list[dict[str, object]]
-    mover: Mover
+    mover: StoreFailover
 
     def go_on(self) -> None:
         """Take steps until it is at a store in a later generation."""
@@ -57,7 +57,7 @@ def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack
     flags = SharedFlags(folder / member, create=True)
     stack.callback(flags.close)
     memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
-    mover = Mover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
+    mover = StoreFailover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
     stack.callback(mover.close)
     store.renew_lease(member, Peer(member, "127.0.0.1", 4000, True, store_port=servers[member].port), first=True)
     return Node(member, servers[member], store, memory, events, mover)

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.membership.succession import (
     Begin,
-    ComeBack,
     Enter,
+    KeepWaiting,
     Line,
     Meeting,
-    Promise,
-    StayPut,
+    Pledge,
+    Rejoin,
     next_step,
 )
 from zeroband.elastic.store.backup import LiveBackup
@@ -38,7 +38,7 @@ _CLOSE_S = 5.0
 _log = get_logger(__name__)
 
 
-class Mover:
+class StoreFailover:
     """Keeps a member at the store that its run uses, and tells the others which one that is. One for each membership.
 
     Owns the thread that tells them, once every `tell_s`.
@@ -135,17 +135,17 @@ class Mover:
                     self._flags.set_generation(generation.number)
                     if generation != before:
                         self._say_in_use(generation.number)
-                case Promise(generation):
+                case Pledge(generation):
                     self._memory.promise(generation)
                     self._flags.set_generation(generation.number)
                 case Begin(candidate, generation, legacy):
                     stores[candidate.store].begin(generation, legacy)
-                case ComeBack(candidate, generation):
+                case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
                     self._flags.set_fenced(True)
-                case StayPut(reason):
+                case KeepWaiting(reason):
                     self._say_waiting(reason)
-            return isinstance(step, Enter | ComeBack)
+            return isinstance(step, Enter | Rejoin)
 
     def _say_in_use(self, number: int) -> None:
         self._on_event("store_in_use", store=parse_store_url(self._store.address).shown, generation=number)

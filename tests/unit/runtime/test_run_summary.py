@@ -13,8 +13,8 @@ import pytest
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver, StoreLost
-from zeroband.runtime import afterword
-from zeroband.runtime.afterword import Afterword, closing_words, end_of_run, is_last_here, start_report
+from zeroband.runtime import run_summary
+from zeroband.runtime.run_summary import RunSummary, closing_words, end_of_run, is_last_here, start_report
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         waits_s.append(wait_s)
         return True
 
-    monkeypatch.setattr(afterword, "start_report", start)
+    monkeypatch.setattr(run_summary, "start_report", start)
     return waits_s
 
 
@@ -96,7 +96,7 @@ def end_by(error: BaseException | None, config: RunConfig, departure: Departure)
     """What the user is told where the training ends so."""
     said: list[str] = []
     departure.holds_work = True
-    with nullcontext() if error is None else pytest.raises(type(error)), Afterword(config, departure, said.append):
+    with nullcontext() if error is None else pytest.raises(type(error)), RunSummary(config, departure, said.append):
         if error is not None:
             raise error
     return said
@@ -145,7 +145,7 @@ def test_failure_that_the_launcher_answers_with_another_start_is_no_end(
 def test_other_ranks_and_nodes_that_never_came_in_are_silent(
     config: RunConfig, waits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StoreLost), Afterword(config, Departure(25.0), pytest.fail):
+    with pytest.raises(StoreLost), RunSummary(config, Departure(25.0), pytest.fail):
         raise StoreLost("no answer")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert end_by(None, config, Departure(25.0)) == [] == waits_s
@@ -157,6 +157,6 @@ def test_signal_ends_the_wait_for_the_report_and_changes_no_exit_code(
     def interrupt(run_dir: Path, *, wait_s: float) -> bool:
         raise SystemExit(143)
 
-    monkeypatch.setattr(afterword, "start_report", interrupt)
+    monkeypatch.setattr(run_summary, "start_report", interrupt)
     assert end_by(None, config, Departure(25.0)) == []
     assert end_by(StoreLost("no answer"), config, Departure(25.0)) == []

@@ -31,7 +31,7 @@ _PROBES_AT_ONCE = 16
 _log = get_logger(__name__)
 
 
-class Vacancy:
+class AbandonedRunWait:
     """The wait for members of a run that hold no lease.
 
     `is_restart`: this trainer was started in the place of one that crashed, so the others' may be, too, and they may

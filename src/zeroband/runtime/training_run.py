@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from zeroband.checkpoint.writer_process import Fellows
+from zeroband.checkpoint.writer_process import PeerWriters
 from zeroband.elastic.rounds.interfaces import SyncHooks
 
 Staying = Literal["others", "nobody", "none of us"]
@@ -33,7 +33,7 @@ class StateParts:
     """The sections hold the moments of the inner optimizer, too."""
 
 
-class World(Protocol):
+class TrainingRun(Protocol):
     """A node's place in its run. All local ranks call the methods together."""
 
     @property
@@ -64,7 +64,7 @@ class World(Protocol):
         ...
 
     @property
-    def fellows(self) -> Fellows:
+    def fellows(self) -> PeerWriters:
         """The writers of the other nodes' checkpoints."""
         ...
 

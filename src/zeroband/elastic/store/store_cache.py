@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
-    Generation,
     LinkRates,
     Opening,
     Peer,
     Ready,
     RestartPoint,
+    StoreTerm,
     Verdict,
     View,
 )
@@ -31,7 +31,7 @@ RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "
 _T = TypeVar("_T")
 
 
-class Words(Generic[_T]):
+class MemberValues(Generic[_T]):
     """What the members wrote into one hash of the store: each of them one record."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Words(Generic[_T]):
         """Members whose word was told and does not count."""
         return frozenset(self._raw.keys() - self.read.keys())
 
-    def fork(self) -> Words[_T]:
+    def fork(self) -> MemberValues[_T]:
         """Give another one of the same content, to learn by itself."""
         return copy.copy(self)  # what it refers to is replaced, never changed
 
@@ -95,7 +95,7 @@ class Words(Generic[_T]):
 
 
 @dataclass
-class Known:
+class StoreCache:
     """The store as it was at one instant. A new one knows nothing, and so is told everything.
 
     A look learns in a fork of the newest one, since others may look meanwhile.
@@ -118,12 +118,12 @@ class Known:
     alive_tag: str = ""
     round: int | None = None
     """The round that `ready` is of."""
-    ready: Words[Ready] = field(default_factory=Words[Ready])
+    ready: MemberValues[Ready] = field(default_factory=MemberValues[Ready])
     opening_id: str = ""
     """Names the opening that `votes` are after."""
-    votes: Words[str] = field(default_factory=Words[str])
-    peers: Words[Peer] = field(default_factory=Words[Peer])
-    links: Words[LinkRates] = field(default_factory=Words[LinkRates])
+    votes: MemberValues[str] = field(default_factory=MemberValues[str])
+    peers: MemberValues[Peer] = field(default_factory=MemberValues[Peer])
+    links: MemberValues[LinkRates] = field(default_factory=MemberValues[LinkRates])
 
     opening: Opening | None = None
     committed: Verdict | None = None
@@ -131,25 +131,25 @@ class Known:
     is_known: bool = False
     orders: Orders = field(default_factory=Orders)
     restart_point: RestartPoint | None = None
-    generation: Generation | None = None
+    generation: StoreTerm | None = None
     """What was read of the records that count."""
     view: View | None = None
     """What the last look gave; None where something is another by now."""
 
-    def fork(self) -> Known:
+    def fork(self) -> StoreCache:
         """Give another one of the same content, to learn by itself."""
         words = {name: getattr(self, name).fork() for name in ("ready", "votes", "peers", "links")}
         return replace(self, **words)
 
-    def in_another_session(self, era: int) -> Known:
+    def in_another_session(self, era: int) -> StoreCache:
         """Give what is known, for another session: raw records are kept and verified anew, the rest is fetched."""
-        words = {"ready": Words[Ready](), "votes": Words[str](), "links": Words[LinkRates]()}
+        words = {"ready": MemberValues[Ready](), "votes": MemberValues[str](), "links": MemberValues[LinkRates]()}
         return replace(self.fork(), era=era, view=None, links_change=0, **words)
 
     def ask_for_round(self, round: int) -> None:
         """Have `ready` be of this round."""
         if self.round != round:
-            self.round, self.ready, self.view = round, Words[Ready](), None
+            self.round, self.ready, self.view = round, MemberValues[Ready](), None
 
     def learn_times(self, born: bytes | None, change: bytes | None, links_change: bytes | None = None) -> None:
         """Take over which changes the store counts, and the newest one. May start anew."""
@@ -181,7 +181,7 @@ class Known:
         return is_new
 
     def forget_votes(self) -> None:
-        self.votes = Words[str]()
+        self.votes = MemberValues[str]()
 
     @property
     def changes(self) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.dropin.company import first_gradients
+from zeroband.dropin.peer_checks import first_gradients
 
 
 def parameters(*gradients: Tensor | None) -> list[nn.Parameter]:

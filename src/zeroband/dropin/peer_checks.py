@@ -43,7 +43,7 @@ def _sample(gradient: Tensor) -> Tensor:
     return local_part(gradient.detach()).reshape(-1)[:_SHARE].float()
 
 
-class Company:
+class PeerChecks:
     """The peers of one node. `say`: told of a peer with the same batches, by event and fields.
 
     `address`: of the store, without its password; None: nobody was given one, so nobody is missed.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.checks.plain_paths import plain_paths
+from zeroband.checks.slow_fallbacks import slow_fallbacks
 from zeroband.config import load_config
 from zeroband.config.training import TrainConfig
 from zeroband.kernels.dct_kernels import dct_kernels_on
@@ -41,7 +41,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 
 def said(*arguments: str, device: torch.device = CUDA) -> dict[str, str]:
-    findings = list(plain_paths(load_config(arguments, environ={}), device))
+    findings = list(slow_fallbacks(load_config(arguments, environ={}), device))
     assert not any(finding.is_fatal for finding in findings) and all(finding.advice for finding in findings)
     return {finding.what: finding.seen for finding in findings}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def plain_paths(config: RunConfig, device: torch.device) -> Iterator[Finding]:
+def slow_fallbacks(config: RunConfig, device: torch.device) -> Iterator[Finding]:
     """A finding for each of them, with why and what it costs. On a CPU only for what was asked for. Loads torch."""
     from zeroband.node.float8 import float8_problem
 

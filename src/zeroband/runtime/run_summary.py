@@ -35,7 +35,7 @@ _WAIT_S = 5.0
 _log = get_logger(__name__)
 
 
-class Afterword:
+class RunSummary:
     """Around the training of a rank: does the above however it ends, unless the node never came into a run.
 
     It stays within what is left of `fault.grace_s` where a signal asked the node to leave, and no moment after Ctrl-C

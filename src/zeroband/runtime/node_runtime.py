@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
-from zeroband.checkpoint.writer_process import Fellows, StoreFellows
+from zeroband.checkpoint.writer_process import PeerWriters, StoreFellows
 from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import (
     CustomConfig,
@@ -44,7 +44,7 @@ from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.mover import Mover
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
@@ -57,13 +57,13 @@ from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_algorithm
+from zeroband.runtime.abandoned_run import AbandonedRunWait
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_key import run_keys
+from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
-from zeroband.runtime.vacancy import Vacancy
-from zeroband.runtime.world import StateParts, Staying
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
@@ -132,7 +132,7 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0)
     )
 
 
-class Replica:
+class NodeRuntime:
     """A node's place in a run of several: owns the membership, the shared memory and the state server.
 
     Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
@@ -150,7 +150,7 @@ class Replica:
         self._server: StateServer | None = None
         self._is_left = False
         self._is_restart = is_restart(os.environ)
-        self._vacancy = Vacancy(config, node.node_id, is_restart=self._is_restart, on_event=on_event)
+        self._vacancy = AbandonedRunWait(config, node.node_id, is_restart=self._is_restart, on_event=on_event)
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.parameters)
@@ -280,11 +280,11 @@ class Replica:
         )
         return Member(run, identity, self._flags, config.fault.time_outs, self._node.departure)
 
-    def _start_mover(self, member_id: str, memory: LiveBackup) -> Mover | None:
+    def _start_mover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
         if not self.store.has_several:
             return None
         tell_s = self._node.config.fault.time_outs.lease_s
-        return Mover(self.store, member_id, memory, self._flags, self._on_event, tell_s=tell_s)
+        return StoreFailover(self.store, member_id, memory, self._flags, self._on_event, tell_s=tell_s)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
@@ -543,7 +543,7 @@ class Replica:
         return self.holdings.sharing(self.mesh.member_id, members)
 
     @property
-    def fellows(self) -> Fellows:
+    def fellows(self) -> PeerWriters:
         return StoreFellows(self.store, self._own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
