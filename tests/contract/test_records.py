@@ -133,9 +133,8 @@ LINKS = LinkRates({B: 30}, 80)
 ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1, ("c#3",))
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
 GENERATION = StoreTerm(3, "store3")
-ACCOUNT = MemberReport(
-    GENERATION, StoreTerm(2, "store2"), VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"}
-)
+_PROMISES = (StoreTerm(2, "store2"), GENERATION)
+ACCOUNT = MemberReport(_PROMISES, _PROMISES[0], VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"})
 LINE = Line("first", 7, 4096, ("a#1", "b#1"))
 MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
 WHEREABOUTS = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)

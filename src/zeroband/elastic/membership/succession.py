@@ -6,10 +6,12 @@ one line of history, whoever is cut off from whom:
 1. A round is committed only by at least half of the electors: the members of the last committed round that stay.
 2. A generation begins only when more than half of the electors have promised it: who has promised a generation votes
    in no older one.
-3. It begins with what those who promised it know: the newest verdict, and also the round that all of them have voted
-   for, since that may have been committed where they cannot look any more.
+3. It begins with what those who promised it know: the newest verdict, and also a round that may have been committed
+   where they cannot look any more: all of them have voted for it, or all of those among them who promised an earlier
+   generation, which may have begun with it.
 
-More than half of the electors have one in common with any half of them, and that one tells what was committed.
+More than half of the electors have one in common with any half of them, and that one tells what was committed. Whoever
+enters a generation learns at once what it began with.
 
 A founding has no electors. Where a machine that was cut off founds the run again, there are two lines of history; when
 one sees the other, `Meeting` says which of them goes on.
@@ -33,8 +35,8 @@ each of them what it knows."""
 class MemberReport:
     """What a member tells a store that the run may go to."""
 
-    promised: StoreTerm
-    """The newest generation that it has promised; it votes in no older one."""
+    promises: tuple[StoreTerm, ...]
+    """The generation that it is in, then those that it has promised since, oldest first; it votes only in the last."""
     generation: StoreTerm
     """The one that what it tells is from."""
     committed: Verdict | None = None
@@ -48,6 +50,11 @@ class MemberReport:
     orders: Orders = field(default_factory=Orders)
     run: Mapping[Text, Text] = field(default_factory=dict[str, str])
     """What all nodes must share."""
+
+    @property
+    def promised(self) -> StoreTerm:
+        """The newest generation that it has promised; it votes in no older one."""
+        return self.promises[-1] if self.promises else self.generation
 
 
 @dataclass(frozen=True)
@@ -207,15 +214,14 @@ def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
     newest = max(accounts.values(), key=_age)
     opening = newest.opening
     if opening is not None and opening.round == committed.round + 1:
-        voted = [account for member, account in accounts.items() if member in opening.members]
-        if all(account.vote is not None and account.opening == opening for account in voted) and voted:
-            record = next((account.record for account in voted if account.record is not None), None)
-            if len({account.vote for account in voted}) == 1:
-                if record is None:
-                    return None
-                committed = Verdict(opening, str(voted[0].vote), dict(record))
-                if not may_move(accounts, committed):
-                    return None
+        here = [account for member, account in accounts.items() if member in opening.members]
+        if digest := _may_be_committed(opening, newest.generation, here):
+            record = next((account.record for account in here if account.vote and account.record is not None), None)
+            if record is None:
+                return None
+            committed = Verdict(opening, digest, dict(record))
+            if not may_move(accounts, committed):
+                return None
     staying = (*committed.members, *committed.opening.late, *(() if opening is None else opening.members))
     return HandoverState(
         committed,
@@ -224,6 +230,19 @@ def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
         newest.run,
         tuple(dict.fromkeys([*accounts, *staying])),
     )
+
+
+def _may_be_committed(opening: Opening, generation: StoreTerm, members: Sequence[MemberReport]) -> str:
+    """Digest of the round of an opening of this generation, if it may be committed out of sight; else "".
+
+    A later generation may have begun with it if all who promised that one, of these members, have voted for it.
+    """
+    for later in {promise for member in members for promise in member.promises if promise > generation}:
+        bound = [member for member in members if later in member.promises]
+        votes = {member.vote if member.opening == opening else None for member in bound}
+        if len(votes) == 1 and (digest := votes.pop()) is not None:
+            return digest
+    return ""
 
 
 def _age(account: MemberReport) -> tuple[StoreTerm, int]:

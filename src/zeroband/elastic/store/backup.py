@@ -47,7 +47,8 @@ class LiveBackup:
         """What the verdict on the newest vote would say."""
         self.generation: StoreTerm | None = None
         """The generation of the store in use, in a run of several."""
-        self._promised: StoreTerm | None = None
+        self._promises: tuple[StoreTerm, ...] = ()
+        """The generation in use, then those that were promised since."""
         self._is_saying = False
 
     @contextmanager
@@ -73,7 +74,7 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
             self._record = record
-            return self._promised
+            return self._promises[-1] if self._promises else None
 
     def would_record(self, opening: Opening, record: Mapping[str, Any]) -> str | None:
         """What this member would write into the verdict after its vote, whose digest is returned; None: it has none."""
@@ -93,18 +94,19 @@ class LiveBackup:
     def account(self) -> MemberReport:
         """What this member knows."""
         with self._lock:
-            known, generation, promised = self._known, self.generation, self._promised
-            assert generation is not None and promised is not None
+            known, generation, promises = self._known, self.generation, self._promises
+            assert generation is not None
             vote = known.vote[1] if known.vote is not None and known.vote[0] == known.opening else None
             record = self._record if vote is not None else None
             return MemberReport(
-                promised, generation, known.committed, known.opening, vote, record, known.orders, dict(known.run)
+                promises, generation, known.committed, known.opening, vote, record, known.orders, dict(known.run)
             )
 
     def promise(self, generation: StoreTerm) -> None:
         """Vote in no older generation from now on."""
         with self._lock:
-            self._promised = generation
+            if generation not in self._promises:
+                self._promises = (*self._promises, generation)
 
     def enter(self, generation: StoreTerm, opening: Opening | None) -> None:
         """Be in a generation, in which this is the opening: what an older one showed beside it counts no more."""
@@ -113,7 +115,7 @@ class LiveBackup:
                 vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == opening else None
                 self._known = replace(self._known, opening=opening, vote=vote)
                 self._failed = None
-            self.generation = self._promised = generation
+            self.generation, self._promises = generation, (generation,)
 
     def committed(self, verdict: Verdict) -> None:
         """This member wrote the verdict."""

@@ -131,7 +131,9 @@ class StoreFailover:
                 case Enter(candidate, generation):
                     self._since_s = None
                     self._store.enter(stores[candidate.store], generation)
-                    self._memory.enter(generation, self._store.view(0).opening)
+                    view = self._store.view(0)
+                    self._memory.enter(generation, view.opening)
+                    self._memory.learn(view)  # before it tells anybody that it is in this generation
                     self._flags.set_generation(generation.number)
                     if generation != before:
                         self._say_in_use(generation.number)

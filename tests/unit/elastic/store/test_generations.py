@@ -124,7 +124,7 @@ def test_node_founds_nothing_while_a_member_has_lost_its_store(
 ) -> None:
     assert store.generation is not None
     now_s = time.monotonic()
-    store.survey(A, MemberReport(store.generation, store.generation, a_verdict(OPENING)))
+    store.survey(A, MemberReport((store.generation,), store.generation, a_verdict(OPENING)))
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
     assert not store.may_found()
 

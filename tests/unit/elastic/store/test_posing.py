@@ -108,7 +108,7 @@ def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_
     stores["x"].tell_links(A, LinkRates({B: 1}))
     stores["x"].tell_holding(A, Holding())
     stores["x"].say_leaving(A)
-    account = MemberReport(StoreTerm(1, "s"), StoreTerm(1, "s"))
+    account = MemberReport((StoreTerm(1, "s"),), StoreTerm(1, "s"))
     stores["x"].look_at_candidate(A, account)
     b = stores["b"]
     assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}

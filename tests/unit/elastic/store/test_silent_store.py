@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from tests.stores import SHARED, a_verdict, an_opening
 
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import StoreTerm
 from zeroband.elastic.membership.succession import HandoverState, MemberReport, StoreProbe
 from zeroband.elastic.store import failover as mover_module
@@ -56,7 +57,7 @@ class SilentStore:
 
     def view(self, _round: int) -> Any:
         assert self.generation != FIRST, "it is silent"
-        return SimpleNamespace(opening=None)
+        return SimpleNamespace(opening=None, committed=None, orders=Orders())
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def recover(store: SilentStore) -> list[int]:
 
 def test_member_promises_begins_and_enters_without_calling_the_silent_store_between() -> None:
     other = OtherStore()
-    bound = MemberReport(SECOND, FIRST, a_verdict(an_opening(A, B)))
+    bound = MemberReport((FIRST, SECOND), FIRST, a_verdict(an_opening(A, B)))
     store = SilentStore(other, bound)
     assert recover(store) == [1, 2]
     assert (store.generation, store.address) == (SECOND, "unix:///second")
