@@ -92,7 +92,7 @@ def test_who_lies_to_all_is_named_by_all_and_put_out(tmp_path: Path, how: str, t
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "way",
-    [(), ("--outer.robust.type", "centered_clip"), ("--outer.overlap", "full")],
+    [(), ("--outer.robust.type", "centered_clip", "--comm.sites", "off"), ("--outer.overlap", "full")],
     ids=["mean", "robust", "overlap"],
 )
 def test_owner_that_adds_one_percent_for_all_alike_is_found_by_the_audit(tmp_path: Path, way: tuple[str, ...]) -> None:

@@ -92,4 +92,4 @@ def test_reductions_of_more_members_are_clean(build: Build, sanitizer: str) -> N
 
 @pytest.mark.soak
 def test_frames_of_a_stranger_do_no_harm_for_minutes(build: Build) -> None:
-    succeeds(build("fuzz_frames", "address,undefined"), "5000000")
+    succeeds(build("fuzz_frames", "address,undefined"), "5000000", limit_s=1200)
