@@ -24,7 +24,7 @@ from zeroband.elastic.transport.handshake import Introduction, Purpose
 from zeroband.errors import HandshakeFailed
 from zeroband.observe.view import node_id_of_member, short_key
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(600)]
 
 RecordRun = Callable[..., Any]
 TOKEN = "sesame"

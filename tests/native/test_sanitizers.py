@@ -65,6 +65,7 @@ def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sani
     succeeds(build(program, sanitizer))
 
 
+@pytest.mark.soak
 def test_codecs_write_where_they_should(build: Build) -> None:
     succeeds(build("codec_test", "address,undefined"))
 
