@@ -26,7 +26,7 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
-# Twice as many workers as CI has cores, since many tests wait for processes; the longest files first.
+# Two workers for each of the two cores of CI: many tests wait for processes. The longest files first.
 parallel=(--numprocesses=4 --dist=loadfile --no-loadscope-reorder)
 if [[ $env != .venv ]]; then
     step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit

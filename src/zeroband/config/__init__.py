@@ -1,7 +1,7 @@
 """The run's configuration: its schema, and how files, environment and flags become one frozen value. Loads no torch.
 
-The two names below load the schema when they are first used. A guardian and a launcher import small parts of this
-package, and would spend half of their start on building it.
+The two names below load the schema on first use. A guardian imports only small parts of this package, and building the
+schema would be half of its start.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,8 +10,8 @@ one line of history, whoever is cut off from whom:
    where they cannot look any more: all of them have voted for it, or all of those among them who promised an earlier
    generation, which may have begun with it.
 
-More than half of the electors have one in common with any half of them, and that one tells what was committed. Whoever
-enters a generation learns at once what it began with.
+More than half of the electors have one in common with any half of them, and that one tells what was committed. A
+member that enters a generation reads its first verdict before it reports that it is in it.
 
 A founding has no electors. Where a machine that was cut off founds the run again, there are two lines of history; when
 one sees the other, `Meeting` says which of them goes on.

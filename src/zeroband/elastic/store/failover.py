@@ -133,7 +133,7 @@ class StoreFailover:
                     self._store.enter(stores[candidate.store], generation)
                     view = self._store.view(0)
                     self._memory.enter(generation, view.opening)
-                    self._memory.learn(view)  # before it tells anybody that it is in this generation
+                    self._memory.learn(view)  # before it reports that it is in this generation
                     self._flags.set_generation(generation.number)
                     if generation != before:
                         self._say_in_use(generation.number)
