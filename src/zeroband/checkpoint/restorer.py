@@ -26,6 +26,7 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import FlatLayout
+from zeroband.state.round_state import RoundState
 
 _log = get_logger(__name__)
 
@@ -43,15 +44,12 @@ class Source:
     trust: Trust = ANYBODY
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """A checkpoint whose outer state was read and verified."""
+@dataclass(frozen=True, kw_only=True)
+class SavedState(RoundState):
+    """The outer state of a checkpoint, read and verified."""
 
     step: int
-    round: int
-    record: Mapping[str, Any]
-    state_digest: str
-    rejected: tuple[str, ...]
+    rejected: tuple[str, ...] = ()
     """Why newer ones were not taken."""
 
 
@@ -313,4 +311,4 @@ def _saved(restored: Restored) -> SavedState:
     checkpoint: Checkpoint = restored.checkpoint
     stamp = checkpoint.manifest.stamp
     rejected = tuple(one.reason for one in restored.rejected)
-    return SavedState(stamp.inner_step, stamp.round, stamp.record, stamp.state_digest, rejected)
+    return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)

@@ -30,7 +30,7 @@ from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import NodeRuntimeSteps
 
 PATIENCE_S = 300.0
-WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
+WHOLE = FetchedState(7, {}, "digest", received_bytes={}, dropped={}, took_s=0.0)
 OPENING = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
 
 Act = Callable[["Attempts"], int | None]
@@ -193,7 +193,7 @@ def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(l
         return f"digest of {round}"
 
     outer = SimpleNamespace(round=-1, sections=("params",), state_digest="", adopt=adopt, catch_up=catch_up)
-    saved = SavedState(40, 4, {}, "another" if fault == "its digest" else "digest of 4", ())
+    saved = SavedState(4, {}, "another" if fault == "its digest" else "digest of 4", step=40)
     fetched = SimpleNamespace(round=7, record={}, state_digest="digest of 7", later=(), took_s=1.0)
     recovery = SimpleNamespace(begin=lambda *what, **how: None, fetch_state=lambda: fetched, verified_bytes=0)
     run: Any = SimpleNamespace(
@@ -324,7 +324,7 @@ class Place:
     def _read(self, step: int) -> SavedState:
         if step in self.damaged:
             raise RecoveryFailed("its hash is another one")
-        return SavedState(step, 3, {}, "digest", ())
+        return SavedState(3, {}, "digest", step=step)
 
     def _fetch(self, sections: object, agreed: RestartPoint) -> FetchedState:
         if self.served is None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import SharedBuffers
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 _SAY_S = 1.0
 _UPDATE = "update"
@@ -55,14 +55,10 @@ class FetchLimits:
 _LIMITS = FetchLimits()
 
 
-@dataclass(frozen=True)
-class FetchedState:
-    """What a fetch brought, besides the sections."""
+@dataclass(frozen=True, kw_only=True)
+class FetchedState(RoundState):
+    """What a fetch brought into the sections. Its digest is what the donors claim; the caller compares its own."""
 
-    round: int
-    record: Mapping[str, Any]
-    state_digest: str
-    """The digest that the donors claim; the caller computes its own and compares."""
     received_bytes: Mapping[str, int]
     """Verified bytes by member, also of calls that failed before. More in sum than the state only where two donors
     sent a late chunk."""
@@ -72,17 +68,6 @@ class FetchedState:
     """In all calls that this state needed."""
     later: Sequence[tuple[int, int, int]] = ()
     """Values [start, stop) of all sections that are of a later round than `round`, and that round; ascending."""
-
-
-@dataclass(frozen=True)
-class FetchedEntry:
-    """One round of the journal."""
-
-    round: int
-    update: Tensor
-    """(nbytes,) uint8, as the donors packed it."""
-    record: Mapping[str, Any]
-    state_digest: str
 
 
 def _ignore(chunk_bytes: int, total_bytes: int) -> None:
@@ -299,7 +284,7 @@ def fetch_entry(
     *,
     on_chunk: Callable[[int, int], None] = _ignore,
     limits: FetchLimits = _LIMITS,
-) -> FetchedEntry:
+) -> RoundUpdate:
     """Fetch what a committed round did, as most of its donors claim.
 
     `room`: gives (nbytes,) uint8 on CPU for an update of so many bytes, half written where this fails, or raises
@@ -313,7 +298,7 @@ def fetch_entry(
     update = room(manifest.lengths[_UPDATE])
     download = _Download(manifest, inquiry, {_UPDATE: bytes_of(update)}, limits)
     download.run(believed, donors, on_chunk)
-    return FetchedEntry(round, update, manifest.record, manifest.state_digest)
+    return RoundUpdate(round, update, manifest.record, manifest.state_digest)
 
 
 class RecoveryClient:
@@ -393,7 +378,7 @@ class RecoveryClient:
         inquiry = Inquiry("journal", self._dialler, None, limits.patience, limits.connections)
         return believe_round(self._donors(), limits.donors_at_once, inquiry, round).manifest.total_bytes
 
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._flags, self._faults)
         return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202: the joiner asks again."""
@@ -67,43 +68,6 @@ _log = get_logger(__name__)
 
 Read = Callable[[Tensor, Tensor], Tensor | None]
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-class ServedState(Protocol):
-    """The outer state after a committed round: a copy, or itself as long as it is that."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def sections(self) -> Mapping[str, Tensor]: ...
-    @property
-    def record(self) -> Mapping[str, Any]: ...
-    @property
-    def state_digest(self) -> str: ...
-    @property
-    def is_gone(self) -> bool:
-        """Whether the next round was applied to it."""
-        ...
-
-    def read(self, part: Tensor, room: Tensor) -> Tensor | None:
-        """A part of a section, (n,) uint8, which nobody writes to while the caller keeps `room`; None where it is gone.
-
-        `room`: at least as many bytes, in which it may be.
-        """
-        ...
-
-
-class ServedEntry(Protocol):
-    """What one committed round did."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def update(self) -> Tensor: ...
-    @property
-    def record(self) -> Mapping[str, Any]: ...
-    @property
-    def state_digest(self) -> str: ...
 
 
 class PendingManifest:
@@ -143,7 +107,7 @@ class Manifests:
     """What a donor claims of one state or entry: a manifest for each stretch that is asked for, each hashed once."""
 
     def __init__(
-        self, hasher: Hasher, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read
+        self, hasher: Hasher, served: RoundState | RoundUpdate, sections: Mapping[str, Tensor], read: Read
     ) -> None:
         self._hasher = hasher
         self._served = served
@@ -214,11 +178,11 @@ class Hasher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-hashes", initializer=_yield_the_cores)
         self._room = _room(chunk_bytes)
 
-    def of_state(self, served: ServedState) -> Manifests:
+    def of_state(self, served: RoundState) -> Manifests:
         """The manifests of a state."""
         return Manifests(self, served, served.sections, served.read)
 
-    def of_entry(self, entry: ServedEntry) -> Manifests:
+    def of_entry(self, entry: RoundUpdate) -> Manifests:
         """The manifests of an entry."""
         return Manifests(self, entry, {"update": entry.update}, lambda part, room: part)
 
@@ -238,7 +202,7 @@ class Hasher:
 
 @dataclass
 class _Held:
-    copy: ServedState
+    copy: RoundState
     manifests: Manifests
     used_at_s: float = 0.0
     sending: int = 0
@@ -257,7 +221,7 @@ class Copies:
     """
 
     def __init__(
-        self, copy_state: Callable[[], ServedState], hasher: Hasher, current_round: Callable[[], int] | None = None
+        self, copy_state: Callable[[], RoundState], hasher: Hasher, current_round: Callable[[], int] | None = None
     ) -> None:
         self._copy_state = copy_state
         self._hasher = hasher
@@ -325,7 +289,7 @@ class Copies:
         return now == round
 
     @contextmanager
-    def sending(self, round: int) -> Generator[ServedState | None]:
+    def sending(self, round: int) -> Generator[RoundState | None]:
         """The copy of a round while a part of it is sent; None if it is not held. No lock is held inside."""
         with self._lock:
             held = self._held.get(round)
@@ -349,7 +313,7 @@ class Copies:
 class Entries:
     """The rounds of the journal with their hashes; how long an entry lives is the journal's."""
 
-    def __init__(self, journal_entry: Callable[[int], ServedEntry | None], hasher: Hasher) -> None:
+    def __init__(self, journal_entry: Callable[[int], RoundUpdate | None], hasher: Hasher) -> None:
         self._journal_entry = journal_entry
         self._hasher = hasher
         self._lock = threading.Lock()
@@ -387,8 +351,8 @@ class StateServer:
 
     def __init__(
         self,
-        copy_state: Callable[[], ServedState],
-        journal_entry: Callable[[int], ServedEntry | None],
+        copy_state: Callable[[], RoundState],
+        journal_entry: Callable[[int], RoundUpdate | None],
         *,
         current_round: Callable[[], int] | None = None,
         needs_link: Callable[[], bool] = lambda: False,

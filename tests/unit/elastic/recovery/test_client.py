@@ -31,9 +31,9 @@ from zeroband.elastic.recovery.client import (
 )
 from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
 from zeroband.elastic.recovery.state_chunks import chunk_hash
-from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 N = 1003
 CHUNK_BYTES = 512
@@ -45,19 +45,11 @@ def values(seed: int, n: int = N) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Copy(StateCopy):
+class Copy(RoundState):
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": values(1), "momentum": values(2)})
     record: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
     state_digest: str = "digest of 7"
-
-
-@dataclass(frozen=True)
-class Entry:
-    round: int
-    update: Tensor
-    record: dict[str, Any]
-    state_digest: str
 
 
 def update_of(round: int) -> Tensor:
@@ -68,8 +60,8 @@ def room(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def entry_of(round: int) -> Entry | None:
-    return Entry(round, update_of(round), {"weight": round}, f"digest of {round}") if 3 <= round <= 7 else None
+def entry_of(round: int) -> RoundUpdate | None:
+    return RoundUpdate(round, update_of(round), {"weight": round}, f"digest of {round}") if 3 <= round <= 7 else None
 
 
 class Relay:
@@ -309,7 +301,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
 
     def copy_state() -> Copy:
         round = now[0]
-        return Copy(round, {"params": values(10 * round), "momentum": values(10 * round + 1)}, {}, f"digest of {round}")
+        return Copy(round, {}, f"digest of {round}", {"params": values(10 * round), "momentum": values(10 * round + 1)})
 
     server = OpenServer("honest", copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
@@ -345,7 +337,7 @@ class Training:
 
     def live_state(self) -> LiveState:
         record, digest = {"weight": self.round}, f"digest of {self.round}"
-        return LiveState(self.round, self.sections, record, digest, self.lock, lambda: self.round)
+        return LiveState(self.round, record, digest, self.sections, lock=self.lock, round_now=lambda: self.round)
 
 
 def after(round: int) -> dict[str, Tensor]:
@@ -558,7 +550,7 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
     state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
     with pytest.raises(RecoveryFailed):
         state.fetch([weak.donor])
-    newer = serve("newer", Copy(9, {"params": values(3), "momentum": values(4)}, {}, "digest of 9"))
+    newer = serve("newer", Copy(9, {}, "digest of 9", {"params": values(3), "momentum": values(4)}))
     with pytest.raises(RecoveryFailed, match=r"newer at .* answered 404"):
         state.fetch([newer])
     fetched = state.fetch([newer])
@@ -782,7 +774,7 @@ def test_consistent_lie_is_outvoted_by_two_honest_donors(
 
 
 def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serve) -> None:
-    lie = Copy(7, {"params": values(3), "momentum": values(4)}, {}, "digest of a lie")
+    lie = Copy(7, {}, "digest of a lie", {"params": values(3), "momentum": values(4)})
     donors = [serve("liar", lie), serve("its friend", lie), serve("honest")]
     sections = zeros()
     state = StateFetch(DIALLER, sections, limits=LIMITS)

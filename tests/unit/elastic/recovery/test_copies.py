@@ -14,14 +14,13 @@ from torch import Tensor
 from zeroband.elastic.recovery import serving, state_chunks
 from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Manifests
 from zeroband.elastic.recovery.state_chunks import StateManifest, chunk_hash, parse_manifest
-from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
-from zeroband.elastic.rounds.journal import JournalEntry
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Copy(StateCopy):
+class Copy(RoundState):
     round: int
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(5.0)})
     record: dict[str, Any] = field(default_factory=dict)
@@ -213,7 +212,7 @@ class Training:
         self.sections = {"params": torch.arange(5.0)}
 
     def live_state(self) -> LiveState:
-        return LiveState(self.round, self.sections, {}, "digest", self.lock, lambda: self.round)
+        return LiveState(self.round, {}, "digest", self.sections, lock=self.lock, round_now=lambda: self.round)
 
 
 def test_state_itself_is_served_until_its_next_round_and_makes_room_at_once(clock: Clock, hasher: Hasher) -> None:
@@ -236,7 +235,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
     hashed = list[bytes]()
     monkeypatch.setattr(serving, "chunk_hash", lambda view: (hashed.append(bytes(view)), chunk_hash(view))[1])
     data = torch.arange(10.0).view(torch.uint8).numpy().tobytes()
-    state = hasher.of_state(Copy(3, {"params": torch.arange(10.0), "short": torch.arange(3.0)}))
+    state = hasher.of_state(Copy(3, sections={"params": torch.arange(10.0), "short": torch.arange(3.0)}))
     assert hashed == []
     for first, seen in ((0, [(0, 8), (8, 16), (0, 8), (8, 12)]), (1, [(16, 24)]), (0, []), (4, [(32, 40)])):
         hashed.clear()
@@ -268,7 +267,7 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
 
 
 def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
-    journal = {5: JournalEntry(5, torch.ones(2).view(torch.uint8), {}, "digest")}
+    journal = {5: RoundUpdate(5, torch.ones(2).view(torch.uint8), {}, "digest")}
     entries, lives = Entries(journal.get, hasher), weakref.ref(journal[5])
     assert manifest_of(entries.at(5)).round == 5
     assert entries.at(5) is entries.at(5)

@@ -18,27 +18,22 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery import serving
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.state_chunks import chunk_hash, parse_manifest
-from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.transport.handshake import HELLO_BYTES, OPEN, Callee
 from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 DATA = torch.arange(1000.0).numpy().tobytes()
 
 
 @dataclass(frozen=True)
-class Copy(StateCopy):
+class Copy(RoundState):
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(1000.0)})
     record: dict[str, Any] = field(default_factory=dict)
     state_digest: str = "digest"
 
 
-@dataclass(frozen=True)
-class Entry:
-    round: int = 4
-    update: Tensor = field(default_factory=lambda: torch.arange(1000.0).view(torch.uint8))
-    record: dict[str, Any] = field(default_factory=dict)
-    state_digest: str = "digest"
+ENTRY = RoundUpdate(4, torch.arange(1000.0).view(torch.uint8), {}, "digest")
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def server() -> Iterator[OpenServer]:
     server = OpenServer(
         "honest",
         Copy,
-        lambda round: Entry() if round == 4 else None,
+        lambda round: ENTRY if round == 4 else None,
         current_round=lambda: 7,
         chunk_bytes=1024,
     )
@@ -185,7 +180,7 @@ def test_joiner_gets_some_bytes_now_and_then_while_a_round_needs_the_link(
         asked.append(not is_patient or len(asked) < 3)
         return asked[-1]
 
-    server = OpenServer("honest", Copy, lambda round: Entry(), current_round=lambda: 7, needs_link=needs_link)
+    server = OpenServer("honest", Copy, lambda round: ENTRY, current_round=lambda: 7, needs_link=needs_link)
     get(server, "/state")
     assert asked == []
     for path in ("/state/7/params/0", "/journal/4/update/0"):
