@@ -37,7 +37,7 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
-from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
+from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.transport.sealed import Dialler
@@ -237,9 +237,9 @@ def join(donor: Donor, numel: int, folder: Path) -> tuple[float, list[int], int]
     began_at_s = time.monotonic()
     state = StateFetch(dialler, sections, mixes=True).fetch([donor])
     fetched_s, round = time.monotonic() - began_at_s, state.round
-    inquiry = Inquiry("state", dialler, None, DonorTimeouts())
+    inquiry = Inquiry("state", dialler, None)
     digest = state.state_digest
-    while round < max([inquiry.round_of(donor), *(newest for *_, newest in state.later)]):
+    while round < max([inquiry.lead_of([donor], None)[1].round, *(newest for *_, newest in state.later)]):
         round += 1
         entry = fetch_entry([donor], dialler, round, journal.room)
         replay(entry, [(start, stop) for start, stop, newest in state.later if newest >= round], sections)

@@ -500,7 +500,9 @@ class NodeRuntimeSteps:
 
     def _catch_up(self, cause: ZerobandError | None) -> Outcome:
         assert isinstance(cause, RoundsMissed)
-        self._run.outer.catch_up(cause.round)
+        outer = self._run.outer
+        on_first_rank(self._local, lambda: self._run.recovery.judge(outer.round, outer.state_digest))
+        outer.catch_up(cause.round)
         return Outcome(JoinEvent.CAUGHT_UP)
 
     def _return(self, cause: ZerobandError | None) -> Outcome:

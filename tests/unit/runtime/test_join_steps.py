@@ -21,6 +21,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
+from zeroband.elastic.recovery.transfer import Tally
 from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
@@ -47,7 +48,8 @@ class Attempts:
         self.round = -1
         self.progress = Progress.at_start()
         self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
-        self.digest = WHOLE.state_digest
+        self.digest = self.state_digest = WHOLE.state_digest
+        self.tally = Tally()
         self._replays = 0
 
     def fetch(self, donors: Sequence[Donor], count: Callable[[int, int], None]) -> FetchedState:
@@ -58,9 +60,6 @@ class Attempts:
             raise RecoveryFailed("no donor is left")
         self._replays = replays
         return WHOLE
-
-    def distrust(self) -> None:
-        """Others are asked next."""
 
     def adopt(self, round: int, payload: object, later: object) -> str:
         self.round = round
@@ -105,9 +104,11 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, mixes: attempts)
-        monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
-        committed = SimpleNamespace(round=7, opening=OPENING)
+        monkeypatch.setattr(
+            "zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, **options: attempts
+        )
+        monkeypatch.setattr(RecoveryClient, "_donors", lambda self, leads=(): [])
+        committed = SimpleNamespace(round=7, opening=OPENING, record={})
         view = SimpleNamespace(
             committed=committed,
             opening=OPENING,

@@ -76,9 +76,9 @@ def copies(clock: Clock, hasher: Hasher, trainer: Trainer) -> Copies:
 def manifest_of(manifests: Manifests | None, first: int = 0) -> StateManifest:
     """What they say from a chunk on, once it is hashed."""
     assert manifests is not None
-    promise = manifests.at(first)
-    assert promise is not None
-    data = promise.await_json(PATIENCE_S)
+    made = manifests.at(first)
+    assert made is not None
+    data = made.result(PATIENCE_S)
     assert data is not None
     return parse_manifest(data, None)
 
@@ -235,7 +235,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
     hashed = list[bytes]()
     monkeypatch.setattr(serving, "chunk_hash", lambda view: (hashed.append(bytes(view)), chunk_hash(view))[1])
     data = torch.arange(10.0).view(torch.uint8).numpy().tobytes()
-    state = hasher.of_state(Copy(3, sections={"params": torch.arange(10.0), "short": torch.arange(3.0)}))
+    state = Manifests(hasher, Copy(3, sections={"params": torch.arange(10.0), "short": torch.arange(3.0)}))
     assert hashed == []
     for first, seen in ((0, [(0, 8), (8, 16), (0, 8), (8, 12)]), (1, [(16, 24)]), (0, []), (4, [(32, 40)])):
         hashed.clear()
@@ -262,8 +262,8 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
-    promise = hasher.of_state(training.live_state()).at(0)
-    assert promise is not None and promise.await_json(PATIENCE_S) is None and promise.is_given_up
+    made = Manifests(hasher, training.live_state()).at(0)
+    assert made is not None and made.result(PATIENCE_S) is None
 
 
 def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
@@ -291,9 +291,12 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)
-    states = [hasher.of_state(Copy(round)) for round in (3, 4)]
-    promises = [state.at(0) for state in states]
-    assert [promise and promise.await_json(0.02) for promise in promises] == [None, None]
+    states = [Manifests(hasher, Copy(round)) for round in (3, 4)]
+    for state in states:
+        made = state.at(0)
+        assert made is not None
+        with pytest.raises(TimeoutError):
+            made.result(0.02)
     assert len(begun) == 1
     go_on.set()
     assert [manifest_of(state).round for state in states] == [3, 4]
@@ -302,5 +305,5 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
 def test_closed_hasher_promises_nothing_more() -> None:
     hasher = Hasher(chunk_bytes=8)
     hasher.close()
-    promise = hasher.of_state(Copy(3)).at(0)
-    assert promise is not None and promise.await_json(0.02) is None
+    made = Manifests(hasher, Copy(3)).at(0)
+    assert made is not None and made.cancelled()

@@ -10,7 +10,7 @@ CHUNKS = [Chunk("params", index) for index in range(3)]
 
 
 def test_each_chunk_is_handed_out_once_in_order() -> None:
-    chunks = ChunkQueue(CHUNKS)
+    chunks = ChunkQueue(CHUNKS, straggler_s=1.0)
     assert [chunks.take(donor, 0.0) for donor in "abab"] == [*CHUNKS, None]
     assert not chunks.is_done
     assert [chunks.finish(donor, chunk, 0.1) for donor, chunk in zip("aba", CHUNKS, strict=True)] == [True] * 3
@@ -19,7 +19,7 @@ def test_each_chunk_is_handed_out_once_in_order() -> None:
 
 
 def test_chunk_that_was_given_back_is_the_next_one() -> None:
-    chunks = ChunkQueue(CHUNKS)
+    chunks = ChunkQueue(CHUNKS, straggler_s=1.0)
     first = chunks.take("a", 0.0)
     assert first == CHUNKS[0]
     chunks.give_back("a", first)
@@ -82,7 +82,7 @@ def test_chunk_that_arrived_is_not_wanted_again_when_another_donor_gives_it_back
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 3)), max_size=60))
 def test_every_chunk_is_either_missing_or_finished_exactly_once(steps: list[tuple[str, bool, float]]) -> None:
-    chunks, now_s, finished = ChunkQueue(CHUNKS), 0.0, list[Chunk]()
+    chunks, now_s, finished = ChunkQueue(CHUNKS, straggler_s=1.0), 0.0, list[Chunk]()
     at_work: list[tuple[str, Chunk]] = []
     for donor, succeeds, passed_s in steps:
         now_s += passed_s
