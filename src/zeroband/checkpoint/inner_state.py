@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zeroband.checkpoint.authenticity import FileHash
-from zeroband.checkpoint.headers import StoredTensor, read_header
-from zeroband.checkpoint.layout import SlotLike, numel_of
+from zeroband.checkpoint.layout import SlotLike, StoredTensor, numel_of, read_header
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.elastic.recovery.state_chunks import bytes_of

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import xxhash
 
 from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
-from zeroband.checkpoint.headers import read_header
-from zeroband.checkpoint.layout import LATEST, MANIFEST, SlotLike, folder_of, hub_name, numel_of, step_of
+from zeroband.checkpoint.layout import LATEST, MANIFEST, SlotLike, folder_of, hub_name, numel_of, read_header, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
 from zeroband.elastic.recovery.state_chunks import bytes_of

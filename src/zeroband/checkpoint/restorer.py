@@ -14,8 +14,7 @@ from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.own_state import OWN_FILE, OwnState
-from zeroband.checkpoint.random_states import set_random_state
+from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.data.tokens import Corpus

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
+from zeroband.checkpoint.folder import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -35,9 +36,7 @@ from zeroband.checkpoint.layout import (
 )
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
-from zeroband.checkpoint.owner import Owner, reclaim
-from zeroband.checkpoint.retention import clean_up, remove_checkpoint
-from zeroband.checkpoint.shares import Shares
+from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
 

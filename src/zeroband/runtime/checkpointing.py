@@ -15,11 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.own_state import OWN_FILE
-from zeroband.checkpoint.owner import Owner, claim
-from zeroband.checkpoint.random_states import gather_random_states
+from zeroband.checkpoint.own_state import OWN_FILE, gather_random_states
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec

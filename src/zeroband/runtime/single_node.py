@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroband.checkpoint.owner import read_owner
+from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.restorer import Restorer, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.checkpoint.writer_process import NoFellows, PeerWriters

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.owner import Owner, claim
 from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.elastic.recovery.state_chunks import bytes_of
