@@ -17,11 +17,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.errors import CheckpointDamaged
+from zeroband.state.slot import Slot
 
 MANIFEST, LATEST, OWNER = "manifest.json", "latest", "owner.json"
 TEMPORARY = ".tmp"
@@ -36,33 +37,6 @@ _MAX_BYTES = 100 << 20
 """safetensors' own bound."""
 
 _STEP = re.compile(r"^step_(\d{8,})$")
-
-
-class SlotLike(Protocol):
-    """Where one tensor lies in a flat float32 buffer, in elements; as in outer.flat."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def start(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class PlainSlot:
-    """A slot that came as JSON."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-
-def numel_of(slot: SlotLike) -> int:
-    """Elements of a slot."""
-    return math.prod(slot.shape)
 
 
 def folder_of(step: int) -> str:
@@ -87,7 +61,7 @@ class OuterFile:
 
     path: str
     section: str
-    slots: tuple[SlotLike, ...]
+    slots: tuple[Slot, ...]
     """Neighbours in the flat buffer, without gaps."""
 
     @property
@@ -96,7 +70,7 @@ class OuterFile:
 
     @property
     def stop(self) -> int:
-        return self.slots[-1].start + numel_of(self.slots[-1])
+        return self.slots[-1].start + self.slots[-1].numel
 
     @property
     def data_bytes(self) -> int:
@@ -127,7 +101,7 @@ class OuterPlan:
         return {member: tuple(files) for member, files in held.items()}
 
 
-def plan_outer(slots: Sequence[SlotLike], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
+def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
     """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
 
     The first section holds the parameters.
@@ -151,19 +125,19 @@ def file_names(stem: str, n: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
 
 
-def index_of(names: Sequence[str], cuts: Sequence[Sequence[SlotLike]], *, itemsize: int = 4) -> bytes:
+def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: int = 4) -> bytes:
     """The small file that says which tensor is in which file."""
     weights = {hub_name(slot.name): name for name, held in zip(names, cuts, strict=True) for slot in held}
-    total = itemsize * sum(numel_of(slot) for held in cuts for slot in held)
+    total = itemsize * sum(slot.numel for held in cuts for slot in held)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def cut(slots: Sequence[SlotLike], max_bytes: int, *, itemsize: int = 4) -> list[tuple[SlotLike, ...]]:
+def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
     """Slots of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
-    cuts: list[list[SlotLike]] = [[]]
+    cuts: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
-        slot_bytes = itemsize * numel_of(slot)
+        slot_bytes = itemsize * slot.numel
         if cuts[-1] and size + slot_bytes > max_bytes:
             cuts.append([])
             size = 0
@@ -172,7 +146,7 @@ def cut(slots: Sequence[SlotLike], max_bytes: int, *, itemsize: int = 4) -> list
     return [tuple(cut) for cut in cuts]
 
 
-def inner_header(slots: Sequence[SlotLike], buffers: Sequence[str]) -> bytes:
+def inner_header(slots: Sequence[Slot], buffers: Sequence[str]) -> bytes:
     """What stands in front of the flat buffers of an inner optimizer, whose tensors are `buffer.parameter`."""
     return safetensors_header([(f"{buffer}.{slot.name}", slot.shape) for buffer in buffers for slot in slots])
 

@@ -307,7 +307,5 @@ def _held(stamp: Stamp, *, is_own: bool) -> Held:
 
 
 def _saved(restored: Restored) -> SavedState:
-    checkpoint: Checkpoint = restored.checkpoint
-    stamp = checkpoint.manifest.stamp
-    rejected = tuple(one.reason for one in restored.rejected)
+    stamp, rejected = restored.checkpoint.manifest.stamp, tuple(restored.rejected.values())
     return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
-from zeroband.checkpoint.writer_process import PeerWriters, StoreFellows
+from zeroband.checkpoint.writer_process import PeerWriters, StoreWriters
 from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import (
     CustomConfig,
@@ -545,7 +545,7 @@ class NodeRuntime:
 
     @property
     def fellows(self) -> PeerWriters:
-        return StoreFellows(self.store, self._own_key.name(self._node.node_id))
+        return StoreWriters(self.store, self._own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self._folder

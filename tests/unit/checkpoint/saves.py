@@ -15,7 +15,8 @@ from torch import Tensor
 from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
+from zeroband.checkpoint.peers import PeerWord
+from zeroband.checkpoint.saving import Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
@@ -97,11 +98,11 @@ class Around:
 
     def working(self, *, is_waiting: bool) -> None: ...
 
-    def excuse(self, attempt: str, why: str | None) -> None:
+    def report_unavailable(self, attempt: str, why: str | None) -> None:
         self.excuses.append(why)
 
-    def heard(self, member: str) -> PeerWord:
-        return PeerWord("lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
+    def peer_status(self, member: str) -> PeerWord:
+        return PeerWord(out="lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
 
     def at(self, point: str) -> None:
         if point == self.kills_at:

@@ -17,9 +17,10 @@ import pytest
 from tests.unit.checkpoint.saves import RULES, SECTIONS, buffers_of, layout, own, stamp_of
 
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.peers import PeerWord
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
-from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
+from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import WriterProcess
 from zeroband.elastic.recovery.state_chunks import bytes_of
 
@@ -195,7 +196,7 @@ def test_member_that_excuses_itself_is_not_waited_for_and_nonsense_is_not_unders
     trainer.give(10, members=("Z", "a"))
     assert trainer.await_event() == "checkpoint_share_written"
     assert trainer.writer.is_busy and any('"is_waiting": false' in word for word in fellow.said)
-    fellow.words["Z"] = Word(out="the disk is full").to_json()
+    fellow.words["Z"] = PeerWord(out="the disk is full").to_json()
     trainer.writer.await_free()
     assert trainer.events[-2] == ("checkpoint_without", {**AT, "nodes": ["Z"], "why": {"Z": "the disk is full"}})
     assert open_checkpoint(trainer.storage, 10).manifest.missing == {"Z": "the disk is full"}
