@@ -118,14 +118,15 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             orders=Orders(),
         )
         anything: Any = {"params": None}
+        store: Any = SimpleNamespace(view=lambda round: view, may_found=lambda: True)
         flags = SharedFlags(tmp_path / "flags", create=True)
         parts: Any = SimpleNamespace(
             outer=attempts,
-            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(()), NoEvents().emit),
+            recovery=RecoveryClient(store, anything, anything, flags, FaultPoints(()), NoEvents().emit),
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),
-            store=SimpleNamespace(view=lambda round: view, may_found=lambda: True),
+            store=store,
             may_begin_again=lambda view: False,
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,

@@ -277,11 +277,12 @@ class RecoveryClient:
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
         assert self._state is not None, "begin comes first"
-        self._led.update(self._leads())
+        self._led.update(self.leads)
         self._updates = Tally()
         return self._state.fetch(self._donors(), self._counting(self.verified_bytes))
 
-    def _leads(self) -> set[str]:
+    @property
+    def leads(self) -> set[str]:
         """Members that were believed in this attempt."""
         return self._updates.leads | (set[str]() if self._state is None else self._state.tally.leads)
 
@@ -298,7 +299,7 @@ class RecoveryClient:
     def distrust_state(self) -> None:
         """The state that came is not what its donors said: forget it."""
         assert self._begin is not None, "begin comes first"
-        self._led.update(self._leads())
+        self._led.update(self.leads)
         self._state = self._begin()
         self.verified_bytes = 0
 
@@ -330,7 +331,7 @@ class RecoveryClient:
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
         count = FetchProgress(self._flags, self._faults).count
-        return fetch_entry(self._donors(self._leads()), self._dialler, round, room, on_chunk=count, tally=self._updates)
+        return fetch_entry(self._donors(self.leads), self._dialler, round, room, on_chunk=count, tally=self._updates)
 
     def _donors(self, leads: Collection[str] = ()) -> list[Donor]:
         """The members that serve their state, in random order, so that joiners spread over them.

@@ -851,7 +851,7 @@ def test_each_attempt_is_led_by_another_member_and_all_of_it_by_one(serve: Serve
         recovery.fetch_state()
         for round in (5, 6):
             recovery.fetch_entry(round, room)
-        led.append(recovery._leads())
+        led.append(recovery.leads)
     assert led == [{"a"}, {"b"}, {"c"}, {"a"}]
 
 
