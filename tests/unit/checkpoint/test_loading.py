@@ -89,7 +89,7 @@ def damaged_checkpoints_are_detected(good: Path, work: Path, seed: int, *, cuts:
 
 seeds = st.integers(min_value=0, max_value=1 << 30)
 unhurried = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
 )
 
 
