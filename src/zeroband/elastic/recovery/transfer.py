@@ -157,7 +157,8 @@ class StateTransfer:
         self._unlisted: Sequence[Chunk] = self.missing
         """Chunks whose hashes are not known yet."""
         self._chunks = ChunkQueue((), straggler_s=inquiry.limits.straggler_s)
-        self._is_listing = False
+        self._lister: DonorConnection | None = None
+        """On which connection the next hashes are asked for."""
         self._total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
         self._changed = threading.Condition()
         """Guards the queue of chunks, the sources and the targets."""
@@ -249,13 +250,14 @@ class StateTransfer:
             why = self._work(source, connection)
         finally:
             connection.close()
+            self._end_list(connection)
             self._events.put((source, why))
 
     def _work(self, source: _Source, connection: DonorConnection) -> str:
         """Fetch until nothing is left; the reason to drop the connection, if there was one."""
         limits, failures = self._inquiry.limits, 0
         buffer = memoryview(bytearray(min(self._manifest.chunk_bytes, max(self._manifest.lengths.values(), default=0))))
-        while (task := self._take(source)) is not None:
+        while (task := self._take(source, connection)) is not None:
             if isinstance(task, int):
                 why, is_final = self._list(source, connection, task)
             else:
@@ -272,7 +274,7 @@ class StateTransfer:
                     self._changed.wait_for(lambda: self._is_over, limits.backoff_s * 2 ** (failures - 1))
         return ""
 
-    def _take(self, source: _Source) -> Chunk | int | None:
+    def _take(self, source: _Source, connection: DonorConnection) -> Chunk | int | None:
         """The next chunk, or the number of the first chunk whose hashes are to be asked for.
 
         Waits while others are at the last ones; None when there is nothing to do any more.
@@ -283,7 +285,7 @@ class StateTransfer:
                     source.is_asked = True
                     return self._manifest.first
                 if source.is_known and self._leads(source) and self._is_list_due():
-                    self._is_listing = True
+                    self._lister = connection
                     return self._unlisted[0].index
                 chunk = self._chunks.take(source.donor.member_id, time.monotonic()) if source.is_known else None
                 if chunk is not None:
@@ -298,7 +300,7 @@ class StateTransfer:
     def _is_list_due(self) -> bool:
         """Whether to ask for the next hashes: before the fetch comes to the end of those that are known."""
         is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
-        return is_low and bool(self._unlisted) and not self._is_listing
+        return is_low and bool(self._unlisted) and self._lister is None
 
     def _take_hashes(self, source: _Source, manifest: StateManifest) -> None:
         listed = manifest.listed()
@@ -325,14 +327,17 @@ class StateTransfer:
             manifest, why, is_final = None, reason_of(error), False
         except RecoveryFailed as error:
             manifest, why = None, str(error)
-        finally:
-            self._is_listing = self._is_listing and not source.is_known
         with self._changed:
             if manifest is not None and not why and source.is_known:
                 self._take_hashes(source, manifest)
             source.is_known = source.is_asked = source.is_known or not why
-            self._changed.notify_all()
+            self._end_list(connection)
         return why, is_final and bool(why)
+
+    def _end_list(self, connection: DonorConnection) -> None:
+        with self._changed:
+            self._lister = None if self._lister is connection else self._lister
+            self._changed.notify_all()
 
     def _fetch(
         self, source: _Source, connection: DonorConnection, chunk: Chunk, buffer: memoryview
