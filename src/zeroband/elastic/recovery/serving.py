@@ -180,13 +180,10 @@ class _Held:
 class Copies:
     """At most two copies of the state, or of what tells where it lies. Any thread but the main one.
 
-    `current_round` tells the round of the state without copying it; without it, each request for the newest state
-    makes a copy.
+    `current_round` tells the round of the state without copying it.
     """
 
-    def __init__(
-        self, copy_state: Callable[[], RoundState], hasher: Hasher, current_round: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, copy_state: Callable[[], RoundState], hasher: Hasher, current_round: Callable[[], int]) -> None:
         self._copy_state = copy_state
         self._hasher = hasher
         self._current_round = current_round
@@ -201,7 +198,7 @@ class Copies:
         with self._making:
             with self._lock:
                 latest = self._held.get(max(self._held, default=-1))
-                is_current = latest is not None and self._is_current(latest.copy.round)
+                is_current = latest is not None and self._current_round() == latest.copy.round
                 if latest is not None and (is_current or not self._make_room()):
                     latest.used_at_s = time.monotonic()
                     return latest.manifests
@@ -212,9 +209,6 @@ class Copies:
                     held = self._held[copy.round] = _Held(copy, Manifests(self._hasher, copy))
                 held.used_at_s = time.monotonic()
                 return held.manifests
-
-    def _is_current(self, round: int) -> bool:
-        return self._current_round is not None and self._current_round() == round
 
     def _make_room(self) -> bool:
         """Drop the copy that is unused for longest, if one is; False where all places are in use."""
@@ -245,8 +239,6 @@ class Copies:
 
     def _await(self, round: int) -> bool:
         """Whether the state may be that of the round, after a short wait where it is about to be."""
-        if self._current_round is None:
-            return True
         deadline_s = time.monotonic() + _AWAITED_S
         while (now := self._current_round()) + 1 == round and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -309,9 +301,9 @@ class StateServer:
     """Answers the connections that it is given, after their handshake, until `close()`.
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
-    state itself instead of a copy. `current_round` tells the round of the state without a copy of it; with it, one copy
-    of a round serves all joiners that ask for it. `needs_link`: whether training stands still until a round has
-    travelled, to which joiners make way.
+    state itself instead of a copy; one of a round serves all joiners. `current_round` tells the round of the state
+    without a copy of it. `needs_link`: whether training stands still until a round has travelled, to which joiners
+    make way.
     """
 
     def __init__(
@@ -319,7 +311,7 @@ class StateServer:
         copy_state: Callable[[], RoundState],
         journal_entry: Callable[[int], RoundUpdate | None],
         *,
-        current_round: Callable[[], int] | None = None,
+        current_round: Callable[[], int],
         needs_link: Callable[[], bool] = lambda: False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,12 +51,13 @@ def values(seed: int, n: int = N) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True)
-class Copy(RoundState):
-    round: int = 7
-    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": values(1), "momentum": values(2)})
-    record: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
-    state_digest: str = "digest of 7"
+STATE = RoundState(
+    7,
+    {"progress": {"inner_step": 70}, "weight": 30},
+    "digest of 7",
+    {"params": values(1), "momentum": values(2)},
+)
+LIE = {"params": values(3), "momentum": values(4)}
 
 
 def update_of(round: int) -> Tensor:
@@ -159,11 +160,10 @@ def serve(stack: ExitStack) -> Serve:
 
     def start(
         member_id: str = "honest",
-        copy: Copy | None = None,
+        copy: RoundState = STATE,
         journal: Callable[[int], Any] = entry_of,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Donor:
-        copy = copy or Copy()
         server = OpenServer(member_id, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
         stack.callback(server.close)
         return server.donor
@@ -224,7 +224,7 @@ def fetch(*donors: Donor, limits: FetchLimits = LIMITS, **options: Any) -> tuple
 
 
 def require_honest(fetched: FetchedState, sections: dict[str, Tensor]) -> None:
-    assert (fetched.round, fetched.state_digest, fetched.record) == (7, "digest of 7", Copy().record)
+    assert (fetched.round, fetched.state_digest, fetched.record) == (7, "digest of 7", STATE.record)
     assert torch.equal(sections["params"], values(1))
     assert torch.equal(sections["momentum"], values(2))
 
@@ -284,31 +284,12 @@ def test_no_more_donors_are_asked_than_the_limit_says(interpose: Interpose, serv
     assert relays[2].sent == []
 
 
-def test_one_copy_serves_all_joiners_of_a_round(stack: ExitStack) -> None:
-    copied: list[int] = []
-
-    def copy_state() -> Copy:
-        copied.append(7)
-        return Copy()
-
-    server = OpenServer("honest", copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
-    stack.callback(server.close)
-    donor = server.donor
-    joiners = [threading.Thread(target=fetch, args=(donor,)) for _ in range(4)]
-    for joiner in joiners:
-        joiner.start()
-    for joiner in joiners:
-        joiner.join(DEADLINE_S)
-    require_honest(*fetch(donor))
-    assert copied == [7]
-
-
 def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitStack) -> None:
     now = [7]
 
-    def copy_state() -> Copy:
+    def copy_state() -> RoundState:
         round = now[0]
-        return Copy(round, {}, f"digest of {round}", {"params": values(10 * round), "momentum": values(10 * round + 1)})
+        return RoundState(round, {}, f"digest of {round}", after(round))
 
     server = OpenServer("honest", copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
@@ -479,7 +460,7 @@ def test_fetch_goes_on_with_the_next_round_whenever_hashes_are_asked_for(
 
 
 def test_state_without_values_is_fetched(serve: Serve) -> None:
-    copy = Copy(sections={"params": torch.zeros(0)})
+    copy = replace(STATE, sections={"params": torch.zeros(0)})
     assert StateFetch(DIALLER, {"params": torch.zeros(0)}, limits=LIMITS).fetch([serve(copy=copy)]).round == 7
 
 
@@ -536,7 +517,7 @@ def test_fetch_goes_on_where_it_was_once_a_donor_returns(interpose: Interpose, s
 def test_fetch_goes_on_with_its_round_though_the_donor_is_at_another(stack: ExitStack, interpose: Interpose) -> None:
     now = [7]
     server = OpenServer(
-        "honest", lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+        "honest", lambda: replace(STATE, round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
     )
     stack.callback(server.close)
     member = server.donor
@@ -560,7 +541,7 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
     state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
     with pytest.raises(RecoveryFailed):
         state.fetch([weak.donor])
-    newer = serve("newer", Copy(9, {}, "digest of 9", {"params": values(3), "momentum": values(4)}))
+    newer = serve("newer", RoundState(9, {}, "digest of 9", LIE))
     with pytest.raises(RecoveryFailed, match=r"newer at .* answered 404"):
         state.fetch([newer])
     fetched = state.fetch([newer])
@@ -636,10 +617,10 @@ def test_donor_that_dropped_its_copy_is_dropped_itself(interpose: Interpose, ser
 
 
 def test_donor_that_cannot_make_a_copy_is_passed_over(stack: ExitStack, serve: Serve) -> None:
-    def copy_state() -> Copy:
+    def copy_state() -> RoundState:
         raise RecoveryFailed("no step ended")
 
-    server = OpenServer("busy", copy_state, entry_of)
+    server = OpenServer("busy", copy_state, entry_of, current_round=lambda: 7)
     stack.callback(server.close)
     busy = server.donor
     with pytest.raises(RecoveryFailed, match=r"busy at .*/state answered 503"):
@@ -648,7 +629,7 @@ def test_donor_that_cannot_make_a_copy_is_passed_over(stack: ExitStack, serve: S
 
 
 def test_failure_names_every_donor_and_what_is_wrong_with_it(serve: Serve, free_port: int) -> None:
-    small = serve("small", replace(Copy(), sections={"params": values(1, 5)}))
+    small = serve("small", replace(STATE, sections={"params": values(1, 5)}))
     with pytest.raises(RecoveryFailed) as e:
         fetch(Donor("gone", "127.0.0.1", free_port), small)
     assert f"gone at 127.0.0.1:{free_port}: [Errno" in str(e.value)
@@ -739,7 +720,7 @@ def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: 
     ("lie", "why"),
     [
         ({"state_digest": "digest of a lie"}, "its state_digest is 'digest of a lie', the others' is 'digest of 7'"),
-        ({"sections": {"params": values(3), "momentum": values(4)}}, "its chunk 0 of "),
+        ({"sections": LIE}, "its chunk 0 of "),
         ({"record": {"weight": 31}}, "its record is {'weight': 31}"),
     ],
     ids=["state", "values", "record"],
@@ -748,7 +729,7 @@ def test_donor_that_claims_something_else_than_the_first_one_is_dropped(
     serve: Serve, interpose: Interpose, lie: dict[str, Any], why: str
 ) -> None:
     is_asked, first = threading.Event(), threading.Lock()
-    liar, honest = interpose("liar", serve(copy=replace(Copy(), **lie))), interpose("honest")
+    liar, honest = interpose("liar", serve(copy=replace(STATE, **lie))), interpose("honest")
 
     def await_liar(path: str, body: bytes) -> bytes:
         if first.acquire(blocking=False):
@@ -805,7 +786,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 def test_consistent_lie_ends_at_the_record_of_a_verdict_and_another_member_leads(
     serve: Serve, client: Any, lie: str
 ) -> None:
-    copy = replace(Copy(), sections={"params": values(3), "momentum": values(4)}, state_digest="digest of a lie")
+    copy = replace(STATE, sections=LIE, state_digest="digest of a lie")
     round = 9 if lie == "a round that nobody committed" else 7
     members = Members(serve("a liar", replace(copy, round=round)), serve("b"), serve("c"))
     recovery, sections = client(members)
