@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from zeroband.checkpoint.peers import LOST, SILENT, PeerWord
 from zeroband.checkpoint.writer import IDLE, PEERS, PROGRESS, UNAVAILABLE, SaveOrder, WriterSpec
@@ -34,29 +34,21 @@ _MUTE = PeerWord(out="it said nothing of the checkpoint before either; has it a 
 _log = get_logger(__name__)
 
 
-class PeerWriters(Protocol):
-    """The way to the writers of a save's other members. Any thread; neither raises nor takes long."""
+class PeerWriters:
+    """The way to the writers of a save's other members; here of a node that saves alone.
+
+    Any thread; neither method raises or takes long.
+    """
 
     def say(self, attempt: str, word: str) -> None:
         """Tell them something of this node's part in a save; the newest word counts."""
-        ...
 
     def hear(self, attempt: str) -> Mapping[str, str]:
         """The newest words, by node id."""
-        ...
-
-
-class NoWriters:
-    """A node that saves alone."""
-
-    def say(self, attempt: str, word: str) -> None:
-        """Do nothing: nobody listens."""
-
-    def hear(self, attempt: str) -> Mapping[str, str]:
         return {}
 
 
-class StoreWriters:
+class StoreWriters(PeerWriters):
     """The way through the run's store. `node`: its name with its key."""
 
     def __init__(self, store: RedisStore, node: str) -> None:

@@ -21,14 +21,14 @@ from zeroband.checkpoint.peers import PeerWord
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
-from zeroband.checkpoint.writer_process import WriterProcess
+from zeroband.checkpoint.writer_process import PeerWriters, WriterProcess
 from zeroband.elastic.recovery.state_chunks import bytes_of
 
 AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")
 
 
-class Fellow:
+class Fellow(PeerWriters):
     """Another member's writer, which says what the test has it say."""
 
     def __init__(self) -> None:
