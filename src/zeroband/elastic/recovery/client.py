@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import lines_of
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
 from zeroband.elastic.membership.resume_rules import pending
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of
@@ -242,7 +242,7 @@ class RecoveryClient:
         self._buffers = buffers
         self._flags = flags
         self._faults = faults
-        self._begin: Callable[[], StateFetch] | None = None
+        self._new_fetch: Callable[[], StateFetch] | None = None
         self._state: StateFetch | None = None
         self._updates = Tally()
         self._led = Counter[str]()
@@ -256,8 +256,8 @@ class RecoveryClient:
         `mixes`: as `StateFetch` says.
         """
         targets, objection = {name: self._buffers[name] for name in sections}, self._objection
-        self._begin = lambda: StateFetch(self._dialler, targets, mixes=mixes, objection=objection)
-        self._state = self._begin()
+        self._new_fetch = lambda: StateFetch(self._dialler, targets, mixes=mixes, objection=objection)
+        self._state = self._new_fetch()
 
     def fetch_restart(self, sections: tuple[str, ...], agreed: RestartPoint) -> FetchedState:
         """Fetch the state that the run is about to begin again on, from the node that named it.
@@ -277,14 +277,18 @@ class RecoveryClient:
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
         assert self._state is not None, "begin comes first"
-        self._led.update(self.leads)
-        self._updates = Tally()
+        self._end_attempt()
         return self._state.fetch(self._donors(), self._counting(self.verified_bytes))
 
     @property
     def leads(self) -> set[str]:
         """Members that were believed in this attempt."""
         return self._updates.leads | (set[str]() if self._state is None else self._state.tally.leads)
+
+    def _end_attempt(self) -> None:
+        """Count who led it; the next one is led by others."""
+        self._led.update(self.leads)
+        self._updates = Tally()
 
     def _counting(self, had_bytes: int) -> Callable[[int, int], None]:
         """What takes note of every chunk of a state. `had_bytes`: those that were verified before."""
@@ -298,9 +302,9 @@ class RecoveryClient:
 
     def distrust_state(self) -> None:
         """The state that came is not what its donors said: forget it."""
-        assert self._begin is not None, "begin comes first"
-        self._led.update(self.leads)
-        self._state = self._begin()
+        assert self._new_fetch is not None, "begin comes first"
+        self._end_attempt()
+        self._state = self._new_fetch()
         self.verified_bytes = 0
 
     def judge(self, round: int, state_digest: str) -> None:
@@ -308,21 +312,18 @@ class RecoveryClient:
 
         Raises RecoveryFailed where that was another one: then the state is forgotten. Local rank 0.
         """
-        if why := self._objection(round, state_digest):
-            if self._begin is not None:
+        committed = self._store.view(FOUNDING_ROUND).committed
+        if committed is not None and (why := _contradiction(committed, round, state_digest)):
+            if self._new_fetch is not None:
                 self.distrust_state()
             raise RecoveryFailed(f"the state of this node is not the run's: {why}")
 
     def _objection(self, round: int, state_digest: str) -> str:
+        """Why this state is not to be believed of a donor."""
         committed = self._store.view(FOUNDING_ROUND).committed
-        if committed is None:
-            return ""
-        if round > committed.round:
+        if committed is not None and round > committed.round:
             return f"round {round} is not committed, the newest one is {committed.round}"
-        before = committed.record.get("state_before")
-        if round + 1 == committed.round and before and before != state_digest:
-            return f"round {round} has digest {state_digest}, and round {committed.round} was built on {before}"
-        return ""
+        return "" if committed is None else _contradiction(committed, round, state_digest)
 
     def entry_bytes(self, round: int) -> int:
         """Size of what a round did. Raises RecoveryFailed where no journal has it; RunOver."""
@@ -350,6 +351,14 @@ class RecoveryClient:
             raise no_donor_in(view)
         random.shuffle(donors)
         return sorted(donors, key=lambda d: (self._led[d.member_id], d.member_id not in leads, bool(d.relays)))
+
+
+def _contradiction(committed: Verdict, round: int, state_digest: str) -> str:
+    """How the newest verdict contradicts a state; empty where it does not, or knows nothing of it."""
+    built_on = committed.record.get("state_before")
+    if round + 1 != committed.round or not built_on or built_on == state_digest:
+        return ""
+    return f"round {round} has digest {state_digest}, and round {committed.round} was built on {built_on}"
 
 
 def _donor(member: str, peers: Mapping[str, Peer]) -> Donor:
