@@ -135,16 +135,16 @@ class StateManifest:
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     def difference(self, other: StateManifest) -> str:
-        """The first value in which another manifest differs from this one, in words; empty if none does."""
+        """The first value in which another donor's manifest differs from this one, the lead's; empty if none does."""
         for name in ("round", "state_digest", "chunk_bytes", "lengths", "first"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                return f"its {name} is {theirs!r:.{_SHOWN}}, the others' is {ours!r:.{_SHOWN}}"
+                return f"its {name} is {theirs!r:.{_SHOWN}}, the lead's is {ours!r:.{_SHOWN}}"
         said = other.listed()
         for chunk, ours in self.listed().items():
             if said.get(chunk) != ours:
-                return f"its {chunk} has hash {said.get(chunk)}, the others' has {ours}"
-        return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the others'"
+                return f"its {chunk} has hash {said.get(chunk)}, the lead's has {ours}"
+        return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the lead's"
 
 
 def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:

@@ -436,7 +436,7 @@ def test_state_that_nobody_serves_to_its_end_is_fetched_anew(interpose: Interpos
     odd = interpose("odd", alter=only("/state/7/4", changed_meanwhile))
     sections = zeros()
     state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
-    with pytest.raises(RecoveryFailed, match=r"odd at .*: its state_digest is 'digest of another 7', the others'"):
+    with pytest.raises(RecoveryFailed, match=r"odd at .*: its state_digest is 'digest of another 7', the lead's"):
         state.fetch([odd.donor])
     require_honest(state.fetch([serve()]), sections)
     assert set(Counter(odd.chunks_sent()).values()) == {1}
@@ -719,7 +719,7 @@ def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: 
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
-        ({"state_digest": "digest of a lie"}, "its state_digest is 'digest of a lie', the others' is 'digest of 7'"),
+        ({"state_digest": "digest of a lie"}, "its state_digest is 'digest of a lie', the lead's is 'digest of 7'"),
         ({"sections": LIE}, "its chunk 0 of "),
         ({"record": {"weight": 31}}, "its record is {'weight': 31}"),
     ],

@@ -39,8 +39,8 @@ def test_claims_are_equal_whatever_the_order_and_kind_of_the_payloads_keys() -> 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"round": 4}, "its round is 4, the others' is 3"),
-        ({"state_digest": "mine"}, "its state_digest is 'mine', the others' is 'digest'"),
+        ({"round": 4}, "its round is 4, the lead's is 3"),
+        ({"state_digest": "mine"}, "its state_digest is 'mine', the lead's is 'digest'"),
         ({"chunk_bytes": 5}, "its chunk_bytes is 5"),
         ({"lengths": {"params": 10, "momentum": 7}}, "its lengths is {'params': 10, 'momentum': 7}"),
         ({"hashes": {"params": ("p0", "XX", "p2"), "momentum": ("m0", "m1")}}, "its chunk 1 of params has hash XX"),
@@ -58,7 +58,7 @@ def test_stretch_lists_some_chunks_and_the_whole_is_the_same_in_all() -> None:
     parsed = parse_manifest(later.to_json(), LENGTHS)
     assert (parsed, parsed.listed()) == (later, {Chunk("params", 2): "p2"})
     assert (parsed.whole, len(list(parsed.chunks()))) == (MANIFEST.whole, 5)
-    assert MANIFEST.difference(later) == "its first is 2, the others' is 0"
+    assert MANIFEST.difference(later) == "its first is 2, the lead's is 0"
 
 
 def test_chunks_cover_the_sections_and_the_last_one_is_cut() -> None:
