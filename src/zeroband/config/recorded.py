@@ -10,14 +10,15 @@ import ast
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, cast, get_origin
+from typing import Any, cast
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, member_types, schema_keys, tables_of, variants_of
-from zeroband.config.layers import NONE
+from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, is_table, schema_keys, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
-from zeroband.config.schema import RunConfig, Section
+from zeroband.config.schema import RunConfig
+from zeroband.config.section import NONE, Section
 from zeroband.config.shared import shared_items
+from zeroband.config.sources import Settings
 from zeroband.errors import ConfigError
 
 MOST_BYTES = 1 << 20
@@ -39,7 +40,7 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
             f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
             "version writes that, so somebody else did: start the run anew, with a run.token or another one"
         )
-    given = {dotted(path): setting.value for path, setting in given_settings(own, environ).items()}
+    given = given_settings(own, environ)
     config = load_config([*own, *shared_flags(record, given)], environ)
     ours = {key: str(value) for key, value in shared_items(config).items()}
     wrong = sorted(key for key, value in ours.items() if record.get(key) != value)
@@ -64,10 +65,10 @@ def shown(text: str, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[:most]}... ({len(line)} characters)"
 
 
-def _require_own_folders(config: RunConfig, given: Mapping[str, Any]) -> None:
+def _require_own_folders(config: RunConfig, given: Settings) -> None:
     """Refuse a folder of this machine as the run's data, unless this node's user names it, too."""
-    rows = [row for row in _rows(given.get("data.sources")) if isinstance(row.get("source"), dict)]
-    named = {given.get("data.source.name"), *(row["source"].get("name") for row in rows)}
+    rows = [row for row in _rows(given.get(("data", "sources"))) if isinstance(row.get("source"), dict)]
+    named = {given.get(("data", "source", "name")), *(row["source"].get("name") for row in rows)}
     for source in (part.source for part in config.data.parts.values()):
         if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
             raise ConfigError(
@@ -76,10 +77,10 @@ def _require_own_folders(config: RunConfig, given: Mapping[str, Any]) -> None:
             )
 
 
-def shared_flags(record: Mapping[str, str], given: Mapping[str, Any] | None = None) -> list[str]:
+def shared_flags(record: Mapping[str, str], given: Settings | None = None) -> list[str]:
     """The record's keys that the schema knows as flags of a command line; a list of tables is one flag.
 
-    `given`: this node's settings by dotted key; tables of the same name keep from it what each node sets for itself.
+    `given`: this node's settings; tables of the same name keep from it what each node sets for itself.
     """
     schema = schema_keys()
     flags: list[str] = []
@@ -90,7 +91,7 @@ def shared_flags(record: Mapping[str, str], given: Mapping[str, Any] | None = No
         elif found := _place(key, record, schema):
             place, row, inner = found
             if row not in tables.setdefault(place, {}):
-                ours = [one for one in _rows((given or {}).get(dotted(place))) if one.get("name") == row]
+                ours = [one for one in _rows(given and given.get(place)) if one.get("name") == row]
                 tables[place][row] = _own_part(ours[-1], _tables_at(place, schema)) if ours else {}
             _put(tables[place][row], inner, _value(text))
     return [*flags, *(f"--{dotted(path)}={json.dumps(list(rows.values()))}" for path, rows in tables.items())]
@@ -148,8 +149,7 @@ def _is_shared_in(sections: Iterable[type[Section]], path: Path) -> bool:
         return False
     inner = [variant for field in fields for variant in variants_of(field).values()]
     if not inner:
-        is_table = any(get_origin(member) is dict for field in fields for member in member_types(field.annotation))
-        return len(path) == 1 or is_table
+        return len(path) == 1 or any(map(is_table, fields))
     return len(path) > 1 and _is_shared_in(inner, path[1:])
 
 

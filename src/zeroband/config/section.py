@@ -10,6 +10,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
 
+NONE = "none"
+"""How files, environment and flags write "off" or "not set", which TOML has no value for."""
+
+MASK = "**********"
+"""Stands for a secret wherever values are shown."""
+
+TAG = "type"
+"""The key that chooses the variant of a section."""
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 """Form of the names of a run and of a node: they become parts of keys, folders and file names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroband.config.keys import Variant, dotted, schema_keys
+from zeroband.config.keys import Variant, dotted, is_table, schema_keys
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_kinds_of_keys_follow_their_types() -> None:
         "observe.webhook.events",
         "store.peers",
     }
-    assert {name for name, key in keys.items() if key.is_table} == {"model.config"}
+    assert {name for name, key in keys.items() if is_table(key.field)} == {"model.config"}
     assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable
     assert keys["train.compile"].is_flag and not keys["train.micro_bs"].is_flag
     assert keys["run.seed"].is_shared and not keys["train.micro_bs"].is_shared

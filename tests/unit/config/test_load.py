@@ -181,12 +181,12 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: W
         (["--train.compile", "maybe"], "train.compile='maybe' (from --train.compile): input should be a valid boolean"),
         (["--optim.adamw.lr", "inf"], "optim.adamw.lr='inf' (from --optim.adamw.lr): input should be a finite number"),
         (["--optim.adamw.betas", "0.9,x"], "optim.adamw.betas[1]='x' (from --optim.adamw.betas): input should be a"),
-        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas) is no JSON list"),
+        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas): that is no JSON list"),
         (["--train.dtype", "fp8"], "train.dtype='fp8' (from --train.dtype): input should be 'bfloat16' or 'float32'"),
         (["--outer.type", "dilco"], 'outer.type=\'dilco\' (from --outer.type); allowed: "ddp", "diloco"'),
         (["--outer.inner_steps", "5"], 'outer.type is missing; allowed: "ddp", "diloco"'),
         (["--data.source.type", "jsonl"], 'data.source.paths is missing; data.source.type="jsonl" needs it'),
-        (["--train", "4"], "train (from --train) is a section: set its keys, such as train.KEY"),
+        (["--train", "4"], "train='4' (from --train): train is a section; set its keys, such as train.KEY"),
         (["--model.n_heads", "3"], "model.d_model=256 is not a multiple of model.n_heads=3"),
         (["--train.micro_bs"], "--train.micro_bs needs a value"),
         (["--train.micro_bs", "--run.seed=1"], "--train.micro_bs needs a value"),
@@ -195,7 +195,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: W
         (["a.toml"], "unexpected argument 'a.toml': a file is given as @a.toml"),
         (["-train.micro_bs", "4"], "unexpected argument '-train.micro_bs': did you mean --train.micro_bs?"),
         (["train.micro_bs=4"], "unexpected argument 'train.micro_bs=4': did you mean --train.micro_bs=4?"),
-        (["--outer", "diloco"], "outer (from --outer) is a section: did you mean --outer.type diloco?"),
+        (["--outer", "diloco"], "outer='diloco' (from --outer): outer is a section; did you mean outer.type = "),
         (
             ["--train.lr", "3"],
             "unknown key train.lr (from --train.lr): did you mean outer.lr, optim",
@@ -239,7 +239,7 @@ def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write:
     origin = f"(from {file[1:]})"
     assert refusal(file).splitlines() == [
         f"train=4 {origin}: train is a section; set its keys, such as train.KEY",
-        f"outer='ddp' {origin}: outer is a section; set its keys, such as outer.type",
+        f"outer='ddp' {origin}: outer is a section; did you mean outer.type = \"ddp\"?",
     ]
 
 
@@ -523,7 +523,7 @@ def test_table_of_somebody_elses_keys_comes_from_files_and_flags_and_is_written_
     assert load_config([f"@{again}"], {}) == config
     flagged = load_config([f"@{file}", "--model.config", '{"model_type": "llama"}'], {})
     assert isinstance(flagged.model, TransformersConfig) and flagged.model.config == {"model_type": "llama"}
-    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*is no JSON object"):
+    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*that is no JSON object"):
         load_config([f"@{file}", "--model.config", "qwen3"], {})
 
 

@@ -324,7 +324,7 @@ LIMITED = '{"name": "c", "weight": 1, "max_passes": 2, "source": {"type": "text"
         ('[{"name": "a", "weight": 1}]', (), "data.sources[0].source is missing"),
         (f'[{A}, {{"name": "a b", "weight": 1, "source": {{"type": "text"}}}}]', (), "data.sources[1].name='a b'"),
         ('[{"name": "a", "weight": 1, "source": {"type": "parquet"}}]', (), "data.sources[0].source.paths is missing"),
-        ('[{"name": "a", "weight": 1, "source": {"type": "texts"}}]', (), "data.sources[0].source.type is missing or"),
+        ('[{"name": "a", "weight": 1, "source": {"type": "texts"}}]', (), "data.sources[0].source.type='texts'"),
         ('[{"name": "a", "weight": 0, "source": {"type": "text"}}]', (), "data.sources[0].weight=0"),
         (f"[{A}, {A}]", (), "data.sources names 'a' twice"),
         (f"[{A}]", ("--data.source.type", "synthetic"), "data.source and data.sources are both set"),
