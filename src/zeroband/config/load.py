@@ -36,11 +36,16 @@ nothing to train: no configuration was given. To begin, name one, or give its ke
 
 
 def load_config(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, defaults: Sequence[str] = ()
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Sequence[str] = (),
+    over: Sequence[Source] = (),
 ) -> RunConfig:
     """The configuration that the arguments, and the environment below them, ask for.
 
-    `defaults`: flags that hold where neither says otherwise, in the place of the schema's.
+    `defaults`: flags that hold where neither says otherwise, in the place of the schema's. `over`: what holds whatever
+    they say; keys of its types that it leaves open may be given by flags.
     `--help` and `--dry-run` print and end the process (SystemExit 0); of several local ranks, the first one prints.
     Raises: ConfigError with a line for each thing that is wrong.
     """
@@ -50,7 +55,7 @@ def load_config(
     if line.wants_help:
         _print_and_exit(help_text(schema), environ)
     weakest = _texts(parse_command_line(defaults, schema).flags)
-    settings = Settings([*weakest, *_sources(line, environ, schema)], schema)
+    settings = Settings([*weakest, *_sources(line, environ, schema, over), *over], schema)
     try:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:
@@ -68,9 +73,12 @@ def given_settings(argv: Sequence[str], environ: Mapping[str, str], *, with_file
     return Settings(_sources(line if with_files else replace(line, files=()), environ, schema), schema)
 
 
-def _sources(line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys) -> list[Source]:
-    """The weakest first."""
-    return [*(TomlFile(file, schema) for file in line.files), *_texts(variables(environ)), *_texts(line.flags)]
+def _sources(
+    line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys, types: Sequence[Source] = ()
+) -> list[Source]:
+    """The weakest first. `types`: sources whose types the flags go by."""
+    files = [TomlFile(file, schema) for file in line.files]
+    return [*files, *_texts(variables(environ)), *types, *_texts(line.flags)]
 
 
 def _texts(texts: Iterable[Text]) -> list[Text]:
