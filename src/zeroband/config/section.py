@@ -42,6 +42,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+class OwnSection(Section):
+    """A section of which each node sets every key for itself."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.json_schema_extra = NODE_LOCAL
+
+
 def key_value(text: str) -> tuple[str, Any]:
     """The two sides; a value that is no JSON is text. Raises ValueError where one of them is missing."""
     key, equals, value = text.partition("=")
