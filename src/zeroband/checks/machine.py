@@ -1,11 +1,20 @@
-"""Limits and tools of this machine that a run needs: descriptors, a compiler, the native library, equal shares."""
+"""What this machine is: versions, the native library, a compiler, descriptors, equal shares, address, TCP settings."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import platform
 import resource
+import socket
+import struct
+import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from zeroband.checks.finding import Finding
+import zeroband
+from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.memory import has_gpu
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
@@ -13,6 +22,21 @@ from zeroband.elastic.transport.descriptors import needed
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
+
+_IPV4 = Path("/proc/sys/net/ipv4")
+_LARGE_WINDOW = 4 << 20
+_SIOCGIFADDR = 0x8915
+
+
+def versions() -> Iterator[Finding]:
+    """What is installed, on which system."""
+    yield Finding("zeroband", zeroband.__version__)
+    yield Finding("Python, system", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    for name in ("torch", "triton", "redis"):
+        try:
+            yield Finding(name, version(name))
+        except PackageNotFoundError:
+            yield Finding(name, "not installed")
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
@@ -64,3 +88,67 @@ def shares(config: RunConfig, local_world_size: int) -> Iterator[Finding]:
         require_even_shares(config.train.batch_size, local_world_size)
     except ConfigError as error:
         yield Finding("ranks", f"{local_world_size} on this node", str(error), stops="start")
+
+
+def tcp_settings() -> Iterator[Finding]:
+    """How fast TCP may be on links with losses and on long ones. Linux."""
+    if sys.platform != "linux":
+        return
+    available = _read(_IPV4 / "tcp_available_congestion_control")
+    allowed = _read(_IPV4 / "tcp_allowed_congestion_control")
+    if "bbr" in (available if os.geteuid() == 0 else allowed).split():
+        yield Finding("congestion control", "bbr")
+    else:
+        advice = "on links with losses bbr is several times faster: modprobe tcp_bbr, and allow it in net.ipv4"
+        yield Finding("congestion control", available or "unknown", advice)
+    for name in ("tcp_rmem", "tcp_wmem"):
+        largest = int((_read(_IPV4 / name).split() or ["0"])[-1])
+        advice = (
+            "" if largest >= _LARGE_WINDOW else f"long links need more streams with so little: raise net.ipv4.{name}"
+        )
+        yield Finding(f"largest {name}", size_text(largest), advice)
+
+
+def look_at_address(host: str, config: RunConfig) -> Finding:
+    """The address under which the others would reach this node."""
+    interface = _interface_of(host)
+    chosen = "node.advertise_host" if config.node.advertise_host else "the route to the store"
+    seen = f"{host} ({chosen})" + (f" on {interface}, MTU {_mtu(interface)}" if interface else "")
+    if host.startswith("127.") or host == "::1":
+        return Finding("address", seen, "only this machine reaches it: set node.advertise_host for others")
+    if interface is None:
+        return Finding("address", seen, "no interface has it: forward the port here, or set node.advertise_host")
+    return Finding("address", seen)
+
+
+def _interface_of(host: str) -> str | None:
+    """The interface that has this address; None where none has."""
+    try:
+        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)}
+    except OSError:
+        return None
+    return next((name for name, address in _interface_addresses() if address in wanted), None)
+
+
+def _interface_addresses() -> Iterator[tuple[str, str]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none of IPv4
+                continue
+            yield name, socket.inet_ntoa(answer[20:24])
+    for line in _read(Path("/proc/net/if_inet6")).splitlines():
+        digits, *_, name = line.split()
+        yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def _mtu(interface: str) -> str:
+    return _read(Path("/sys/class/net") / interface / "mtu") or "unknown"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

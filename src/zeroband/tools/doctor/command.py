@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zeroband.checks.checklist import all_checks, asked_config
 from zeroband.checks.finding import Finding
-from zeroband.checks.quick import asked_config
 from zeroband.config import RunConfig
 from zeroband.errors import ConfigError
 from zeroband.tools.arguments import bounded, parser_of, run_command
@@ -32,10 +32,9 @@ def main(argv: Sequence[str]) -> int:
 def _examine(config: RunConfig, nodes: int, wait_s: float) -> int:
     if config.store.address is None and nodes > 1:
         raise ConfigError("--nodes needs store.url, through which the nodes find each other")
-    from zeroband.tools.doctor.machine import look_at_machine  # torch, for right arguments only
-    from zeroband.tools.doctor.outside import look_outside
+    from zeroband.tools.doctor.outside import look_outside  # torch, for right arguments only
 
-    findings = list(look_at_machine(config, os.environ, nodes if nodes > 1 else None))
+    findings = list(all_checks(config, os.environ, nodes if nodes > 1 else None))
     if config.store.address is not None:
         findings += look_outside(config, nodes, wait_s)
     _show(findings)
