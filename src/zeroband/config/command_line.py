@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from types import NoneType
 
 from zeroband.config.keys import Path, SchemaKeys
 from zeroband.config.presets import config_file
@@ -45,7 +46,7 @@ def _flag(argument: str, rest: list[str], schema: SchemaKeys) -> Text:
     """A flag with its value, which may be the next argument; that of a boolean or of a section that is off may lack."""
     written, equals, value = argument.partition("=")
     path, is_negated = _path_of(written)
-    is_boolean = any(key.is_flag for key in schema.keys.get(path, ()))
+    is_boolean = bool in schema.kinds(path)
     alone = str(not is_negated).lower() if is_boolean else "{}" if _is_switch(path, schema) else None
     if is_negated and path in schema and (equals or not is_boolean):
         raise ConfigError(f"{written}: only a boolean key can be negated, and without a value")
@@ -60,7 +61,7 @@ def _flag(argument: str, rest: list[str], schema: SchemaKeys) -> Text:
 def _is_switch(path: Path, schema: SchemaKeys) -> bool:
     """Whether the name of a section alone switches it on, with its defaults."""
     section = schema.sections.get(path)
-    return section is not None and section.is_nullable and set(section.variants) == {""}
+    return section is not None and NoneType in section.kinds and set(section.variants) == {""}
 
 
 def _is_next_an_option(rest: Sequence[str]) -> bool:

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
@@ -53,20 +52,8 @@ class Key:
         return is_shared(self.field)
 
     @property
-    def is_secret(self) -> bool:
-        return SecretStr in member_types(self.field.annotation)
-
-    @property
-    def is_list(self) -> bool:
-        return is_list(self.field)
-
-    @property
-    def is_flag(self) -> bool:
-        return bool in member_types(self.field.annotation)
-
-    @property
-    def is_nullable(self) -> bool:
-        return NoneType in member_types(self.field.annotation)
+    def kinds(self) -> frozenset[Any]:
+        return kinds_of(self.field)
 
 
 @dataclass(frozen=True)
@@ -81,11 +68,12 @@ class SchemaKeys:
 
     def holds_secret(self, path: Path) -> bool:
         """Whether a key, or one in a section, must not be shown."""
-        return any(key.is_secret for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
+        return any(SecretStr in key.kinds for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
 
-    def is_nullable(self, path: Path) -> bool:
-        found = (self.sections[path],) if path in self.sections else self.keys[path]
-        return any(key.is_nullable for key in found)
+    def kinds(self, path: Path) -> frozenset[Any]:
+        """Return the types that a key may have, in one variant or another; none where there is no such key."""
+        found = (self.sections[path],) if path in self.sections else self.keys.get(path, ())
+        return frozenset[Any]().union(*(key.kinds for key in found))
 
     def nearest(self, name: str) -> list[str]:
         """What a wrong dotted name may have meant, the likeliest first: one key like it, or some with its last part."""
@@ -127,14 +115,9 @@ def is_shared(field: FieldInfo) -> bool:
     return not isinstance(extra, dict) or extra.get("scope") != NODE_LOCAL["scope"]
 
 
-def is_list(field: FieldInfo) -> bool:
-    """Whether a field holds a list."""
-    return any(get_origin(member) is tuple for member in member_types(field.annotation))
-
-
-def is_table(field: FieldInfo) -> bool:
-    """Whether a field holds a table whose own keys are not known here."""
-    return any(get_origin(member) is dict for member in member_types(field.annotation))
+def kinds_of(field: FieldInfo) -> frozenset[Any]:
+    """The types that a field may have: int, bool, NoneType, SecretStr, tuple for a list, dict for somebody's table."""
+    return frozenset(get_origin(member) or member for member in member_types(field.annotation))
 
 
 def member_types(annotation: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from zeroband.config.keys import Path, SchemaKeys, Variant, dotted, is_table, tables_of, variants_of
+from zeroband.config.keys import Path, SchemaKeys, Variant, dotted, kinds_of, tables_of, variants_of
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import MASK, NAME_PATTERN, TAG, Section
 from zeroband.config.sources import Settings
@@ -101,7 +101,7 @@ def _place_of(location: Sequence[int | str]) -> _Place:
             field = section.model_fields.get(part)
             variants = variants_of(field) if field else {}
             section = variants.get("")
-        elif field and is_table(field):  # else it names one of several types that a value may have
+        elif field and dict in kinds_of(field):  # else it names one of several types that a value may have
             name = f"{name}.{part}"
     return _Place(name, path, tuple(variants), table)
 

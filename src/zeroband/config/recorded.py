@@ -14,7 +14,7 @@ from typing import Any, cast
 from pydantic_settings import InitSettingsSource
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, is_table, schema_keys, tables_of, variants_of
+from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, kinds_of, schema_keys, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import NONE, Section
@@ -96,7 +96,7 @@ def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> d
     for key, text in record.items():
         path = tuple(key.split("."))
         if path in schema:
-            is_plain = not any(known.is_list or is_table(known.field) for known in schema.keys.get(path, ()))
+            is_plain = not schema.kinds(path) & {tuple, dict}
             _put(tables, path, text if is_plain else _read(text))
         elif found := _place(key, record, schema):
             place, row, inner = found
@@ -162,7 +162,7 @@ def _is_shared_in(sections: Iterable[type[Section]], path: Path) -> bool:
         return False
     inner = [variant for field in fields for variant in variants_of(field).values()]
     if not inner:
-        return len(path) == 1 or any(map(is_table, fields))
+        return len(path) == 1 or any(dict in kinds_of(field) for field in fields)
     return len(path) > 1 and _is_shared_in(inner, path[1:])
 
 
@@ -181,7 +181,7 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
     path = tuple(key.split("."))
     for length in range(2, len(path) - 1):
         place = path[:length]
-        if any(known.is_list for known in schema.keys.get(place, ())):
+        if tuple in schema.kinds(place):
             rows = (".".join(path[length:end]) for end in range(len(path) - 1, length, -1))  # a name may have dots
             row = next((row for row in rows if record.get(f"{dotted(place)}.{row}.name") == row), path[length])
             return place, row, path[length + row.count(".") + 1 :]

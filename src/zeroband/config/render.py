@@ -95,7 +95,7 @@ _USAGE = f"""
 
 def _section_help(section: Key) -> list[str]:
     doc = section.field.description or ""
-    default = f" (default: {NONE})" if section.is_nullable else ""
+    default = f" (default: {NONE})" if NoneType in section.kinds else ""
     return ["", f"[{dotted(section.path)}]{default}", *_wrapped(doc, indent=2)]
 
 

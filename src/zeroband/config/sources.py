@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
+from types import NoneType
 from typing import Any, Protocol, cast
 
 import tomli
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from zeroband.config.keys import TAG, Path, SchemaKeys, dotted, is_list, schema_keys
+from zeroband.config.keys import TAG, Path, SchemaKeys, dotted, kinds_of, schema_keys
 from zeroband.config.presets import preset_names
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import NONE
@@ -93,13 +94,13 @@ class Text(EnvSettingsSource):
         return self.written if path[: len(self.path)] == self.path else None
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
-        is_empty_list = not self.text.strip() and any(key.is_list for key in schema_keys().keys.get(self.path, ()))
+        is_empty_list = not self.text.strip() and tuple in schema_keys().kinds(self.path)
         return {dotted(self.path): "[]" if is_empty_list else self.text}
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         """Return what a text means for a list, a table or a section."""
         text = str(value)
-        if is_list(field) and text.lower() != NONE and not text.lstrip().startswith("["):
+        if tuple in kinds_of(field) and text.lower() != NONE and not text.lstrip().startswith("["):
             return [part.strip() for part in text.split(",")]
         try:
             found = parse_json(text)
@@ -184,7 +185,7 @@ class Settings:
                 self.origins[here] = origin
             section = self._schema.sections.get(here)
             if section is None or not isinstance(value, dict):
-                is_none = isinstance(value, str) and value.lower() == NONE and self._schema.is_nullable(here)
+                is_none = isinstance(value, str) and value.lower() == NONE and NoneType in self._schema.kinds(here)
                 into[name] = None if is_none else value
                 continue
             if not isinstance(into.get(name), dict):

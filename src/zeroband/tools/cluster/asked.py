@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from zeroband.config.keys import dotted, schema_keys
 from zeroband.config.load import given_settings
 from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
@@ -40,7 +42,8 @@ def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str
 
     Every user of the machine sees command lines.
     """
-    names = {dotted(path): path for path, keys in schema_keys().keys.items() if any(key.is_secret for key in keys)}
+    schema = schema_keys()
+    names = {dotted(path): path for path in schema.keys if SecretStr in schema.kinds(path)}
     kept: list[str] = []
     secrets: dict[str, str] = {}
     left = [*arguments]
