@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zeroband.config.layers import NONE
+from zeroband.config.section import NONE
 from zeroband.config.time_outs import TimeOuts
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from zeroband.config.layers import parse_toml
 from zeroband.config.load import load_config
 from zeroband.config.presets import config_file
+from zeroband.config.sources import parse_toml
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms

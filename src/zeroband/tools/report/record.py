@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from zeroband.config.problems import MASK
+from zeroband.config.section import MASK
 from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import FolderFacts
