@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zeroband.config import RunConfig
 from zeroband.config.store_url import NODES
@@ -106,7 +107,7 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
     if not any(argument.startswith("@") for argument in arguments):
         arguments.insert(0, f"@{_CONFIG}")
     directory, run_id = asked_run(arguments, f"chaos-{os.getpid()}")
-    given = vars(known) | {"kinds": _kinds(known.kinds)}
+    given: dict[str, Any] = vars(known) | {"kinds": _kinds(known.kinds)}
     report = given.pop("report")
     return ChaosOptions(tuple(arguments), directory=directory, run_id=run_id, **given), report
 

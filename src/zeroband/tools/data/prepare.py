@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 
 from zeroband.checkpoint.storage import LocalStorage
@@ -128,8 +129,7 @@ def _options(given: argparse.Namespace) -> Options:
         raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
     if given.binary and given.tokenizer != "byte":
         raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
-    names = ("field", "column", "binary", "unit_mb", "dedup", "min_tokens", "max_tokens", "pack", "seq_length")
-    return Options(**{name: getattr(given, name) for name in (*names, "allow_empty", "skip_bad_rows")})
+    return Options(**{option.name: getattr(given, option.name) for option in fields(Options)})
 
 
 class _Preparation:
