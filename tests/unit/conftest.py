@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.memberships import a_member
+from tests.memory_store import MemoryRecord, MemoryStore
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor, nn
 
@@ -55,7 +56,6 @@ from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 from zeroband.state.round_state import RoundState, RoundUpdate
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 DEADLINE_S = 20.0
 STRAGGLERS_S = 1.0
