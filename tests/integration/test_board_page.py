@@ -288,8 +288,8 @@ def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
     assert figure(page, "left_s").startswith("3 min")
     assert figure(page, "cost").startswith("$1.35")
     assert {name: node(page, name) for name in NODES} == dict.fromkeys(NODES, "● Training")
-    assert page.locator(".promise[data-state=good]").count() == 4
-    page.locator(".promise summary").first.click()
+    assert page.locator(".guarantee[data-state=good]").count() == 4
+    page.locator(".guarantee summary").first.click()
     expect(page.locator(".evidence").first).to_contain_text("round 40: 4 nodes, digest")
     expect(page.locator(".chart canvas")).to_have_count(4)
     expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 35 to 40 of 4 nodes"))

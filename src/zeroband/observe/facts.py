@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -14,6 +14,8 @@ from zeroband.observe.metrics import METRICS_FILE
 
 REPORT_FILE = "report.html"
 """Name of the report inside the run directory."""
+_MOST = 2**53
+"""No whole number that nodes write is larger."""
 
 
 class Fact(NamedTuple):
@@ -222,3 +224,51 @@ def at_s_of(record: dict[str, Any]) -> float:
     """When a node wrote a record; 0 where it does not say."""
     at_s = record.get("at_s")
     return at_s if isinstance(at_s, (int, float)) else 0.0
+
+
+def require_line(record: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError for a record that no node writes: no time, or known fields of other types."""
+    at_s = record["at_s"]
+    if record.get("kind", "") is None:
+        raise ValueError("kind=None")
+    if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e11:
+        raise ValueError(f"at_s={at_s!r}")
+    for name, value in record.items():
+        is_usual = _USUAL.get(name)
+        if is_usual is None:
+            if (type(value) is float and -_MOST < value < _MOST) or "/" not in name:  # nearly all
+                continue
+            is_usual = _is_number
+        if value is not None and not is_usual(value):
+            raise ValueError(f"{name}={value!r}")
+    if "kind" not in record and not isinstance(record["step"], int):
+        raise ValueError("no step")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and -1 <= value < _MOST  # -1: no round yet
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+
+
+def _is_number(value: object) -> bool:
+    """Whether a metric is a number that a node writes; those that JSON lacks are texts, and others raise ValueError."""
+    if isinstance(value, str):
+        float(value)
+        return True
+    return isinstance(value, (float, int)) and not isinstance(value, bool) and -(2**63) < value < 2**63
+
+
+_USUAL: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("kind", "digest", "member_id", "state", "reason", "why", "outer/digest", "text"), _is_text),
+    **dict.fromkeys(("members", "member_ids", "late"), _is_list_of_texts),
+    **dict.fromkeys(("step", "round", "epoch", "starts", "total_steps", "parameters"), _is_count),
+    **dict.fromkeys(("outer/round", "outer/epoch", "eval/step"), _is_count),
+}
+"""Whether a field is of the type that nodes write."""

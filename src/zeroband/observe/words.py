@@ -10,7 +10,7 @@ from zeroband.observe.view import EventView, node_id_of_member
 
 EVENT_WORDS: Mapping[str, str] = {
     "node_started": "{node} has started.",
-    "joined": "{node} is a member from round {round} on.",
+    "joined": "{node} is in: outer step {round} counts it as a member.",
     "epoch_changed": "Epoch {epoch}: {members} train together.",
     "round_committed": "Round {round} is committed.",
     "round_retried": "{node} tries round {round} again: {reason}.",

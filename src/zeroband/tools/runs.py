@@ -22,7 +22,7 @@ from zeroband.observe.facts import Fact, at_s_of, is_node_folder
 from zeroband.observe.history import RunHistory
 from zeroband.observe.jsonl import decode_line
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import SILENT_S, NodeView, RunView
+from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
 
 _EXIT_CONFIG = 2
@@ -121,34 +121,28 @@ def _written_at_s(node_dir: Path) -> float:
 def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSummary:
     history = RunHistory(run_dir.name)
     for path in node_dirs:
-        history.appeared(path.name)
         records = _newest_records(path / EVENTS_FILE) + _newest_records(path / METRICS_FILE)
-        for record in sorted(records, key=at_s_of):
-            history.add(Fact(path.name, record))
+        history.take([path.name], [Fact(path.name, record) for record in sorted(records, key=at_s_of)])
     run = history.view()
     written_at_s = max(map(_written_at_s, node_dirs))
     return RunSummary(
         run_id=run_dir.name,
         path=str(run_dir),
         state=_state(run, now_s - written_at_s),
-        step=max((node.step for node in run.own), default=0),
-        total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
+        step=run.step,
+        total_steps=run.total_steps,
         loss=run.loss,
         nodes=len(run.nodes),
-        nodes_in=sum(_is_in(node) for node in run.own),
+        nodes_in=sum(node.state not in ENDED for node in run.own),
         nodes_of_others=len(run.strangers),
         written_at_s=written_at_s,
     )
 
 
-def _is_in(node: NodeView) -> bool:
-    return node.state in ("starting", "training", "recovering", "fenced")
-
-
 def _state(run: RunView, silent_s: float) -> str:
     if all(node.last_at_s is None for node in run.nodes):
         return "empty"
-    if any(_is_in(node) for node in run.own):
+    if any(node.state not in ENDED for node in run.own):
         return "training" if silent_s < SILENT_S else "silent"
     states = {node.state for node in run.own}
     return next((state for state in ("finished", "failed", "left") if state in states), "silent")

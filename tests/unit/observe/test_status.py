@@ -14,11 +14,13 @@ import pytest
 
 import zeroband
 from zeroband.errors import ConfigError
+from zeroband.observe.curves import Selection
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
+from zeroband.observe.node_history import CURVE_POINTS, NodeHistory
 from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, render
-from zeroband.observe.view import CURVE_POINTS, Curve, NodeHistory, node_id_of_member
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.status import main
 
 
@@ -104,7 +106,7 @@ def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
     node.join(round=7)
     node.events.emit("join_state", state="member", why="admitted", since="12:00:00Z")
     last = render(reader.read())
-    for text, state in zip(shown, ("starting: discover", "starting: fetching", "recovering: fetching"), strict=True):
+    for text, state in zip(shown, ("joining: discover", "joining: fetching", "joining: fetching"), strict=True):
         assert state in text
     assert "training" in last and ": member" not in last and "join_state" not in last
 
@@ -182,7 +184,7 @@ def test_reader_shows_a_killed_node_as_lost_until_it_is_back(run_dir: Path) -> N
     first.events.emit("epoch_changed", epoch=3, members=[first.member_id, second.member_id])
     states.append(reader.read().nodes[1].state)
     members.append(reader.read().members)
-    assert states == ["lost", "starting", "recovering", "training"]
+    assert states == ["lost", "starting", "joining", "training"]
     assert members == [("n0",), ("n0", "n1")]
     assert reader.read().nodes[1].starts == 2
 
@@ -328,8 +330,8 @@ def test_run_view_orders_the_events_of_all_nodes_by_time(run_dir: Path) -> None:
 def test_node_history_stays_bounded_in_a_long_run() -> None:
     history = NodeHistory("n0")
     for step in range(1, 2001):
-        history.add_metrics({"step": step, "at_s": float(step), "train/loss": 1.0})
-        history.add_event(
+        history.add({"step": step, "at_s": float(step), "train/loss": 1.0})
+        history.add(
             {"kind": "round_committed", "at_s": float(step), "round": step, "epoch": 1, "members": [], "digest": "x"}
         )
     assert 1 < len(history.loss_curve()) <= CURVE_POINTS
@@ -337,10 +339,10 @@ def test_node_history_stays_bounded_in_a_long_run() -> None:
 
 @pytest.mark.parametrize("length", [1, CURVE_POINTS, CURVE_POINTS + 1, 3 * CURVE_POINTS, 10_000])
 def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
-    curve = Curve()
+    curve = Selection[float](CURVE_POINTS)
     for value in range(length):
         curve.add(float(value))
-    points = curve.points()
+    points = tuple(curve.values)
     stride = points[1] - points[0] if len(points) > 1 else 1
     assert points == tuple(float(value) for value in range(0, length, int(stride)))
     assert len(points) >= min(length, CURVE_POINTS // 2)

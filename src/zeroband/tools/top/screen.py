@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count
-from zeroband.observe.view import NodeView
+from zeroband.observe.view import AT_WORK, NodeView
 from zeroband.tools.top.scene import Scene, bars, mean_curve, on_its_way
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
@@ -44,8 +44,10 @@ _SPINS_PER_S = 4
 _STATE_STYLES = {
     "training": "green",
     "finished": "bold green",
-    "recovering": "yellow",
-    "fenced": "yellow",
+    "joining": "yellow",
+    "late": "yellow",
+    "paused": "yellow",
+    "leaving": "yellow",
     "lost": "red",
     "failed": "bold red",
     "killed": "bold white on red",
@@ -165,7 +167,7 @@ def progress_line(scene: Scene) -> str:
     run = scene.run
     loss = "no loss yet" if run.loss is None else f"loss {run.loss:.3f}"
     return (
-        f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(scene.step, scene.total_steps)}  {loss}  "
+        f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(run.step, run.total_steps)}  {loss}  "
         f"epoch {'-' if run.epoch is None else run.epoch}  {len(run.members)} nodes in  {traffic(scene)}"
     )
 
@@ -283,7 +285,7 @@ def _doing_cell(scene: Scene, words: str, for_s: float | None) -> Text:
 
 
 def _bar(node: NodeView, scene: Scene) -> ProgressBar:
-    state, total = _state(node, scene), scene.total_steps or node.total_steps
+    state, total = _state(node, scene), scene.run.total_steps or node.total_steps
     return ProgressBar(
         total=total or 1,
         completed=node.step if total else 0,
@@ -294,9 +296,9 @@ def _bar(node: NodeView, scene: Scene) -> ProgressBar:
 
 def _node_cells(node: NodeView, scene: Scene) -> list[Text]:
     """What stands behind a node's bar."""
-    is_fast = node.tokens_per_s is not None and _state(node, scene) == "training"
+    is_fast = node.tokens_per_s is not None and _state(node, scene) in AT_WORK
     return [
-        Text(_of(node.step, scene.total_steps or node.total_steps)),
+        Text(_of(node.step, scene.run.total_steps or node.total_steps)),
         Text("" if node.loss is None else f"loss {node.loss:.2f}"),
         Text(f"{human_count(node.tokens_per_s or 0.0)} tok/s" if is_fast else ""),
         Text((node.digest or "")[:_DIGEST_CHARS], style="magenta"),
@@ -332,7 +334,7 @@ def _facts(scene: Scene) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
-    speeds = [node.tokens_per_s for node in run.own if node.state == "training" and node.tokens_per_s is not None]
+    speeds = [node.tokens_per_s for node in run.own if node.is_at_work and node.tokens_per_s is not None]
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, step
 
 from zeroband.observe.facts import Fact
-from zeroband.observe.history import NEWEST_ROUNDS, RunHistory
+from zeroband.observe.history import RunHistory
+from zeroband.observe.lines import NEWEST_ROUNDS
 from zeroband.tools.board import document
 from zeroband.tools.board.document import Answer, Encoder, Piece, Setting, series_document
 
@@ -96,13 +97,13 @@ def test_earlier_moment_is_shown_as_it_was() -> None:
     ]
     facts = sorted([*(fact for one in runs for fact in one), *later], key=lambda fact: fact.record["at_s"])
     then, now = state(history(facts), BEGIN_S + 20.5), state(history(facts))
-    assert ([one["state"] for one in then["promises"]], then["links"], then["sample"]) == (
+    assert ([one["state"] for one in then["guarantees"]], then["links"], then["sample"]) == (
         ["good", "good", "unknown", "unknown"], [], None,
     )  # fmt: skip
     assert then["run"]["mfu"] is None and [node["memory_bytes"] for node in then["nodes"]] == [None] * 3
     assert [one["spans"][-1][1:] for one in then["membership"]] == [[None, "training"]] * 3
-    assert then["promises"][0]["evidence"][0].startswith("11 rounds")
-    assert (now["sample"]["text"], len(now["links"]), now["promises"][2]["state"]) == ("Once", 1, "good")
+    assert then["guarantees"][0]["evidence"][0].startswith("11 rounds")
+    assert (now["sample"]["text"], len(now["links"]), now["guarantees"][2]["state"]) == ("Once", 1, "good")
     assert (now["nodes"][0]["mfu"], now["nodes"][0]["memory_bytes"]) == (0.5, 7)
     assert now["membership"][2]["spans"][-1][2] == "lost"
     known = state(history(fact for fact in facts if fact.record["at_s"] <= BEGIN_S + 20.5))

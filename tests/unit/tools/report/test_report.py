@@ -37,8 +37,8 @@ class Saved:
     def part(self, title: str) -> dict[str, Any]:
         return next(part for part in (*self.data["first"], *self.data["last"]) if part["title"] == title)
 
-    def promise(self, key: str) -> dict[str, Any]:
-        return next(promise for promise in self.data["state"]["promises"] if promise["key"] == key)
+    def guarantee(self, key: str) -> dict[str, Any]:
+        return next(guarantee for guarantee in self.data["state"]["guarantees"] if guarantee["key"] == key)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -140,7 +140,7 @@ def test_report_has_the_figures_of_the_run(folder: Path) -> None:
     assert (run["state"], run["step"], run["total_steps"], run["round"]) == ("finished", 30, 30, 3)
     assert (run["loss"], run["held_out"], run["parameters"], run["sent_bytes"]) == (2.0, 4.25, 1234, 6000)
     assert [one["step"] for one in told.data["state"]["checkpoints"]] == [20]
-    assert told.promise("ledger")["words"] == "24 samples of 3 rounds were replayed: each was trained once."
+    assert told.guarantee("ledger")["words"] == "24 samples of 3 rounds were replayed: each was trained once."
     assert told.data["series"].keys() == {"tokens", "time", "bytes", "step"}
     loss = next(one for one in told.data["series"]["step"]["series"] if one["key"] == "loss")
     assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.9, 2.0)
@@ -230,7 +230,7 @@ def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> N
         wrong = [e | {"digest": name} if e.get("round") == 3 else e for e in wrong]
         (folder / name / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in wrong))
     told = saved(folder)
-    assert (told.promise("divergence")["state"], told.promise("ledger")["state"]) == ("bad", "bad")
+    assert (told.guarantee("divergence")["state"], told.guarantee("ledger")["state"]) == ("bad", "bad")
     steps = "\n".join(told.part("What to do next")["lines"])
     assert "Nodes recorded different outer states after round 3." in steps
     assert "do not go on with this model" in steps

@@ -56,7 +56,7 @@ def test_watch_shows_any_source_of_facts_and_says_when_it_cannot_be_read() -> No
     watch = _watch([], [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "step": 4})], StoreLost("away"))
     assert watch.scene().node_ids == ("b",)
     seen = watch.scene()
-    assert (seen.node_ids, seen.step, seen.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: first")
+    assert (seen.node_ids, seen.run.step, seen.run.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: first")
     assert "2 lines could not be read" in seen.footer
     lost = watch.scene()
     assert lost.run == seen.run
@@ -70,7 +70,7 @@ def test_file_that_cannot_be_read_is_said_and_costs_that_file_only(tmp_path: Pat
     watch = Watch(FolderFacts(tmp_path / "first"), lambda known: {}, now=lambda: 100.0)
     for _ in range(2):
         scene = watch.scene()
-        assert (scene.node_ids, scene.step) == (("a", "b"), 4)
+        assert (scene.node_ids, scene.run.step) == (("a", "b"), 4)
         assert scene.footer == "q: end; cannot read a/metrics.jsonl: Is a directory"
 
 
@@ -80,7 +80,7 @@ def test_whatever_a_source_cannot_read_ends_nothing() -> None:
     watch.scene()
     facts.problem = PermissionError(13, "Permission denied")
     assert "Permission denied" in watch.scene().footer
-    assert watch.scene().step == 4
+    assert watch.scene().run.step == 4
 
 
 def test_clock_of_a_node_a_day_off_makes_nobody_wait() -> None:
@@ -110,7 +110,7 @@ def test_two_runs_of_one_name_are_not_mixed() -> None:
         ]
 
     scene = _watch([*node("a", "first", 1.0, 90), *node("b", "second", 50.0, 5)]).scene()
-    assert (scene.step, scene.run.members) == (5, ("b",))
+    assert (scene.run.step, scene.run.members) == (5, ("b",))
     assert "a is of another run named first, and not counted" in scene.footer
 
 
@@ -156,7 +156,7 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
     assert main(["--store", redis_url, "--run-id", "first"]) == 0
     said = capsys.readouterr().out
-    assert "finished: all 9 inner steps are done" in said and "q: end" not in said
+    assert "n0 has done all 9 steps." in said and "q: end" not in said
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
     assert main(["--store", redis_url, "--run-id", "first"]) == 2
     assert "run.token" in capsys.readouterr().err
