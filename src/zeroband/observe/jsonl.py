@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -115,7 +116,7 @@ class JsonlTail:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
         self._inode = 0
         self.skipped_lines = 0
@@ -130,7 +131,7 @@ class JsonlTail:
         """
         self.has_more = False
         try:
-            seen = self._path.stat()  # a tenth of what opening costs
+            seen = self.path.stat()  # a tenth of what opening costs
             if (seen.st_ino, seen.st_size) == (self._inode, self._offset):
                 return []
             data = self._read(most_bytes)
@@ -144,7 +145,7 @@ class JsonlTail:
 
     def _read(self, most_bytes: int | None) -> bytes:
         """What is behind the offset, in few calls to the system: this is done often."""
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if status.st_ino != self._inode or status.st_size < self._offset:
@@ -157,6 +158,18 @@ class JsonlTail:
         finally:
             os.close(descriptor)
         return data
+
+
+def last_lines(path: Path, most_bytes: int) -> list[bytes]:
+    """The whole lines in the last bytes of a file, each with its end; none where it is missing.
+
+    Raises OSError where the file is there and cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+        file.seek(start)
+        return file.read(most_bytes).splitlines(keepends=True)[1 if start else 0 :]
+    return []
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:

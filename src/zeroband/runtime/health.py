@@ -20,7 +20,7 @@ from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.node_history import NodeHistory
-from zeroband.observe.stall import last_lines
+from zeroband.observe.stall import newest_events
 from zeroband.observe.view import NodeView
 from zeroband.runtime.run_folder import CONFIG_FILE
 
@@ -87,7 +87,7 @@ def stalls(node_dir: Path) -> Iterator[str]:
 def _newest_view(node_dir: Path) -> NodeView:
     """Read what the newest events say of a node."""
     history = NodeHistory(node_dir.name)
-    for line in last_lines(node_dir / EVENTS_FILE).splitlines():
+    for line in newest_events(node_dir):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             history.add(json.loads(line))
     return history.newest

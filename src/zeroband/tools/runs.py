@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import Fact, at_s_of, is_node_folder
 from zeroband.observe.history import RunHistory
-from zeroband.observe.jsonl import decode_line
+from zeroband.observe.jsonl import decode_line, last_lines
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
@@ -150,13 +149,10 @@ def _state(run: RunView, silent_s: float) -> str:
 
 def _newest_records(path: Path) -> list[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).split(b"\n")
+        lines = last_lines(path, _TAIL_BYTES)
     except OSError:
         return []
-    return [record for line in lines if (record := decode_line(line)) is not None]  # the first may be half a line
+    return [record for line in lines if (record := decode_line(line)) is not None]
 
 
 def render(runs: Sequence[RunSummary], *, now: Callable[[], float]) -> str:
