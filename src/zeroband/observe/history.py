@@ -23,7 +23,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import Fact, require_line
 from zeroband.observe.guarantees import Checked, CheckpointView, Guarantee, checkpoint, detection, divergence, ledger
 from zeroband.observe.lines import NEWEST_ROUNDS, Line, LossCost, NodeRound, Round, RoundView
-from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory
+from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, Stay
 from zeroband.observe.view import (
     AT_WORK,
     ENDED,
@@ -66,10 +66,6 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "impostor": ("member_id", "where"),
 }
 """Events that every member records, and what makes two of them the same one."""
-_OF_CHECKPOINTS = (
-    *("checkpoint_committed", "checkpoints_removed", "checkpoint_failed", "checkpoint_left_out"),
-    *("resumed_from", "rolled_back"),
-)
 _NOT_SHOWN = ("round_committed", "payload_scored", "join_state", "join_progress", "links")
 """Too many beside what happened: they are rounds, and states of nodes and links."""
 
@@ -405,20 +401,23 @@ class RunHistory:
         for stay, after in zip(node.stays, chain(islice(node.stays, 1, None), [None]), strict=False):
             from_s = self._time(node_id, stay.from_s)
             to_s = None if after is None else max(from_s, self._time(node_id, after.from_s))
-            told = self._lost.get(stay.member_id or "")
-            has_ended = stay.member_id in self._gone or (after is not None and after.state in ENDED)
-            lost_s = math.inf if told is None or has_ended else self._time(*told)
-            if stay.state == "joining":  # as another member, where the loss of this one was told before
-                lost_s = lost_s if lost_s > from_s else math.inf
-            elif stay.state not in AT_WORK:
-                lost_s = math.inf
-            if told is None or lost_s >= (math.inf if to_s is None else to_s):
-                spans += _with_lates(Span(from_s, to_s, stay.state, stay.why), lates)
-            else:
-                lost_s = max(from_s, lost_s)
+            lost_s = self._lost_at_s(stay, after, from_s)
+            if stay.member_id is not None and lost_s < (math.inf if to_s is None else to_s):
                 spans += _with_lates(Span(from_s, lost_s, stay.state, stay.why), lates)
-                spans.append(Span(lost_s, to_s, "lost", f"{told[0]} went on without it"))
+                spans.append(Span(lost_s, to_s, "lost", f"{self._lost[stay.member_id][0]} went on without it"))
+            else:
+                spans += _with_lates(Span(from_s, to_s, stay.state, stay.why), lates)
         return tuple(spans)
+
+    def _lost_at_s(self, stay: Stay, after: Stay | None, from_s: float) -> float:
+        """When others went on without a node that stood so from `from_s` on; infinite: they did not."""
+        told = self._lost.get(stay.member_id or "")
+        has_ended = stay.member_id in self._gone or (after is not None and after.state in ENDED)
+        if told is None or has_ended or stay.state not in (*AT_WORK, "joining"):
+            return math.inf
+        lost_s = self._time(*told)
+        is_on_its_way_back = stay.state == "joining" and lost_s <= from_s
+        return math.inf if is_on_its_way_back else max(from_s, lost_s)
 
     def _late_spans(self, node: NodeHistory, node_id: str) -> list[tuple[float, float | None, int]]:
         """When a node was late: from the commit that others saw to its own next one."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Self, TextIO
 
 from rich import box
 from rich.cells import cell_len
@@ -54,16 +54,21 @@ _STATE_STYLES = {
 }
 
 
-class Screen(Protocol):
+class Screen(ABC):
     """Where scenes are shown, from the first to the last of a `with` block."""
 
+    @abstractmethod
     def show(self, scene: Scene) -> None: ...
 
-    def __enter__(self) -> Screen: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End after the last scene."""
 
 
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
@@ -78,7 +83,7 @@ def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     return LiveScreen(console, alternate=alternate) if can_redraw and is_wanted else PlainScreen(stream)
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """One screen, redrawn in place."""
 
     def __init__(self, console: Console, *, alternate: bool = False) -> None:
@@ -89,17 +94,15 @@ class LiveScreen:
         size = self._live.console.size
         self._live.update(draw(scene, size.width, size.height), refresh=True)
 
-    def __enter__(self) -> LiveScreen:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._live.stop()
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """A line for each note, each outer step and each thing that a node begins to do; nothing drawn twice."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -133,12 +136,7 @@ class PlainScreen:
     def _line(self, scene: Scene, at_s: float, text: str) -> None:
         print(f"{_stamp(scene, at_s)}  {text}", file=self._stream, flush=True)
 
-    def __enter__(self) -> PlainScreen:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stream.flush()
 
 
