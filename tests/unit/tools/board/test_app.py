@@ -28,21 +28,8 @@ STATE_KEYS = {
     *("waiting_for", "guarantees", "rounds", "membership", "events", "checkpoints", "sample", "orders"),
 }
 RUN_KEYS = {
-    *(
-        "state",
-        "words",
-        "step",
-        "total_steps",
-        "round",
-        "epoch",
-        "store",
-        "tokens",
-        "tokens_per_s",
-        "mfu",
-        "left_s",
-        "loss",
-    ),
-    *("parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
+    *("state", "words", "step", "total_steps", "round", "epoch", "store", "tokens", "tokens_per_s", "mfu"),
+    *("left_s", "loss", "parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
 }
 NODE_KEYS = {
     *("id", "state", "why", "join", "step", "loss", "tokens_per_s", "mfu", "round", "digest", "sent_bytes", "starts"),

@@ -5,28 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, step
+from tests.made_runs import history_of as history
 
-from zeroband.observe.facts import Fact
 from zeroband.observe.history import RunHistory
 from zeroband.observe.lines import NEWEST_ROUNDS
 from zeroband.tools.board import document
 from zeroband.tools.board.document import Answer, Encoder, Piece, Setting, series_document
 
 NODES = ("a", "b", "c")
-
-
-def history(facts: Iterable[Fact]) -> RunHistory:
-    made = RunHistory("run")
-    for fact in facts:
-        made.add(fact)
-    return made
 
 
 def answer(encoder: Encoder, made: RunHistory | None, at_s: float | None = None) -> Answer:
@@ -37,6 +29,7 @@ def state(made: RunHistory, at_s: float | None = None) -> dict[str, Any]:
     return json.loads(answer(Encoder(), made, at_s).body)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.binary(max_size=2000), max_size=5))
 def test_compressed_answer_is_what_its_pieces_say(parts: list[bytes]) -> None:
     made = Answer(tuple(map(Piece.of, parts)))
@@ -126,7 +119,7 @@ def test_time_that_is_left_follows_the_pace_of_the_moment_that_is_shown() -> Non
 @pytest.mark.parametrize(
     ("rounds", "more"),
     [
-        pytest.param(1000, 3000, marks=pytest.mark.slow),
+        (400, 800),
         pytest.param(20_000, 1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
 )
