@@ -58,7 +58,7 @@ class Moments(Generic[T]):
         return None
 
 
-@dataclass
+@dataclass(slots=True)
 class Stretch:
     """Neighbours in a sequence, from the first number to the last."""
 
@@ -114,7 +114,7 @@ class Stretches(Generic[S]):
         return len(self._by_index)
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket(Stretch):
     """What the lines of some neighbouring steps said, by all nodes."""
 
@@ -158,7 +158,7 @@ class Bucket(Stretch):
     def merge(self, other: Self) -> None:
         if other.first < self.first:
             self.node_id, self.at_s = other.node_id, other.at_s
-        super().merge(other)
+        Stretch.merge(self, other)  # a class with slots has no super()
         self.tokens = max(self.tokens, other.tokens)
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -21,6 +21,7 @@ NEWEST_ROUNDS = 120
 _KEPT_LOSSES = 32
 _SOURCES = 32
 _LOSS_OF = "train/loss/"
+_PARTS = ("wait", "transfer", "apply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,17 @@ class NodeSums:
 
     end_s: float = -math.inf
     rounds: int = 0
-    parts_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    parts_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Compute, wait, transfer, apply."""
 
     def add(self, other: NodeSums) -> None:
         self.end_s = max(self.end_s, other.end_s)
         self.rounds += other.rounds
-        self.parts_s = tuple(mine + theirs for mine, theirs in zip(self.parts_s, other.parts_s, strict=True))
+        mine, theirs = self.parts_s, other.parts_s
+        self.parts_s = (mine[0] + theirs[0], mine[1] + theirs[1], mine[2] + theirs[2], mine[3] + theirs[3])
 
 
-@dataclass
+@dataclass(slots=True)
 class Round(Stretch):
     """A round as its members recorded it, or neighbouring ones."""
 
@@ -81,7 +83,7 @@ class Round(Stretch):
     def merge(self, other: Self) -> None:
         if other.last >= self.last:
             self.epoch, self.members, self.step = other.epoch, other.members, other.step
-        super().merge(other)
+        Stretch.merge(self, other)
         self.retries += other.retries
         for node_id, sums in other.nodes.items():
             self.of_node(node_id).add(sums)
@@ -206,8 +208,8 @@ class Line:
     def finish_round(self, node_id: str, at_s: float, record: Mapping[str, Any], compute_s: float) -> None:
         """What a node measured of a round. `compute_s`: of its inner steps since the one before."""
         round = self.rounds.at(int(record["outer/round"]))
-        waited = (number_of(record, f"outer/{part}_s") or 0.0 for part in ("wait", "transfer", "apply"))
-        round.of_node(node_id).add(NodeSums(at_s, 1, (compute_s, *waited)))
+        wait_s, transfer_s, apply_s = (number_of(record, f"outer/{part}_s") or 0.0 for part in _PARTS)
+        round.of_node(node_id).add(NodeSums(at_s, 1, (compute_s, wait_s, transfer_s, apply_s)))
         round.retries = max(round.retries, int(number_of(record, "outer/retries") or 0))
         round.epoch = max(round.epoch, int(record.get("outer/epoch") or 0))
         round.step = max(round.step or 0, int(record["step"]))

@@ -214,11 +214,12 @@ def _measured(old: NodeView, at_s: float, record: Mapping[str, Any]) -> dict[str
         "step": int(record["step"]),
         "last_at_s": at_s,
         "tokens": int(record.get("train/tokens", old.tokens)),
+        "sent_bytes": old.sent_bytes + int(record.get("outer/sent_bytes", 0)),
+        "received_bytes": old.received_bytes + int(record.get("outer/received_bytes", 0)),
+        "ddp_bytes": old.ddp_bytes + int(record.get("outer/ddp_bytes", 0)),
         "epoch": record.get("outer/epoch", old.epoch),
         "sources": _sources_after(old.sources, record),
     }
-    for name in ("sent_bytes", "received_bytes", "ddp_bytes"):
-        changed[name] = getattr(old, name) + int(record.get(f"outer/{name}", 0))
     if "train/tokens_per_s" in record:
         changed["tokens_per_s"] = float(record["train/tokens_per_s"])
     if "train/mfu" in record:
