@@ -80,6 +80,7 @@ class Keys:
         self.peers_at = f"{self.prefix}:peers_at"  # sorted set: member -> the change that its word came with
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.votes = f"{self.prefix}:votes"  # hash: member -> the result that it holds for the current opening
+        self.last_votes = f"{self.prefix}:last_votes"  # hash: those for the newest verdict, while another round is open
         self.votes_at = f"{self.prefix}:votes_at"  # sorted set: member -> the change that its vote came with
         self.failed = f"{self.prefix}:failed"  # string: why the current opening cannot be finished
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict

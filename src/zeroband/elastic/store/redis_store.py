@@ -10,7 +10,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.elastic.membership.ballots import is_voted_for
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
@@ -51,6 +52,7 @@ from zeroband.elastic.store.connection import (
 )
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
+from zeroband.elastic.store.record_verifier import NOT_VOTED_FOR
 from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, ROUND_TTL_S, SPENT_TTL_S, RedisRun
 from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import id_of
@@ -158,6 +160,10 @@ class RedisStore(RedisRun, Store):
         """Grows with each session and each store: what was seen in one is not learned from in another."""
         self._shared: Mapping[str, str] | None = None
         """What all nodes share; None: this node has not compared it."""
+        self._newest: Verdict | None = None
+        """The newest verdict that was believed."""
+        self._doubted = "", 0.0
+        """Opening of the newest verdict that was not shown to be voted for, and since when."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
         self._lease_ms = int(lease_s * 1000)
         self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
@@ -741,7 +747,8 @@ class RedisStore(RedisRun, Store):
         keys, judge = self.keys, self.judge
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
         known.learn_times(*times)
-        if known.learn_records(records) or known.view is None:
+        has_new_alive = known.learn_alive(alive)
+        if known.learn_records(records) or known.view is None or known.is_doubted:
             self._judge_records(known)
         opening, ready_key = known.opening, keys.ready(round)
 
@@ -752,7 +759,7 @@ class RedisStore(RedisRun, Store):
             return judge.votes(keys.votes, opening, raw)
 
         is_new = [
-            known.learn_alive(alive),
+            has_new_alive,
             known.peers.learn(peers, known.change, lambda raw: judge.peers(keys.peers, raw)),
             known.ready.learn(ready, known.change, read_ready),
             known.votes.learn(votes, known.change, read_votes),
@@ -762,7 +769,8 @@ class RedisStore(RedisRun, Store):
         if self._own:
             is_new.append(known.ready.learn_own(self._own, own_ready, read_ready))
             is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
-        if known.view is not None and not any(is_new) and known.view.is_settling == bool(is_settling):
+        settles = bool(is_settling) or known.is_doubted
+        if known.view is not None and not any(is_new) and known.view.is_settling == settles:
             return known.view
         view = View(
             opening=opening,
@@ -773,7 +781,7 @@ class RedisStore(RedisRun, Store):
             failed=known.failed,
             peers=known.peers.read,
             is_known=known.is_known,
-            is_settling=bool(is_settling),
+            is_settling=settles,
             orders=known.orders,
             restart_point=known.restart_point,
             unseen_ready=known.ready.unseen,
@@ -788,7 +796,7 @@ class RedisStore(RedisRun, Store):
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
         known.orders = judge.orders(keys.orders, raw("orders"))
-        committed = judge.verdict(keys.committed, raw("committed"))
+        committed = self._believed(known, judge.verdict(keys.committed, raw("committed")))
         opening = judge.opening(keys.opening, raw("opening"), committed)
         if opening != known.opening:
             known.forget_votes()
@@ -797,6 +805,39 @@ class RedisStore(RedisRun, Store):
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+
+    def _believed(self, known: StoreCache, verdict: Verdict | None) -> Verdict | None:
+        """The verdict, if members voted for it. Else the one before, and the store counts as settling for a lease.
+
+        A member of the round has compared it with its own vote; it asks for the others' votes where it was not in it.
+        A member that never voted on it, of a run with one store, knows that it is forged.
+        """
+        before, own = self._newest, self._own
+        known.is_doubted = False
+        if verdict is None or (before is not None and verdict.round <= before.round):
+            return verdict
+        knows_members = before is not None and own in (*before.members, *before.opening.late)
+        if before is not None and knows_members and not self.judge.is_expected(verdict):
+            if own in verdict.members and not self.has_several:
+                self.judge.reject(self.keys.committed, known.records["committed"] or b"", NOT_VOTED_FOR)
+                return None
+            if self._is_doubtful(verdict, known.alive.intersection(before.members) - {own}):
+                known.is_doubted = True
+                return before
+        self._newest = verdict
+        return verdict
+
+    def _is_doubtful(self, verdict: Verdict, known: Collection[str]) -> bool:
+        """Whether these members cannot be shown to have voted for a verdict, which has not stood for a lease yet."""
+        id, now_s = verdict.opening.id, time.monotonic()
+        if self._doubted[0] != id:
+            self._doubted = id, now_s
+        if 1000 * (now_s - self._doubted[1]) > self._lease_ms:
+            return False
+        votes = dict[str, str]()
+        for key in (self.keys.last_votes, self.keys.votes):
+            votes |= self.judge.votes(key, verdict.opening, pairs(self.run_script(self._read_said, [key], [])))
+        return not is_voted_for(verdict, votes, known)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
@@ -832,7 +873,7 @@ class RedisStore(RedisRun, Store):
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
         args += [_stamp_of(generation), patch_of(before, after)]
         names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
-        names += [keys.generation, keys.opening_patch, keys.votes, keys.votes_at, keys.failed]
+        names += [keys.generation, keys.opening_patch, keys.votes, keys.votes_at, keys.failed, keys.last_votes]
         return bool(self.run_script(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -842,7 +883,7 @@ class RedisStore(RedisRun, Store):
         return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
 
     def expect_verdict(self, verdict: Verdict) -> None:
-        self._expected = self.judge.seal_verdict(verdict).encode()
+        self._expected = self.judge.expect(verdict)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge

@@ -211,9 +211,9 @@ return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), changed(KEYS[1], AR
 )
 
 OPEN = _script(
-    "string string hash string zset hash stream string string as-it-is as-it-is as-it-is",
+    "string string hash string zset hash stream string string hash as-it-is as-it-is as-it-is",
     """
--- KEYS: opening committed clock orders leases changes news generation patch votes votes_at failed
+-- KEYS: opening committed clock orders leases changes news generation patch votes votes_at failed last_votes
 -- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch
 if not is_current(KEYS[8], ARGV[10]) then return 0 end
 local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
@@ -223,6 +223,14 @@ local round = label(committed)
 if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 local _, version = label(orders)
 if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
+local _, _, open = label(redis.call('GETRANGE', KEYS[1], 0, 255))
+local _, _, done = label(committed)
+if open and open == done then -- those who were not in that round ask for its votes
+  redis.call('DEL', KEYS[13])
+  local votes = redis.call('HGETALL', KEYS[10])
+  for i = 1, #votes, 2 do redis.call('HSET', KEYS[13], votes[i], votes[i + 1]) end
+  redis.call('EXPIRE', KEYS[13], ARGV[4])
+end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
 redis.call('SET', KEYS[9], ARGV[11], 'EX', ARGV[4])
 for i = 10, 12 do redis.call('DEL', KEYS[i]) end -- they were of the one before
