@@ -821,22 +821,21 @@ class RedisStore(RedisRun, Store):
             if own in verdict.members and not self.has_several:
                 self.judge.reject(self.keys.committed, known.records["committed"] or b"", NOT_VOTED_FOR)
                 return None
-            if self._is_doubtful(verdict, known.alive.intersection(before.members) - {own}):
+            key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
+            if self._is_doubtful(verdict, key, known.alive.intersection(before.members) - {own}):
                 known.is_doubted = True
                 return before
         self._newest = verdict
         return verdict
 
-    def _is_doubtful(self, verdict: Verdict, known: Collection[str]) -> bool:
-        """Whether these members cannot be shown to have voted for a verdict, which has not stood for a lease yet."""
+    def _is_doubtful(self, verdict: Verdict, key: str, known: Collection[str]) -> bool:
+        """Whether the votes here do not show that these members voted for a verdict that is new since a lease."""
         id, now_s = verdict.opening.id, time.monotonic()
         if self._doubted[0] != id:
             self._doubted = id, now_s
         if 1000 * (now_s - self._doubted[1]) > self._lease_ms:
             return False
-        votes = dict[str, str]()
-        for key in (self.keys.last_votes, self.keys.votes):
-            votes |= self.judge.votes(key, verdict.opening, pairs(self.run_script(self._read_said, [key], [])))
+        votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(self._read_said, [key], [])))
         return not is_voted_for(verdict, votes, known)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
