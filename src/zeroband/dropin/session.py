@@ -46,7 +46,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_algorithm
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
 from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
-from zeroband.runtime.join_steps import open_replica
+from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
@@ -102,7 +102,7 @@ class Session:
             self._node = self._build_node(parameters, stack)
             self.store_url = self._node.config.store.address or self.store_url
             self._report = self._open_report(parameters, stack)
-            self._run, self._joiner = open_replica(self._node, self._report.events, stack)
+            self._run, self._joiner = open_runtime(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
             self._checkpoints: Checkpointing = NoCheckpoints()
             joined = self._enter_first(is_own_store=address == LOCAL)

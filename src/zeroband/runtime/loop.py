@@ -50,12 +50,11 @@ from zeroband.runtime.evaluation import (
     NoEvaluations,
     open_evaluation_sets,
 )
-from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import open_replica
+from zeroband.runtime.join import Joiner, open_runtime
 from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
-from zeroband.runtime.node_runtime import scoring_of
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
+from zeroband.runtime.run_rules import scoring_of
 from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.training_run import TrainingRun
@@ -169,7 +168,7 @@ def open_world(
     if node.config.outer is None:
         single = SingleNode(node, report.events)
         return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
-    return open_replica(node, report.events, stack, open_scorer(node, sets))
+    return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
 def open_evaluations(

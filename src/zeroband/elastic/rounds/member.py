@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars
@@ -73,6 +74,8 @@ class NodeIdentity:
     """The site that it is at; None: it names none."""
     store_port: int = 0
     """Port of the store that it holds; 0: it holds none."""
+    corpus: str = SHARED
+    """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
 
 
 class LeaseKeeper(Protocol):
@@ -231,7 +234,7 @@ class Member:
 
         `links`: Mbit/s to other members, as transfers showed them. `start_nodes`: so many found a run.
         """
-        ready = replace(ready, site=self.identity.site)
+        ready = replace(ready, site=self.identity.site, corpus=self.identity.corpus)
         self._tell_links(links or {})
         committed = self._memory.known.committed
         enough = start_nodes if committed is None else sum(m in self._alive for m in committed.members)
