@@ -49,7 +49,7 @@ from zeroband.observe.hardware import peak_flops
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import NoCheckpoints
 from zeroband.runtime.loop import Training, open_world, train_round
-from zeroband.runtime.report import SilentReport, StepResult
+from zeroband.runtime.report import InnerStep, Report
 
 OURS, BARE, LLAMA = "zeroband", "bare PyTorch", "transformers"
 DEFAULTS = {
@@ -79,9 +79,9 @@ class Turn:
 def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> None:
     """Train as the trainer does, and tell each step's loss; ends by what `told` raises."""
 
-    class Teller(SilentReport):
-        def stepped(self, step: int, learned: StepResult, *_: object) -> None:
-            told(learned.loss)
+    class Teller(Report):
+        def stepped(self, made: InnerStep) -> None:
+            told(made.loss)
 
     with ExitStack() as stack:
         node = build_trainer(config, mesh, Departure(config.fault.grace_s))

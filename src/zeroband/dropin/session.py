@@ -49,7 +49,7 @@ from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_ch
 from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
-from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
+from zeroband.runtime.report import NodeReport, Report
 from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
@@ -150,7 +150,7 @@ class Session:
             build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
         )
 
-    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
+    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> Report:
         """Open the report of local rank 0; every rank gets the error where the node's folder is another one's."""
         reports: list[NodeReport] = []
 
@@ -168,7 +168,7 @@ class Session:
             reports.append(report)
 
         on_first_rank(self._local, open_one)
-        return reports[0] if reports else SilentReport()
+        return reports[0] if reports else Report()
 
     def _build_company(self, *, is_own: bool) -> PeerChecks | None:
         """Build what watches for peers, on local rank 0; None on the others."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
@@ -47,13 +46,21 @@ from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
     HeldOutEvaluations,
-    NoEvaluations,
     open_evaluation_sets,
 )
 from zeroband.runtime.join import Joiner, open_runtime
-from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
+from zeroband.runtime.late_reports import FailedSteps, LateReports
 from zeroband.runtime.own_store import open_own_store
-from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
+from zeroband.runtime.report import (
+    EXPORT_DIR,
+    SAMPLE_FILE,
+    InnerStep,
+    PassResult,
+    Report,
+    SourceResult,
+    mean_of,
+    open_report,
+)
 from zeroband.runtime.run_rules import scoring_of
 from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
@@ -62,9 +69,6 @@ from zeroband.runtime.transport_setup import HeldPort
 
 SHOWN_S = 1.0
 """Pause between two signs of life while samples are waited for."""
-
-SAMPLE_FILE = "sample.txt"
-EXPORT_DIR = "export"
 
 _log = get_logger(__name__)
 
@@ -99,7 +103,7 @@ class Training:
     joiner: Joiner
     checkpoints: Checkpointing
     report: Report
-    evaluations: Evaluations = field(default_factory=NoEvaluations)
+    evaluations: Evaluations = field(default_factory=Evaluations)
     failed: FailedSteps = field(default_factory=FailedSteps)
 
 
@@ -176,7 +180,7 @@ def open_evaluations(
 ) -> Evaluations:
     """The evaluations that the configuration asks for."""
     if node.config.eval is None:
-        return NoEvaluations()
+        return Evaluations()
     return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
 
 
@@ -228,8 +232,8 @@ def train_round(training: Training) -> None:
                 reports.learn(made)
             with blocked:
                 made.synced = outer.sync_parameters(step, ends_round=ends_round)
-            made.committed = RunProgress(outer.progress, is_now=outer.progress is not before)
-            if made.committed.is_now:
+            made.progress, made.is_commit = outer.progress, outer.progress is not before
+            if made.is_commit:
                 checkpoints.take_if_due(made.synced)
             made.blocked_s, made.beside = blocked.total_s, checkpoints.measured()
             if is_evaluated := training.evaluations.is_due(before, outer.progress):
@@ -285,16 +289,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     node.inner.step(found_inf)
     node.inner.zero_grad()
     shown = Reading(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
-    return InnerStep(
-        number=step,
-        lr=lr,
-        lr_muon=lr_muon,
-        tokens=passed.tokens,
-        data_s=passed.data_s,
-        data_pass=passed.data_pass,
-        sources=passed.sources,
-        shown=shown,
-    )
+    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, shown=shown)
 
 
 class Stopwatch:
@@ -308,21 +303,6 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         self.total_s += time.monotonic() - self._from_s
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """What the forward and backward passes of one inner step gave."""
-
-    nats: Tensor
-    """(1 + sources,) float32, on the device: cross entropy of this rank's targets, summed up: of all, then of those of
-    each source, where there are several and the model tells them apart."""
-    tokens: int
-    """Targets of the whole node."""
-    data_s: float
-    data_pass: int
-    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
-    """Without losses yet; empty with a single source."""
 
 
 def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = lambda: None) -> PassResult:

@@ -25,7 +25,7 @@ from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.own_key import run_keys
+from zeroband.runtime.run_folder import run_keys
 from zeroband.runtime.run_rules import rules_of
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.state.crash_memory import NodeMemory

@@ -28,21 +28,23 @@ from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import NoCheckpoints
-from zeroband.runtime.report import SilentReport, StepResult
+from zeroband.runtime.report import InnerStep, PassResult, Report
 
 STEPS, BATCH = 5, 4
 
 
-class Rows(SilentReport):
+class Rows(Report):
     """A report that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.results: list[StepResult] = []
+        self.results: list[InnerStep] = []
 
-    def stepped(self, step: int, learned: StepResult, *_: object) -> None:
-        self.steps.append(step)
-        self.results.append(learned)
+    @property
+    def steps(self) -> list[int]:
+        return [made.number + 1 for made in self.results]
+
+    def stepped(self, made: InnerStep) -> None:
+        self.results.append(made)
 
 
 class Reads(TorchDispatchMode):
@@ -266,10 +268,10 @@ def test_step_of_all_nodes_has_the_losses_of_sources_too(build: Callable[..., Tr
     loop.train_round(training_of(mixed(build(), (0, 0, 1)), hooks, report))
     assert [seen.grad_norm for seen in report.results] == [0.5, 0.5]
     assert report.results[0].loss == train(build(), 1).results[0].loss
-    assert told == [(seen.tokens, seen.loss) for seen in report.results]
+    assert told == [(seen.passed.tokens, seen.loss) for seen in report.results]
     for seen in report.results:
         sums = [one.loss * one.tokens for one in seen.sources.values() if one.loss is not None]
-        assert len(sums) == 2 and sum(sums) / seen.tokens == pytest.approx(seen.loss, rel=1e-5)
+        assert len(sums) == 2 and sum(sums) / seen.passed.tokens == pytest.approx(seen.loss, rel=1e-5)
 
 
 def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
@@ -286,7 +288,7 @@ def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
     outer.learned = lambda tokens, loss: told.append((tokens, loss))
     report = Rows()
     loop.train_round(training_of(node, outer, report))
-    assert [seen.tokens for seen in report.results] == [0, 0]
+    assert [seen.passed.tokens for seen in report.results] == [0, 0]
     assert [tokens for tokens, _ in told] == [0, 0]
     assert all(torch.equal(value, before[name]) for name, value in node.model.named_parameters())
     assert node.inner.step_count == 2, "the schedule goes on"
@@ -316,9 +318,9 @@ def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) ->
     """An algorithm whose third step is a boundary, and the report; in the order in which they are called."""
     losses = iter((1.0, 2.0, 3.0))
 
-    def pass_backward(node: TrainerParts, while_waiting: object) -> loop.PassResult:
+    def pass_backward(node: TrainerParts, while_waiting: object) -> PassResult:
         node.loader.next_step()
-        return loop.PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
+        return PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
 
     monkeypatch.setattr(loop, "forward_backward", pass_backward)
     told = MagicMock()
@@ -337,7 +339,7 @@ def calls_of(told: MagicMock) -> list[Any]:
     said: list[Any] = []
     for name, args, _ in told.mock_calls:
         if name == "report.stepped":
-            said.append(("report", args[0]))
+            said.append(("report", args[0].number + 1))
         elif name == "outer.learned":
             said.append(("learned", *args))
         elif name == "outer.sync_parameters":
