@@ -37,7 +37,7 @@ from zeroband.node.mesh import (
     sum_over_ranks,
     widest_float,
 )
-from zeroband.observe.events import NoEvents
+from zeroband.observe.events import NoEvents, noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
@@ -305,7 +305,7 @@ class Stopwatch:
         self.total_s += time.monotonic() - self._from_s
 
 
-def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = lambda: None) -> PassResult:
+def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noop) -> PassResult:
     """Have the device compute the gradients of one inner step on this rank.
 
     `show_progress`: called after each micro-batch, and again and again while samples do not come, such as from a

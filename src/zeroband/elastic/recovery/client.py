@@ -28,6 +28,7 @@ from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import SharedBuffers
 
@@ -83,10 +84,6 @@ class FetchedEntry:
     """(nbytes,) uint8, as the donors packed it."""
     record: Mapping[str, Any]
     state_digest: str
-
-
-def _ignore(chunk_bytes: int, total_bytes: int) -> None:
-    """Nobody wants to know."""
 
 
 class _Download:
@@ -190,7 +187,7 @@ class StateFetch:
         """With what was begun, rather than ask for the newest state."""
         self._took_s = 0.0
 
-    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = _ignore) -> FetchedState:
+    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = noop) -> FetchedState:
         """Fetch the newest committed state into the sections, or go on with the one that was begun.
 
         Donors are used in their order, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that this
@@ -297,7 +294,7 @@ def fetch_entry(
     round: int,
     room: Callable[[int], Tensor],
     *,
-    on_chunk: Callable[[int, int], None] = _ignore,
+    on_chunk: Callable[[int, int], None] = noop,
     limits: FetchLimits = _LIMITS,
 ) -> FetchedEntry:
     """Fetch what a committed round did, as most of its donors claim.

@@ -40,6 +40,7 @@ from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.25
@@ -55,10 +56,6 @@ _REFUSED_S = 1.0
 _log = get_logger(__name__)
 
 _T = TypeVar("_T")
-
-
-def say_nothing(_kind: str, **_fields: object) -> None:
-    """For events that nobody wants to know of."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +120,11 @@ class RunAccess:
     run_id: str
     shared: Mapping[str, str]
     """What all nodes must share, as it stands in the store."""
-    on_stall: Callable[[str, View], object] = lambda reason, view: None
+    on_stall: Callable[[str, View], object] = noop
     """Told why a round could not be finished and what the store showed then, in a thread of its own."""
     inbox: Inbox | None = None
     """Takes connections of other nodes that the trainer answers."""
-    on_event: Callable[..., object] = say_nothing
+    on_event: Callable[..., object] = noop
     """Told of events, by kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""

@@ -29,6 +29,7 @@ from zeroband.kernels.codec import Codec
 from zeroband.kernels.marks import Marks
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
 _POLL_S = 0.0005
@@ -45,10 +46,6 @@ _FAULTS = {
 _log = get_logger(__name__)
 
 
-def _tell_nobody(_members: Iterable[str]) -> None:
-    """For partners that nobody wants to know of."""
-
-
 @dataclass(frozen=True)
 class Reach:
     """How a node comes to the others of its run."""
@@ -56,7 +53,7 @@ class Reach:
     links: Links
     ways: Callable[[str, Sequence[str]], Mapping[str, Ways]]
     """The ways from a member to these others, as far as the store knows. Raises StoreLost."""
-    tell_partners: Callable[[Iterable[str]], None] = _tell_nobody
+    tell_partners: Callable[[Iterable[str]], None] = noop
     """Told with which members this node exchanges bytes."""
 
 
