@@ -23,13 +23,11 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import shown_stores
 from zeroband.data.ledger import count
-from zeroband.dropin.common_step import CommonOptimizer, LoopDdp, SteppedLoopState, loop_state_of
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
-from zeroband.dropin.loop_state import LoopState
-from zeroband.dropin.outer_step import OuterStep
+from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, SteppedLoopState, loop_state_of
 from zeroband.dropin.parameters import frozen_items, parameters_of
 from zeroband.dropin.peer_checks import PeerChecks
-from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
+from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts

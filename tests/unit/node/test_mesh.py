@@ -22,7 +22,7 @@ from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
 from zeroband.model.init import local_shard
 from zeroband.node import mesh as parallel
-from zeroband.node.cards import Card
+from zeroband.node.gpus import Card
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.mesh import (
     LocalMesh,

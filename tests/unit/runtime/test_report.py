@@ -23,7 +23,7 @@ from zeroband.elastic.store.fact_records import shortened
 from zeroband.errors import ConfigError
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.node.async_copy import Reading
-from zeroband.node.cards import Card
+from zeroband.node.gpus import Card
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.runtime.report import InnerStep, PassResult, SourceResult, TrainerReport
