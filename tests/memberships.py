@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
@@ -74,3 +77,15 @@ def a_member(
         name.partition("#")[0], ListenAddress("host"), (), 0, Path(flags.path).parent, corpus=corpus
     )
     return Member(access, identity, flags, UNWATCHED, departure or Departure(NEVER_S))
+
+
+def hold_leases_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have whole nodes of a test hold their leases in its process: a guardian of its own takes a second to start.
+
+    Set `fault.detect_s` so that no test outlasts a lease: nobody renews it.
+    """
+
+    def access(*, store: Any, **rest: Any) -> RunAccess:
+        return RunAccess(store=store, start_guardian=lambda order, inbox: LeaseInMemory(store, order), **rest)
+
+    monkeypatch.setattr("zeroband.runtime.node_membership.RunAccess", access)

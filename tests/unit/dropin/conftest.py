@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memberships import LeaseInMemory
+from tests.memberships import hold_leases_here
 from torch import nn
 
 import zeroband
-from zeroband.elastic.rounds.member import RunAccess
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
@@ -22,15 +21,8 @@ Join = Callable[..., zeroband.DiLoCoOptimizer]
 
 @pytest.fixture
 def join(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    """join(model, ...): a node of one run, with exact averages; closed at the end.
-
-    A guardian of its own would take a second to start; tests of whole nodes, and of stores of one's own, have it.
-    """
-
-    def access(*, store: Any, **rest: Any) -> RunAccess:
-        return RunAccess(store=store, start_guardian=lambda order, inbox: LeaseInMemory(store, order), **rest)
-
-    monkeypatch.setattr("zeroband.runtime.node_membership.RunAccess", access)
+    """join(model, ...): a node of one run, with exact averages and its lease held here; closed at the end."""
+    hold_leases_here(monkeypatch)
     made: list[zeroband.DiLoCoOptimizer] = []
 
     def join_one(model: nn.Module, **arguments: Any) -> zeroband.DiLoCoOptimizer:
