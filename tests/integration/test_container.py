@@ -40,7 +40,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "node/processes.py": ("python",),
     "observe/commands.py": (),  # its own command
     "runtime/run_summary.py": ("python",),
-    "runtime/watching.py": ("git",),
+    "runtime/report.py": ("git",),
     "node/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
     "tools/join.py": ("python",),
