@@ -32,8 +32,6 @@ if [[ $env != .venv ]]; then
     step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit
     exit
 fi
-# What would fail if it were kept waiting for a core runs when the others are done.
-timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
 # pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
 env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${folders[@]}" >/dev/null 2>&1 &
@@ -42,5 +40,4 @@ step ruff format --check .
 step pyright
 step hadolint Dockerfile
 wait
-step pytest -q --durations=10 "${parallel[@]}" "${timed[@]/#/--ignore=}" "${folders[@]}"
-step pytest -q --durations=10 --numprocesses=2 --dist=loadfile "${timed[@]}"
+step pytest -q --durations=10 "${parallel[@]}" "${folders[@]}"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src/zeroband/kernels/csrc"
-FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all")
+FLAGS = ("-std=c++17", "-Og", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all")
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
 
 Build = Callable[[str, str], Path]

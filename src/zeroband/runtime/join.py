@@ -60,7 +60,7 @@ from zeroband.outer.many_steps import ManySteps
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.node_runtime import NodeRuntime
 from zeroband.runtime.restart import Restart
-from zeroband.state.crash_memory import HeldState
+from zeroband.state.round_state import RoundState
 
 _log = get_logger(__name__)
 
@@ -226,7 +226,7 @@ class NodeRuntimeSteps:
         return Outcome(JoinEvent.FREE)
 
     def _recall(self, _cause: ZerobandError | None) -> Outcome:
-        from_s, held = time.monotonic(), list[HeldState]()
+        from_s, held = time.monotonic(), list[RoundState]()
 
         def recall() -> dict[str, Any] | None:
             found = self._run.memory.recall(self._run.buffers.numel)
@@ -477,7 +477,9 @@ class NodeRuntimeSteps:
 
     def _catch_up(self, cause: ZerobandError | None) -> Outcome:
         assert isinstance(cause, RoundsMissed)
-        self._run.outer.catch_up(cause.round)
+        outer = self._run.outer
+        on_first_rank(self._local, lambda: self._run.recovery.judge(outer.round, outer.state_digest))
+        outer.catch_up(cause.round)
         return Outcome(JoinEvent.CAUGHT_UP)
 
     def _return(self, cause: ZerobandError | None) -> Outcome:

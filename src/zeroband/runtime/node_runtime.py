@@ -10,17 +10,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, source_for
-from zeroband.checkpoint.writer_process import PeerWriters, StoreFellows
+from zeroband.checkpoint.writer_process import PeerWriters, StoreWriters
 from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import DilocoConfig, RoundsConfig
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import (
-    FetchedRound,
     History,
     OuterAlgorithm,
     OuterParts,
@@ -29,7 +29,6 @@ from zeroband.elastic.rounds.interfaces import (
     Scoring,
 )
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
-from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
 from zeroband.node.shm import restarting_launcher
@@ -47,6 +46,7 @@ from zeroband.runtime.transport_setup import codec_of
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
@@ -61,18 +61,19 @@ class StateSources:
     """None: this node has no ckpt.path."""
     local: LocalMesh
 
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedRound:
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
         """As `StateSource` says."""
-        updates: list[Tensor] = []
+        updates = [torch.empty(0, dtype=torch.uint8)]
 
         def fetch() -> dict[str, Any]:
             entry = self.recovery.fetch_entry(round, room)
             updates.append(entry.update)
             return {"record": entry.record, "state_digest": entry.state_digest}
 
-        return FetchedRound(**on_first_rank(self.local, fetch), update=updates[0] if updates else None)
+        said = on_first_rank(self.local, fetch)
+        return RoundUpdate(round, updates[-1], **said)
 
-    def stage(self, step: int, sections: Sequence[str]) -> StagedState:
+    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
         """As `StateSource` says."""
 
         def stage() -> dict[str, Any]:
@@ -81,7 +82,7 @@ class StateSources:
             saved = self.restorer.stage(step, sections)
             return {"round": saved.round, "record": saved.record, "state_digest": saved.state_digest}
 
-        return StagedState(**on_first_rank(self.local, stage))
+        return RoundState(**on_first_rank(self.local, stage))
 
 
 class NodeRuntime:
@@ -244,7 +245,7 @@ class NodeRuntime:
 
     @property
     def fellows(self) -> PeerWriters:
-        return StoreFellows(self.store, self.membership.own_key.name(self._node.node_id))
+        return StoreWriters(self.store, self.membership.own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self.membership.folder

@@ -16,8 +16,8 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import steps_in_order
-from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.elastic.membership.epoch import Wait
@@ -333,7 +333,7 @@ class Restart:
                 got = self._run.recovery.fetch_restart(self._run.outer.sections, agreed)
             except RecoveryFailed as error:
                 return self._wait(str(error), (agreed.member,))
-            saved = SavedState(agreed.step, got.round, got.record, got.state_digest, ())
+            saved = SavedState(got.round, got.record, got.state_digest, step=agreed.step)
         passed_over = {} if self._run.restorer is None else self._run.restorer.passed_over
         for step, why in passed_over.items():
             if step not in self._rejected:  # those that were read have been said

@@ -26,7 +26,7 @@ from zeroband.node.mesh import clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.report import InnerStep, PassResult, Report
 
 STEPS = 5
@@ -103,7 +103,7 @@ def alone(build: Build) -> Build:
 
 
 def training_of(node: TrainerParts, outer: Any, report: Rows) -> loop.Training:
-    return loop.Training(node, MagicMock(outer=outer), MagicMock(), NoCheckpoints(), report)
+    return loop.Training(node, MagicMock(outer=outer), MagicMock(), Checkpointing(), report)
 
 
 def train(node: TrainerParts, steps: int = STEPS) -> Rows:
