@@ -187,7 +187,7 @@ class NodeReport(Report):
         except BaseException:
             os.close(self._claim)
             raise
-        self.events = EventLog(node.node_dir, watchers)
+        self.events = self._events = EventLog(node.node_dir, watchers)
         self._metrics = MetricsLog(node.node_dir, [*watchers, *open_trackers(config, node.node_dir)])
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
@@ -323,7 +323,7 @@ class NodeReport(Report):
         if self._publisher is not None:
             self._publisher.close()
         self._metrics.close()
-        self.events.close()
+        self._events.close()
         os.close(self._claim)
 
 
