@@ -110,7 +110,7 @@ class InnerStep:
     synced: Sequence[RoundReport] = ()
     """Rounds that the state got with it."""
     progress: Progress = field(default_factory=Progress.at_start)
-    """Of the run after its newest committed round."""
+    """That of the run after its newest committed round."""
     is_commit: bool = False
     """Whether that round ended with this step."""
     beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
