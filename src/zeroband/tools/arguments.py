@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import find_run_dir
@@ -35,12 +33,13 @@ def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentP
 def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
     """Return the type of an argument that is a number within bounds, named as pydantic's `Field` has them."""
     limits: dict[str, Any] = {**bounds, "allow_inf_nan": False} if kind is float else dict(bounds)
-    annotated: Any = Annotated[kind, Field(**limits)]  # pyright: ignore[reportInvalidTypeForm]
-    adapter: TypeAdapter[Any] = TypeAdapter(annotated)
 
     def parsed(text: str) -> Any:
+        from pydantic import Field, TypeAdapter, ValidationError  # where no number is given, a command starts without
+
+        annotated: Any = Annotated[kind, Field(**limits)]  # pyright: ignore[reportInvalidTypeForm]
         try:
-            return adapter.validate_python(text)
+            return TypeAdapter(annotated).validate_python(text)
         except ValidationError as error:
             said = error.errors()[0]["msg"]
             raise argparse.ArgumentTypeError(f"{text!r}: {said[0].lower()}{said[1:]}") from None
