@@ -1,14 +1,15 @@
-"""Draw the charts of docs/results.md and docs/benchmarks.md from the tables there (extra `compare`).
+"""Draw the charts of docs/results.md and docs/benchmarks.md (extra `compare`).
 
 .venv/bin/python scripts/draw_results.py
 
-The tables are the only record of those runs, so a chart cannot differ from the figures next to it.
+From docs/measured/*.json, and from the one table of the documents that shows every figure of its chart itself.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,38 @@ from zeroband.tools.compare.figures import COLOURS
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"svg.hashsalt": "zeroband", "svg.fonttype": "none", "font.size": 9}
 
+Row = Mapping[str, Any]
+
 
 def main() -> None:
     settings: Any = mpl.rcParams
     settings.update(STYLE)
-    results, benchmarks = ((DOCS / name).read_text(encoding="utf-8") for name in ("results.md", "benchmarks.md"))
-    _write("results-methods.svg", lambda axes: draw_methods(axes, table_under(results, "## All methods in figures")))
-    _write("results-links.svg", lambda axes: draw_utilisation(axes, table_under(results, "## E5 in figures")))
-    heading = "## The native all-reduce: the link is the limit"
-    _write("results-all-reduce.svg", lambda axes: draw_all_reduce(axes, table_under(benchmarks, heading)))
+    methods = table_under((DOCS / "results.md").read_text(encoding="utf-8"), "## All methods in figures")
+    _write("results-methods.svg", lambda axes: draw_methods(axes, methods))
+    _write("results-rates.svg", lambda axes: draw_rates(axes, measured("learning_rates", "methods")))
+    _write("results-links.svg", lambda axes: draw_utilisation(axes, measured("utilisation")))
+    _write("results-all-reduce.svg", lambda axes: draw_all_reduce(axes, measured("all_reduce_links")))
 
 
-def table_under(text: str, heading: str) -> list[dict[str, str]]:
+def measured(name: str, key: str = "rows") -> Sequence[Row]:
+    """The rows of a file of measurements."""
+    return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))[key]
+
+
+def table_under(text: str, heading: str) -> Sequence[Row]:
     """The first table behind a heading: a record of each row."""
     lines = text.partition(f"{heading}\n")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    names, width = rows[0], len(rows[0])
-    ends = next((n for n, row in enumerate(rows) if len(row) != width), len(rows))
-    return [dict(zip(names, row, strict=True)) for row in rows[2:ends]]
+    ends = next((n for n, row in enumerate(rows) if len(row) != len(rows[0])), len(rows))
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:ends]]
 
 
-def number(cell: str) -> float:
+def number(cell: Any) -> float:
     """The figure of a cell, such as `49.3 %` or `1.3372 +- 0.0013`."""
-    return float(re.findall(r"[-+]?[\d.]+", cell)[0])
+    return float(re.findall(r"[-+]?[\d.]+", str(cell))[0])
 
 
-def draw_methods(axes: Any, rows: Sequence[dict[str, str]]) -> None:
+def draw_methods(axes: Any, rows: Sequence[Row]) -> None:
     shown = [row for row in rows if number(row["bytes up, a token"])]
     for place, row in enumerate(shown):
         x, y = number(row["bytes up, a token"]), number(row["of DDP's perplexity"])
@@ -62,16 +69,27 @@ def draw_methods(axes: Any, rows: Sequence[dict[str, str]]) -> None:
     axes.set_ylabel("perplexity, relative to DDP")
 
 
-def draw_utilisation(axes: Any, rows: Sequence[dict[str, str]]) -> None:
+def draw_rates(axes: Any, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        rates = [key for key in row if key != "run"]
+        losses = [row[rate] for rate in rates]
+        axes.plot([float(rate) for rate in rates], losses, "o-", color=COLOURS[place], label=row["run"])
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks([0.0005, 0.001, 0.002, 0.004, 0.008], ["0.0005", "0.001", "0.002", "0.004", "0.008"])
+    axes.set_xlabel("inner learning rate")
+    axes.set_ylabel("held-out loss, nats per byte, first seed")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def draw_utilisation(axes: Any, rows: Sequence[Row]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for place, method in enumerate(methods):
         points = [row for row in rows if row["method"] == method]
-        xs, colour = [number(row["Mbit/s"]) for row in points], COLOURS[place % len(COLOURS)]
-        measured = [number(row["computes, measured"]) for row in points]
-        # a record keeps the last of the two columns called "predicted", which holds seconds
-        predicted = [value - number(row["points"]) for value, row in zip(measured, points, strict=True)]
-        axes.plot(xs, predicted, "--", color=colour, linewidth=1)
-        axes.plot(xs, measured, "o-", color=colour, label=method.partition(", overlap")[0])
+        xs, colour = [row["Mbit/s"] for row in points], COLOURS[place % len(COLOURS)]
+        axes.plot(xs, [number(row["computes, predicted"]) for row in points], "--", color=colour, linewidth=1)
+        shown = [number(row["computes, measured"]) for row in points]
+        axes.plot(xs, shown, "o-", color=colour, label=method.partition(", overlap")[0])
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks([3, 5, 10, 30, 100], ["3", "5", "10", "30", "100"])
@@ -81,7 +99,7 @@ def draw_utilisation(axes: Any, rows: Sequence[dict[str, str]]) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
-def draw_all_reduce(axes: Any, rows: Sequence[dict[str, str]]) -> None:
+def draw_all_reduce(axes: Any, rows: Sequence[Row]) -> None:
     links = list(dict.fromkeys((row["Mbit/s"], row["RTT ms"], row["nodes"]) for row in rows))
     kinds = {"gloo, float32": "gloo", "zeroband, int8, sealed": "int8"}
     for place, (label, start) in enumerate(kinds.items()):
