@@ -1,9 +1,9 @@
-"""Many nodes that are lost or join at once, in virtual time by the rules of production (`tools/virtual`).
+"""Many nodes that are lost or join at once, in virtual time by the rules of production (`bench/virtual_run.py`).
 
 128 nodes train 1B parameters over 500 Mbit/s. In their sixth round 30 % of them are lost for good, 50 new ones join, or
 both, while all train or while a round is transferred; beside it the same run without.
 
-    python bench/crowds.py [--nodes 128] [--lost 0.3] [--joining 50] [--rounds 20] [--seeds 5]
+    python -m bench.crowds [--nodes 128] [--lost 0.3] [--joining 50] [--rounds 20] [--seeds 5]
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from evidence import count, require
+from bench.evidence import count, require
+from bench.virtual_models import NodeModel, RunModel
+from bench.virtual_run import SimulationResult, VirtualRun
 
 from zeroband.kernels.formats import FORMATS
-from zeroband.tools.virtual.models import NodeModel, RunModel
-from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 PARAMS, STEP_S, STEPS, MBIT_S = 10**9, 1.0, 50, 500
 STRUCK_ROUND = 5

@@ -1,4 +1,4 @@
-"""Goodput of a run whose nodes fail and stand still, in virtual time by the rules of production (`tools/virtual`).
+"""Goodput of a run whose nodes fail and stand still, in virtual time (`bench/virtual_run.py`).
 
 Beside it, with the same failures: data parallelism in which every failure stops all nodes until the node is back, and
 one that goes on without it after a pause.
@@ -9,8 +9,8 @@ time (`outer.inner_seconds`), not after a number of steps; with `--overlap` roun
 
 `--published`: the settings of Decoupled DiLoCo (arXiv:2604.21428), as many learners and chips, instead of all this.
 
-    python bench/goodput.py [--nodes 64] [--mtbf-s 841] [--down-s 35] [--pause-s 5.5] [--phase-s 60] [--grace 0.1]
-    python bench/goodput.py --published [--rounds 400] [--seed 0]
+    python -m bench.goodput [--nodes 64] [--mtbf-s 841] [--down-s 35] [--pause-s 5.5] [--phase-s 60] [--grace 0.1]
+    python -m bench.goodput --published [--rounds 400] [--seed 0]
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from evidence import count, require
-
-from zeroband.tools.virtual.models import NodeModel, RunModel
-from zeroband.tools.virtual.run import VirtualRun
+from bench.evidence import count, require
+from bench.virtual_models import NodeModel, RunModel
+from bench.virtual_run import VirtualRun
 
 STEPS = 30
 """Inner steps of a phase."""

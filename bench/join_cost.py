@@ -33,7 +33,7 @@ from evidence import count, require
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
-from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry, Refusal
+from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed
@@ -90,11 +90,7 @@ class Joiner:
 
     def _lengths(self, donor: Donor) -> Mapping[str, int]:
         """Bytes of each section."""
-        inquiry = Inquiry("state", self._dialler, None, DonorTimeouts())
-        manifest = inquiry.manifest_of(donor, inquiry.round_of(donor), 0)
-        if isinstance(manifest, Refusal):
-            raise RecoveryFailed(manifest.why)
-        return manifest.lengths
+        return Inquiry("state", self._dialler, None).lead_of([donor], None)[1].lengths
 
     def _count(self, chunk_bytes: int, total_bytes: int) -> None:
         self.fetched_bytes += chunk_bytes

@@ -36,16 +36,16 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.recovery.client import FetchedEntry, StateFetch, fetch_entry
-from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
+from zeroband.elastic.recovery.client import StateFetch, fetch_entry
+from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
-from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
+from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.many_steps import without
 from zeroband.outer.outer_optimizer import build_outer_optimizer
 from zeroband.state.flat import digest_of
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"b" * 32)
@@ -107,15 +107,15 @@ class Training:
                 self._optimizer.apply(*outer, CODEC.decode(data, PLACE), outer_step=round)
             self.digest = digest_of_places(self.sections)
             self.round = round
-        self.journal.add(JournalEntry(round, update, {}, self.digest))
+        self.journal.add(RoundUpdate(round, update, {}, self.digest))
 
     def live_state(self) -> LiveState:
-        return LiveState(self.round, self.sections, {}, self.digest, self.lock, lambda: self.round)
+        return LiveState(self.round, {}, self.digest, self.sections, lock=self.lock, round_now=lambda: self.round)
 
-    def copy_state(self) -> StateCopy:
+    def copy_state(self) -> RoundState:
         with self.lock:
             copies = {name: section.clone() for name, section in self.sections.items()}
-            return StateCopy(self.round, copies, {}, self.digest)
+            return RoundState(self.round, {}, self.digest, copies)
 
 
 def memory_bytes() -> int:
@@ -205,7 +205,7 @@ def expected(numel: float, bytes_per_s: float, round_s: float) -> tuple[float, i
     return at_s, replayed
 
 
-def replay(entry: FetchedEntry, have: Sequence[tuple[int, int]], sections: Mapping[str, Tensor]) -> None:
+def replay(entry: RoundUpdate, have: Sequence[tuple[int, int]], sections: Mapping[str, Tensor]) -> None:
     """Take a round's outer step, but for the values [start, stop) that have it, without room for all of its mean."""
     optimizer = build_outer_optimizer(DilocoConfig(type="diloco", inner_steps=1), CODEC)
     numel, piece_bytes = sections["params"].numel(), CODEC.encoded_size(PLACE)
@@ -237,9 +237,9 @@ def join(donor: Donor, numel: int, folder: Path) -> tuple[float, list[int], int]
     began_at_s = time.monotonic()
     state = StateFetch(dialler, sections, mixes=True).fetch([donor])
     fetched_s, round = time.monotonic() - began_at_s, state.round
-    inquiry = Inquiry("state", dialler, None, DonorTimeouts())
+    inquiry = Inquiry("state", dialler, None)
     digest = state.state_digest
-    while round < max([inquiry.round_of(donor), *(newest for *_, newest in state.later)]):
+    while round < max([inquiry.lead_of([donor], None)[1].round, *(newest for *_, newest in state.later)]):
         round += 1
         entry = fetch_entry([donor], dialler, round, journal.room)
         replay(entry, [(start, stop) for start, stop, newest in state.later if newest >= round], sections)

@@ -26,8 +26,8 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.client import StateFetch
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.transport.sealed import Dialler
+from zeroband.state.round_state import RoundState
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"b" * 32)
@@ -36,7 +36,7 @@ KEY = RunKey(b"b" * 32)
 def donate(numel: int, *, is_sealed: bool) -> None:
     """Serve until the standard input ends; the port is written to the standard output."""
     sections = {"params": torch.randn(numel, generator=torch.Generator().manual_seed(1))}
-    copy = StateCopy(1, sections, {}, "digest")
+    copy = RoundState(1, {}, "digest", sections)
     server = StateServer(lambda: copy, lambda round: None, current_round=lambda: 1)
 
     def answer(listener: socket.socket) -> None:

@@ -64,7 +64,7 @@ class ScriptedRun:
             "run": self._run(newest, rounds),
             "nodes": [self._node(name, newest) for name in self._present(newest)],
             "waiting_for": self._waiting(newest),
-            "promises": promises(newest, rounds),
+            "guarantees": guarantees(newest, rounds),
             "links": [self._link(a, b, newest) for a in self._present(newest) for b in self._present(newest) if a != b],
             "rounds": [self._round(n) for n in range(max(0, rounds - 120), rounds)],
             "membership": [
@@ -234,9 +234,9 @@ class NoRun(ScriptedRun):
             "to_s": None,
             "age_s": None,
             "run": unknown,
-            "promises": [
-                promise | {"state": "unknown", "words": "not seen yet", "evidence": []}
-                for promise in document["promises"]
+            "guarantees": [
+                guarantee | {"state": "unknown", "words": "not seen yet", "evidence": []}
+                for guarantee in document["guarantees"]
             ],
         }  # fmt: skip
 
@@ -345,8 +345,8 @@ def spans(name: str, t: float) -> list[tuple[float, float | None, str]]:
     ]
 
 
-def promises(t: float, rounds: int) -> list[Document]:
-    """The four promises and their evidence."""
+def guarantees(t: float, rounds: int) -> list[Document]:
+    """The four guarantees and their evidence."""
     known = rounds > 0
     evidence = [f"round {n}: {len(members(round_ends(n)))} nodes, digest {digest(n)[:8]}" for n in range(rounds)][-5:]
     tokens = f"{rounds * STEPS_PER_ROUND * TOKENS_PER_STEP * 4:,} tokens dealt out, none twice, none left out"

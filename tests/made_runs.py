@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import Fact, FactSource
+from zeroband.observe.history import RunHistory
+from zeroband.observe.metrics import METRICS_FILE
 
 BEGIN_S = 1_700_000_000.0
 SAMPLES = 4
 
 
 class MadeFacts(FactSource):
-    """Facts that are there at once, and a problem at will."""
+    """Gives facts, or a problem, call by call; `facts` are what the next call gives."""
 
     run_id, place = "run", "made up"
 
-    def __init__(self, facts: Sequence[Fact]) -> None:
+    def __init__(self, facts: Iterable[Fact] = (), *later: Iterable[Fact] | Exception) -> None:
         self.facts = list(facts)
+        self.later = list(later)
         self.problem: Exception | None = None
         self.is_piece = False
         self.cannot: list[str] = []
+        self.skipped: dict[str, int] = {}
         self._node_ids: set[str] = set()
 
     def node_ids(self) -> list[str]:
@@ -29,7 +36,8 @@ class MadeFacts(FactSource):
     def read(self) -> list[Fact]:
         if self.problem is not None:
             raise self.problem
-        new, self.facts = self.facts, []
+        new, after = self.facts, self.later.pop(0) if self.later else ()
+        self.problem, self.facts = (after, []) if isinstance(after, Exception) else (None, list(after))
         self._node_ids |= {fact.node_id for fact in new}
         return new
 
@@ -38,12 +46,27 @@ class MadeFacts(FactSource):
         return self.is_piece
 
     def skipped_lines(self) -> dict[str, int]:
-        return {}
+        return self.skipped
 
     def unread(self) -> list[str]:
         return self.cannot
 
     def close(self) -> None: ...
+
+
+def history_of(facts: Iterable[Fact]) -> RunHistory:
+    made = RunHistory("run")
+    made.take((), facts)
+    return made
+
+
+def write(run_dir: Path, facts: Iterable[Fact]) -> None:
+    """Append facts to the files of their nodes."""
+    for node_id, record in facts:
+        node_dir = run_dir / node_id
+        node_dir.mkdir(parents=True, exist_ok=True)
+        with (node_dir / (EVENTS_FILE if "kind" in record else METRICS_FILE)).open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def member(node_id: str) -> str:

@@ -6,13 +6,13 @@ import socket
 from typing import Any, Protocol, cast
 
 import redis
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.records import Opening, Peer, Verdict
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
 from zeroband.elastic.store.redis_run import Keys
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 RUN_ID = "run"
 SHARED = {"model.d_model": "256", "train.batch_size": "64"}

@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from zeroband.checks.checklist import asked_config, quick_checks
 from zeroband.checks.finding import require_start
 from zeroband.checks.memory import gpu_memory, out_of_gpu_memory
 from zeroband.checks.needs import Needs
-from zeroband.checks.quick import asked_config, quick_checks
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, RunOver, ZerobandError

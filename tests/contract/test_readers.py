@@ -26,7 +26,7 @@ from tests.unit.checkpoint.saves import stamp_of
 from tests.unit.data.prepared import config_of, drawn_ids, write_set
 from tests.unit.data.test_token_files import write as write_token_files
 
-from zeroband.checkpoint.headers import parse_safetensors_header
+from zeroband.checkpoint.layout import parse_safetensors_header
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.state_dict_file import pack, unpack
 from zeroband.config.data import ChatSource, DataConfig, JsonlSource, ParquetSource, TextSource

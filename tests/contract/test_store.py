@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.declared_keys import refuse_undeclared_keys
+from tests.memory_store import MemoryRecord, MemoryStore
 from tests.servers import SERVERS, ServerProgram
 from tests.stores import (
     SHARED,
@@ -35,7 +36,6 @@ from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
 from zeroband.errors import JoinRefused
 from zeroband.tools.cluster import RedisServer
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 A, B, C = "a#1", "b#1", "c#1"
 DEADLINE_S = 20.0

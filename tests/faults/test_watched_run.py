@@ -71,7 +71,7 @@ class Watched:
     links: Sequence[str]
     """Cells of the page's matrix: Mbit/s, and ms there and back."""
     divergence: str
-    """The light of that promise, at last."""
+    """The light of that guarantee, at last."""
     events: Mapping[str, Sequence[Mapping[str, Any]]]
     """By node."""
     codes: Sequence[int | None]
@@ -166,7 +166,7 @@ def watched(record_run: RecordRun) -> Watched:
             links = page.locator("#links tbody td:has(b)")  # a node that came back takes its turns at measuring
             story.until(lambda: all(cell[:1].isdigit() for cell in links.all_inner_texts()), "all links are measured")
             found["links"] = links.all_inner_texts()
-            found["divergence"] = page.locator(".promise").first.get_attribute("data-state")
+            found["divergence"] = page.locator(".guarantee").first.get_attribute("data-state")
             page.close()
         story.end()
         found["codes"] = [node.exit_code for node in story.cluster.nodes.values()]

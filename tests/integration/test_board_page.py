@@ -89,6 +89,14 @@ def shows(page: Page, words: Mapping[str, str]) -> None:
         expect(card.locator(".badge")).to_contain_text(said)
 
 
+def stop_clock(page: Page) -> None:
+    """No timer of the page fires from now on, so that only the stream brings news.
+
+    The moment is well ahead: on a busy machine one of 100 ms was past before the browser heard of it, and refused.
+    """
+    page.clock.pause_at(page.evaluate("Date.now() + 3000"))
+
+
 def is_wider(page: Page) -> bool:
     """Whether the page scrolls sideways."""
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
@@ -288,8 +296,8 @@ def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
     assert figure(page, "left_s").startswith("3 min")
     assert figure(page, "cost").startswith("$1.35")
     assert {name: node(page, name) for name in NODES} == dict.fromkeys(NODES, "● Training")
-    assert page.locator(".promise[data-state=good]").count() == 4
-    page.locator(".promise summary").first.click()
+    assert page.locator(".guarantee[data-state=good]").count() == 4
+    page.locator(".guarantee summary").first.click()
     expect(page.locator(".evidence").first).to_contain_text("round 40: 4 nodes, digest")
     expect(page.locator(".chart canvas")).to_have_count(4)
     expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 35 to 40 of 4 nodes"))
@@ -314,7 +322,7 @@ def test_kill_and_healing_are_shown_as_the_facts_change(open_page: Open, board: 
     board.now_s = 295.0
     page = open_page()
     shows(page, dict.fromkeys(NODES, "Training"))
-    page.clock.pause_at(page.evaluate("Date.now() + 100"))  # no timer of the page fires: only the stream brings news
+    stop_clock(page)
     board.tell(301.4)
     expect(page.locator("#waiting-for")).to_contain_text("Everybody waits for node2")
     shows(page, {VICTIM: "▲ Late"})
@@ -374,7 +382,7 @@ def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
     open_page: Open, board: BoardServer, complaints: list[str]
 ) -> None:
     page = open_page()
-    expect(page.locator("#link-words")).to_have_text("live · now")
+    expect(page.locator("#link-words")).to_contain_text("live")
     board.is_away = True
     board.tell()
     expect(page.locator("#notice")).to_contain_text("The board does not answer. What you see is from")
@@ -384,11 +392,12 @@ def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
     board.is_away = False
     board.tell(430.0)
     page.clock.fast_forward("00:11")
-    expect(page.locator("#link-words")).to_have_text("live · now")
+    expect(page.locator("#link-words")).to_contain_text("live")  # how young it is depends on which retry found it
     expect(page.locator("#notice")).to_be_hidden()
+    board.tell(431.0)
     page.clock.fast_forward("00:11")
     expect(page.locator("#link-words")).to_contain_text("live")
-    page.clock.pause_at(page.evaluate("Date.now() + 100"))
+    stop_clock(page)
     board.tell(303.0)
     shows(page, {VICTIM: "Lost"})  # the stream is back, too
     assert all("Failed to load resource" in one or "failed: " in one for one in complaints), complaints
@@ -399,7 +408,7 @@ def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
 def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardServer, complaints: list[str]) -> None:
     board.has_room = False
     page = open_page()
-    expect(page.locator("#link-words")).to_have_text("live · now")
+    expect(page.locator("#link-words")).to_contain_text("live")
     for now_s, said in ((303.0, "Lost"), (360.0, "Training")):
         board.now_s = now_s
         page.clock.fast_forward("00:06")

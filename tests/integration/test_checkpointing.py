@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
-from zeroband.checkpoint.random_states import set_random_state
+from zeroband.checkpoint.own_state import set_random_state
 from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer_process import WriterProcess

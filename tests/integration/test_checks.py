@@ -25,7 +25,7 @@ SOURCE = Path(zeroband.__file__).parents[1]
 
 PROBE = """
 import contextlib, importlib.machinery, io, json, os, resource, signal, sys, tempfile
-import zeroband.tools.doctor.machine, zeroband.tools.doctor.outside, zeroband.train
+import zeroband.checks.machine, zeroband.tools.doctor.outside, zeroband.train
 from zeroband.cli import main
 from zeroband.kernels import native
 
@@ -45,7 +45,7 @@ def answer(command, condition):
     if "descriptors" in condition:
         resource.setrlimit(resource.RLIMIT_NOFILE, (condition["descriptors"],) * 2)
     if condition.get("no_library"):
-        native.library_path = lambda: zeroband.tools.doctor.machine.Path("absent.so")
+        native.library_path = lambda: zeroband.checks.machine.Path("absent.so")
     try:
         return main(command)
     except SystemExit as end:

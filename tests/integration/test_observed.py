@@ -328,7 +328,7 @@ def test_report_of_the_run_lies_beside_its_nodes_and_holds_its_figures(run: Obse
     assert (state["run"]["loss"], state["run"]["held_out"]) == pytest.approx((loss, last[0]["eval/loss"]))
     assert (state["run"]["step"], state["run"]["total_steps"]) == (STEPS, STEPS)
     assert "node0 has done all 6 steps." in [event["words"] for event in state["events"]]
-    assert sum(promise["state"] == "good" for promise in state["promises"]) >= 3  # those that this run kept
+    assert sum(one["state"] == "good" for one in state["guarantees"]) >= 3  # those that this run kept
     consoles = [(run.folder / name / "console.log").read_text() for name in run.metrics]
     assert sum(f"report      {run.folder / 'report.html'}" in console for console in consoles) >= 1  # the last one's
     assert all(str(run.folder.parent.parent / "checkpoints") in console for console in consoles)

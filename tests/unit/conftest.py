@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.memberships import a_member
+from tests.memory_store import MemoryRecord, MemoryStore
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor, nn
 
@@ -32,11 +33,11 @@ from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, Scorer, StateCopy
-from zeroband.elastic.rounds.journal import Journal, JournalBounds, JournalEntry
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts, Scorer
+from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
-from zeroband.elastic.rounds.rollback import RolledBack, StagedState
+from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
@@ -54,7 +55,7 @@ from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 DEADLINE_S = 20.0
 STRAGGLERS_S = 1.0
@@ -416,7 +417,7 @@ class FakeNode:
         assert reports[-1] is not None
         return reports[-1]
 
-    def entry(self, round: int) -> JournalEntry | None:
+    def entry(self, round: int) -> RoundUpdate | None:
         """What its journal keeps of a round."""
         self.journal.settle()
         return self.journal.await_entry(round, patience_s=0.0)
@@ -455,7 +456,7 @@ class FakeRun:
     optim: OptimConfig = OPTIM
     store: RunInMemory = field(default_factory=RunInMemory)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
-    checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
+    checkpoints: dict[int, tuple[RoundState, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
     rollback: RollbackConfig | None = None
     memory: Any = None
@@ -567,14 +568,14 @@ class FakeRun:
         tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
         return AutoRollback(config, store, lambda: restorer, local, tell)
 
-    def _stage(self, step: int, name: str) -> StagedState:
+    def _stage(self, step: int, name: str) -> RoundState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
         if name not in self.checkpoints.get(step, (None, ()))[1]:
             raise RecoveryFailed(f"{name} has no checkpoint of step {step}")
         copy = self.checkpoints[step][0]
-        return StagedState(copy.round, copy.record, copy.state_digest)
+        return RoundState(copy.round, copy.record, copy.state_digest)
 
-    def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> FetchedRound:
+    def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> RoundUpdate:
         """What a node asks of the others: an entry of their journals."""
         for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.view(round).alive):
             entry = donor.journal.await_entry(round) if donor is not self[asker] else None
@@ -582,7 +583,7 @@ class FakeRun:
                 given = self.damage(entry.update)
                 update = room(given.numel())
                 update.copy_(given)
-                return FetchedRound(entry.record, entry.state_digest, update)
+                return replace(entry, update=update)
         raise RecoveryFailed(f"nobody keeps round {round}")
 
     def settle_journals(self) -> None:

@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zeroband.checkpoint.authenticity import FileHash
-from zeroband.checkpoint.headers import StoredTensor, read_header
-from zeroband.checkpoint.layout import SlotLike, numel_of
+from zeroband.checkpoint.layout import StoredTensor, read_header
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged
+from zeroband.state.slot import Slot
 
 _PIECE_ELEMENTS = 4 << 20
 
 
-def views_of(slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def views_of(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`buffer.parameter` of every slot of flat buffers, (slot.shape) each; writing to them writes to the buffers."""
     return {
-        f"{name}.{slot.name}": buffer[slot.start : slot.start + numel_of(slot)].view(slot.shape)
+        f"{name}.{slot.name}": buffer[slot.start : slot.start + slot.numel].view(slot.shape)
         for name, buffer in buffers.items()
         for slot in slots
     }

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the names of its files, and the share of each writer. Pure.
+"""What a checkpoint consists of: names of its files, the share of each writer, headers of safetensors files. No torch.
 
 <path>/<run.id>/owner.json, latest
 <path>/<run.id>/marks/<node id>.<random>                             of the nodes that write here, empty
@@ -15,11 +15,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, BinaryIO, cast
 
-from zeroband.checkpoint.headers import safetensors_header
+from zeroband.checkpoint.authenticity import FileHash
+from zeroband.checkpoint.storage import read_exactly
+from zeroband.errors import CheckpointDamaged
+from zeroband.state.slot import Slot
 
 MANIFEST, LATEST, OWNER = "manifest.json", "latest", "owner.json"
 TEMPORARY = ".tmp"
@@ -28,34 +31,12 @@ MARKS = "marks"
 MAX_FILE_BYTES = 5_000_000_000
 """Larger sections are cut into several files with an index, as Hugging Face does."""
 
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+_MAX_BYTES = 100 << 20
+"""safetensors' own bound."""
+
 _STEP = re.compile(r"^step_(\d{8,})$")
-
-
-class SlotLike(Protocol):
-    """Where one tensor lies in a flat float32 buffer, in elements; as in outer.flat."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def start(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class PlainSlot:
-    """A slot that came as JSON."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-
-def numel_of(slot: SlotLike) -> int:
-    """Elements of a slot."""
-    return math.prod(slot.shape)
 
 
 def folder_of(step: int) -> str:
@@ -80,7 +61,7 @@ class OuterFile:
 
     path: str
     section: str
-    slots: tuple[SlotLike, ...]
+    slots: tuple[Slot, ...]
     """Neighbours in the flat buffer, without gaps."""
 
     @property
@@ -89,7 +70,7 @@ class OuterFile:
 
     @property
     def stop(self) -> int:
-        return self.slots[-1].start + numel_of(self.slots[-1])
+        return self.slots[-1].start + self.slots[-1].numel
 
     @property
     def data_bytes(self) -> int:
@@ -120,7 +101,7 @@ class OuterPlan:
         return {member: tuple(files) for member, files in held.items()}
 
 
-def plan_outer(slots: Sequence[SlotLike], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
+def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
     """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
 
     The first section holds the parameters.
@@ -144,19 +125,19 @@ def file_names(stem: str, n: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
 
 
-def index_of(names: Sequence[str], cuts: Sequence[Sequence[SlotLike]], *, itemsize: int = 4) -> bytes:
+def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: int = 4) -> bytes:
     """The small file that says which tensor is in which file."""
     weights = {hub_name(slot.name): name for name, held in zip(names, cuts, strict=True) for slot in held}
-    total = itemsize * sum(numel_of(slot) for held in cuts for slot in held)
+    total = itemsize * sum(slot.numel for held in cuts for slot in held)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def cut(slots: Sequence[SlotLike], max_bytes: int, *, itemsize: int = 4) -> list[tuple[SlotLike, ...]]:
+def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
     """Slots of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
-    cuts: list[list[SlotLike]] = [[]]
+    cuts: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
-        slot_bytes = itemsize * numel_of(slot)
+        slot_bytes = itemsize * slot.numel
         if cuts[-1] and size + slot_bytes > max_bytes:
             cuts.append([])
             size = 0
@@ -165,6 +146,75 @@ def cut(slots: Sequence[SlotLike], max_bytes: int, *, itemsize: int = 4) -> list
     return [tuple(cut) for cut in cuts]
 
 
-def inner_header(slots: Sequence[SlotLike], buffers: Sequence[str]) -> bytes:
+def inner_header(slots: Sequence[Slot], buffers: Sequence[str]) -> bytes:
     """What stands in front of the flat buffers of an inner optimizer, whose tensors are `buffer.parameter`."""
     return safetensors_header([(f"{buffer}.{slot.name}", slot.shape) for buffer in buffers for slot in slots])
+
+
+def safetensors_header(tensors: Iterable[tuple[str, Sequence[int]]]) -> bytes:
+    """What stands in front of float32 tensors that follow one another in this order.
+
+    Source: the safetensors format, 8 bytes of length (little endian), JSON, blanks up to a multiple of 8.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in tensors:
+        size = 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    """Length in bytes."""
+
+
+def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]:
+    """The float32 tensors of a file, in the order of their data, which they fill without gaps.
+
+    `text`: the header without its length. Raises ValueError for anything else.
+    """
+    try:
+        entries = cast("dict[str, dict[str, Any]]", json.loads(text))
+        entries.pop("__metadata__", None)
+        spans = [(*map(int, e["data_offsets"]), name, tuple(map(int, e["shape"]))) for name, e in entries.items()]
+        dtypes = {entry["dtype"] for entry in entries.values()}
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is no safetensors header: {error!r:.100}") from error
+    if dtypes - {"F32"}:
+        raise ValueError(f"it holds {', '.join(sorted(map(str, dtypes)))}, not float32 alone")
+    tensors: list[StoredTensor] = []
+    at = 0
+    for start, stop, name, shape in sorted(spans):
+        if start != at or stop - start != 4 * math.prod(shape):
+            raise ValueError(f"its tensor {name} does not begin or end where it should")
+        tensors.append(StoredTensor(name, shape, stop - start))
+        at = stop
+    if at != data_bytes:
+        raise ValueError(f"its tensors take {at} bytes, it has {data_bytes}")
+    return tensors
+
+
+def read_header(file: BinaryIO, size: int, seen: FileHash) -> list[StoredTensor]:
+    """Read a safetensors file up to its data; `seen` hashes what was read. Raises CheckpointDamaged, EOFError."""
+    length_field = bytearray(_LENGTH_BYTES)
+    read_exactly(file, [memoryview(length_field)])
+    length = int.from_bytes(length_field, "little")
+    if length > min(_MAX_BYTES, size - _LENGTH_BYTES):
+        raise CheckpointDamaged(f"its header would have {length} bytes, the file has {size}")
+    text = bytearray(length)
+    read_exactly(file, [memoryview(text)])
+    seen.update(length_field)
+    seen.update(text)
+    try:
+        return parse_safetensors_header(bytes(text), size - _LENGTH_BYTES - length)
+    except ValueError as error:
+        raise CheckpointDamaged(str(error)) from error

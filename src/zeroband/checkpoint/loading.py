@@ -10,20 +10,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import xxhash
 
 from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
-from zeroband.checkpoint.headers import read_header
-from zeroband.checkpoint.layout import LATEST, MANIFEST, SlotLike, folder_of, hub_name, numel_of, step_of
+from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
 from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.state.slot import Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +35,6 @@ _RETRY_S = (0.2, 1.0, 5.0)
 T = TypeVar("T")
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A checkpoint that was there and could not be taken."""
-
-    step: int
-    reason: str
-    """Names the file."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Checkpoint:
         for path, file in self.manifest.files.items():
             self._reading(path, partial(self._hash, path, file))
 
-    def read_outer(self, slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> None:
+    def read_outer(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
         """Fill the sections' flat buffers, each (n,) float32 on CPU, as `slots` lay them out."""
         stamp = self.manifest.stamp
         if set(buffers) != set(stamp.sections):
@@ -83,11 +74,11 @@ class Checkpoint:
             )
         self._read_sections(slots, buffers)
 
-    def read_parameters(self, slots: Sequence[SlotLike], buffer: Tensor) -> None:
+    def read_parameters(self, slots: Sequence[Slot], buffer: Tensor) -> None:
         """Fill a flat buffer, (n,) float32 on CPU, with the parameters alone, whatever the outer algorithm was."""
         self._read_sections(slots, {self.manifest.stamp.sections[0]: buffer})
 
-    def _read_sections(self, slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> None:
+    def _read_sections(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
         sections = self.manifest.stamp.sections
         targets = {hub_name(slot.name): slot for slot in slots}
         work: list[Callable[[], set[tuple[str, str]]]] = []
@@ -109,7 +100,7 @@ class Checkpoint:
             raise CheckpointDamaged(f"{self.folder}/outer lacks {len(missing)} tensors, {name} of {section} first")
 
     def _read_tensors(
-        self, path: str, file: StoredFile, targets: Mapping[str, SlotLike], section: str, buffer: Tensor
+        self, path: str, file: StoredFile, targets: Mapping[str, Slot], section: str, buffer: Tensor
     ) -> set[tuple[str, str]]:
         """Fill the section's buffer from one file; what it held, as (section, tensor)."""
         seen, found = FileHash.like(file), set[tuple[str, str]]()
@@ -120,7 +111,7 @@ class Checkpoint:
                 if slot is None or tuple(slot.shape) != tensor.shape:
                     raise CheckpointDamaged(f"its tensor {tensor.name} {list(tensor.shape)} is not one of this model")
                 found.add((section, tensor.name))
-                spans.append((slot.start, slot.start + numel_of(slot)))
+                spans.append((slot.start, slot.start + slot.numel))
             for start, stop in _join(spans):
                 for piece in _pieces(bytes_of(buffer[start:stop])):
                     read_exactly(opened, [piece])
@@ -266,48 +257,46 @@ class Restored:
     """A checkpoint whose outer state lies in the buffers now."""
 
     checkpoint: Checkpoint
-    rejected: tuple[Rejected, ...] = field(default=())
-    """Checkpoints that were tried before this one."""
+    rejected: Mapping[int, str]
+    """Steps of checkpoints that were there and could not be taken, and why, which names the file."""
 
 
 def restore(
     storage: Storage,
-    slots: Sequence[SlotLike],
+    slots: Sequence[Slot],
     buffers: Mapping[str, Tensor],
     *,
     step: int | None = None,
-    also: Callable[[Checkpoint], None] = lambda checkpoint: None,
     on_piece: Callable[[], object] = lambda: None,
     trust: Trust = ANYBODY,
 ) -> Restored | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
-    Verified are the outer state, by hash of each file and by digest of the whole, what `also` reads, and of everything
-    else the sizes. None where there is no checkpoint at all. Raises RecoveryFailed where there are some and none
-    verifies: the buffers are then spoilt, and starting afresh is for the user to decide.
+    Verified are the outer state, by hash of each file and by digest of the whole, and the sizes of all else. None where
+    there is no checkpoint at all. Raises RecoveryFailed where there are some and none verifies: the buffers are then
+    spoilt, and starting afresh is for the user to decide.
     """
     try:
         steps = [step] if step is not None else steps_in_order(storage)
     except OSError as error:
         raise RecoveryFailed(f"cannot look for checkpoints in {storage.url}: {reason_of(error)}") from error
-    rejected: list[Rejected] = []
+    rejected = dict[int, str]()
     for candidate in steps:
         try:
             checkpoint = open_checkpoint(storage, candidate, on_piece, trust=trust)
             checkpoint.require_sizes()
             checkpoint.read_outer(slots, buffers)
             _require_digest(checkpoint, buffers)
-            also(checkpoint)
         except CheckpointDamaged as error:
-            rejected.append(Rejected(candidate, str(error)))
+            rejected[candidate] = str(error)
             _log.error("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
             continue
         if (remark := trust.remark(checkpoint.manifest)) is not None:
             _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
-        return Restored(checkpoint, tuple(rejected))
+        return Restored(checkpoint, rejected)
     if not rejected:
         return None
-    reasons = "; ".join(one.reason for one in rejected)
+    reasons = "; ".join(rejected.values())
     there = f"; there are steps {sorted(steps_in_order(storage))}" if step is not None else ""
     raise RecoveryFailed(f"no checkpoint in {storage.url} can be taken: {reasons}{there}")
 

@@ -14,8 +14,7 @@ from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.own_state import OWN_FILE, OwnState
-from zeroband.checkpoint.random_states import set_random_state
+from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.data.tokens import Corpus
@@ -26,6 +25,7 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import FlatLayout
+from zeroband.state.round_state import RoundState
 
 _log = get_logger(__name__)
 
@@ -43,15 +43,12 @@ class Source:
     trust: Trust = ANYBODY
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """A checkpoint whose outer state was read and verified."""
+@dataclass(frozen=True, kw_only=True)
+class SavedState(RoundState):
+    """The outer state of a checkpoint, read and verified."""
 
     step: int
-    round: int
-    record: Mapping[str, Any]
-    state_digest: str
-    rejected: tuple[str, ...]
+    rejected: tuple[str, ...] = ()
     """Why newer ones were not taken."""
 
 
@@ -310,7 +307,5 @@ def _held(stamp: Stamp, *, is_own: bool) -> Held:
 
 
 def _saved(restored: Restored) -> SavedState:
-    checkpoint: Checkpoint = restored.checkpoint
-    stamp = checkpoint.manifest.stamp
-    rejected = tuple(one.reason for one in restored.rejected)
-    return SavedState(stamp.inner_step, stamp.round, stamp.record, stamp.state_digest, rejected)
+    stamp, rejected = restored.checkpoint.manifest.stamp, tuple(restored.rejected.values())
+    return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)

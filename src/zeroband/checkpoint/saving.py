@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
+from zeroband.checkpoint.folder import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -29,17 +30,15 @@ from zeroband.checkpoint.layout import (
     TEMPORARY,
     OuterFile,
     OuterPlan,
-    SlotLike,
     folder_of,
     inner_header,
 )
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
-from zeroband.checkpoint.owner import Owner, reclaim
-from zeroband.checkpoint.retention import clean_up, remove_checkpoint
-from zeroband.checkpoint.shares import Shares
+from zeroband.checkpoint.peers import Peers, SaveContext, Shares
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
+from zeroband.state.slot import Slot
 
 POINTS = (
     "staged",
@@ -59,8 +58,6 @@ _LONGEST_PAUSE_S = 30.0
 """Longest pause between two attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 """Pauses between two looks for what the other members wrote."""
-SILENT = "nothing was heard of its share"
-"""Why a member was not waited for any longer: the beginning of the words."""
 _HEALS_S = 3.0
 """A storage that fails for longer is not waited for by the others."""
 
@@ -81,54 +78,10 @@ class SaveRules:
 
 
 @dataclass(frozen=True)
-class PeerWord:
-    """What another member of a save said of itself."""
-
-    out: str | None = None
-    """Why nobody needs to wait for it; None: it is at work, for all that is known."""
-    is_lost: bool = False
-    """The run goes on without it."""
-    beats: int = 0
-    """Grows as long as it works at its share, or waits for the others."""
-    is_waiting: bool = False
-    """Whether it has written its share and waits, so that its record ought to be seen."""
-
-
-class SaveContext(Protocol):
-    """What a save needs of its process: time, a place to report to, and points where a test may end it."""
-
-    def now_s(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Report an event of the save. Any thread."""
-        ...
-
-    def count(self, written_bytes: int) -> None:
-        """Take note that so many bytes more were handed to the storage. Any thread."""
-        ...
-
-    def working(self, *, is_waiting: bool) -> None:
-        """Show the other members that this node is at work, or that it has written its share and waits. Any thread."""
-        ...
-
-    def excuse(self, attempt: str, why: str | None) -> None:
-        """Tell the other members not to wait for this node in this save, or, with None, that they may. Any thread."""
-        ...
-
-    def heard(self, member: str) -> PeerWord:
-        """What is known of another member of this save. Any thread."""
-        ...
-
-    def at(self, point: str) -> None: ...
-
-
-@dataclass(frozen=True)
 class Staged:
     """The copies that a save reads. Nobody writes to them until it is over."""
 
-    slots: Sequence[SlotLike]
+    slots: Sequence[Slot]
     plan: OuterPlan
     outer: Mapping[str, memoryview]
     """The bytes of the flat float32 buffers of the outer state, by section."""
@@ -172,22 +125,11 @@ class Save:
         self._folder = f"{self._final}{TEMPORARY}" if storage.renames else self._final
         self._files: dict[str, StoredFile] = {}
         self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths, key)
+        self._peers = Peers(self._shares, around, node_id, self._members, rules.peer_wait_s)
         self._is_published = False
         """Whether others may build on this node's files."""
         self._failing: set[str] = set()
         """What cannot be written at the moment, so that the others need not wait."""
-        self._listening_since_s = 0.0
-        self._signs: dict[str, tuple[object, float]] = {}
-        """The newest sign of each member, and since when it is that."""
-
-    @property
-    def _ahead(self) -> tuple[str, ...]:
-        """Members whose turn to commit comes before this node's."""
-        return self._members[: self._members.index(self._node_id)]
-
-    @property
-    def _others(self) -> tuple[str, ...]:
-        return tuple(member for member in self._members if member != self._node_id)
 
     def run(self) -> bool:
         """Write, and commit in one's turn. Returns whether the checkpoint stands; failures are told, not raised."""
@@ -212,12 +154,12 @@ class Save:
         self._keep_folder()
         if self._is_done():
             return
-        self._write_share(self._staged.plan.share(self._members)[self._node_id], with_indices=not self._ahead)
+        self._write_share(self._staged.plan.share(self._members)[self._node_id], with_indices=not self._peers.ahead)
         self._write_node()
         self._around.at("share_written")
         self._publish()
         self._around.at("published")
-        if self._ahead:
+        if self._peers.ahead:
             stored = sum(file.size for file in self._files.values())
             self._around.tell("checkpoint_share_written", **self._place(), bytes=stored, took_s=self._since(from_s))
         written_at_s = self._around.now_s()
@@ -328,96 +270,56 @@ class Save:
 
     def _note_failing(self, what: str, reason: str) -> None:
         self._failing.add(what)
-        self._excuse(reason)
+        self._peers.report_unavailable(reason)
 
     def _note_working(self, what: str) -> None:
         if what in self._failing:
             self._failing.discard(what)
-            self._around.excuse(self._stamp.attempt, None)
+            self._peers.report_unavailable(None)
 
     def _pause(self, seconds: float, reason: str) -> None:
         """Wait before another attempt. Raises CheckpointFailed once the others have committed without this node."""
         until_s = self._around.now_s() + seconds
         while (left_s := until_s - self._around.now_s()) > 0:
-            self._around.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._others else left_s)
-            if self._failing and self._others and self._stands():
+            self._around.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._peers.others else left_s)
+            if self._failing and self._peers.others and self._stands():
                 raise CheckpointFailed(reason)
 
     # -- between the members -------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        if self._others:
+        if self._peers.others:
             self._retry(PARTS, lambda: self._shares.publish(self._node_id, self._files))
             self._is_published = True
 
     def leave_out(self, why: str) -> None:
         """Tell the others not to wait for this node, which does not take part. Any thread; never raises."""
-        if self._others:
-            self._excuse(why)
-            self._shares.leave_out(self._node_id)
-
-    def _excuse(self, why: str) -> None:
-        if self._others:
-            self._around.excuse(self._stamp.attempt, why)
-
-    def _why_out(self, member: str, files: Mapping[str, StoredFile] | None) -> str | None:
-        """Why this member takes no part; None: it does, or may. `files`: of its record."""
-        return self._around.heard(member).out or ("it did not take part" if files == {} else None)
-
-    def _is_out(self, member: str) -> bool:
-        return self._why_out(member, self._shares.read(member)) is not None
-
-    def _has_ended(self, member: str) -> bool:
-        """Whether this member will never commit: one that only says that its storage fails may do so yet."""
-        return self._around.heard(member).is_lost or self._shares.read(member) == {}
-
-    def _is_silent(self, member: str, patience_s: float, *, counts_waiting: bool) -> bool:
-        """Whether nothing was heard of a member for so long. `counts_waiting`: that it waits for others is a sign."""
-        heard = self._around.heard(member)
-        sign = heard.beats if counts_waiting or not heard.is_waiting else "waiting"
-        known, since_s = self._signs.get(member, (0, self._listening_since_s))
-        if sign != known:
-            since_s = self._around.now_s()
-        self._signs[member] = sign, since_s
-        return self._around.now_s() - since_s >= patience_s
+        self._peers.leave_out(why)
 
     def _await_turn(self, from_s: float) -> bool:
         """Wait until all members before this one are out or silent; False when the checkpoint stands."""
-        self._listen_from(from_s)
-        patience_s = 2 * len(self._ahead) * self._rules.peer_wait_s
+        self._peers.listen_from(from_s)
         pauses = self._pauses()
-        while True:
-            quiet = [self._is_silent(member, patience_s, counts_waiting=True) for member in self._ahead]
-            if all(self._is_out(m) or is_quiet for m, is_quiet in zip(self._ahead, quiet, strict=True)):
-                break
+        while not self._peers.are_out_ahead():
             if self._stands():
                 return False
             next(pauses)
         return not self._stands()
-
-    def _listen_from(self, from_s: float) -> None:
-        self._listening_since_s = from_s
-        self._signs.clear()
 
     def _gather(self, from_s: float) -> dict[str, str]:
         """Take over the others' records, as long as they work at them; write oneself what is missing then.
 
         Returns the members whose own state is not there, and why.
         """
-        self._listen_from(from_s)
-        missing, pauses = dict.fromkeys(self._others, ""), self._pauses()
+        self._peers.listen_from(from_s)
+        missing, pauses = dict.fromkeys(self._peers.others, ""), self._pauses()
         while True:
-            is_over = True
-            for member in self._others:
-                files = self._shares.read(member)
+            for member in tuple(missing):
+                files, missing[member] = self._peers.look_for(member)
                 if files:
                     self._files |= files
-                    missing.pop(member, None)
-                elif member in missing:
-                    is_silent = self._is_silent(member, self._rules.peer_wait_s, counts_waiting=False)
-                    missing[member] = self._why_out(member, files) or (self._silence if is_silent else "")
-                    is_over = is_over and missing[member] != ""
-            if is_over:
+                    del missing[member]
+            if all(missing.values()):
                 break
             next(pauses)
         if missing:
@@ -426,10 +328,6 @@ class Save:
         left = [file for file in plan.files if file.path not in self._files]
         self._write_share(left, with_indices=not plan.indices.keys() <= self._files.keys())
         return missing
-
-    @property
-    def _silence(self) -> str:
-        return f"{SILENT} for {self._rules.peer_wait_s:g} s"
 
     def _pauses(self) -> Iterator[None]:
         """Sleeps between two looks at the storage: short ones first."""
@@ -497,7 +395,7 @@ class Save:
     def _give_up(self, reason: str) -> None:
         """Say why, and give back the space: of this node's files, or of everybody's when nobody is left to commit."""
         self._around.tell("checkpoint_failed", **self._place(), reason=reason)
-        is_last = all(self._has_ended(member) for member in self._others)
+        is_last = self._peers.have_ended()
         with contextlib.suppress(OSError):
             if is_last and self._storage.renames:
                 self._storage.remove(self._folder)

@@ -18,28 +18,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic import TypeAdapter
 
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, Trust
-from zeroband.checkpoint.layout import OuterPlan, PlainSlot, plan_outer
+from zeroband.checkpoint.layout import OuterPlan, plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
+from zeroband.checkpoint.peers import PeerWord
+from zeroband.checkpoint.saving import Save, SaveRules, Staged
 from zeroband.checkpoint.storage import open_storage
+from zeroband.state.slot import Slot
 
-IDLE, PROGRESS, EXCUSE = "idle", "progress", "excuse"
+IDLE, PROGRESS, UNAVAILABLE = "idle", "progress", "unavailable"
 """Kinds of answers beside the events of a save."""
-LOST, HEARD = "lost", "heard"
-"""Keys of lines to the writer that are no orders: the nodes that the run goes on without; what the others said."""
+PEERS = "peers"
+"""Key of lines to the writer that are no orders: what is known of the other members of the save in hand."""
 
 _NICENESS = 10
 _SAY_S = 1.0
-_LONGEST_EXCUSE = 500
-"""Characters."""
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
@@ -92,30 +92,6 @@ class SaveOrder:
         return TypeAdapter(SaveOrder).validate_json(text)
 
 
-@dataclass(frozen=True)
-class Word:
-    """What a member's writer says of a save to those of the others, through the run's store; JSON."""
-
-    beats: int = 0
-    is_waiting: bool = False
-    out: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def parse(text: str) -> Word | None:
-        """The inverse; None of what is no such word, which anybody may have written who reaches the store."""
-        try:
-            word = _WORD.validate_json(text, strict=True)
-        except ValueError:
-            return None
-        return word if word.out is None else replace(word, out=word.out[:_LONGEST_EXCUSE])
-
-
-_WORD = TypeAdapter(Word)
-
-
 class Answers:
     """Lines to the trainer and from it, and what a save needs of its process. Any thread."""
 
@@ -125,8 +101,7 @@ class Answers:
         self._written = self._said = 0
         self._began_at_s = self._said_at_s = time.monotonic()
         self._is_waiting = False
-        self._lost: frozenset[str] = frozenset()
-        self._words: Mapping[str, Word] = {}
+        self._peers: Mapping[str, PeerWord] = {}
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -137,31 +112,19 @@ class Answers:
     def at(self, point: str) -> None:
         """Do nothing; in tests the surroundings let something happen here."""
 
-    def heard(self, member: str) -> PeerWord:
-        if member in self._lost:
-            return PeerWord("the run goes on without it", is_lost=True)
-        word = self._words.get(member, Word())
-        return PeerWord(word.out, beats=word.beats, is_waiting=word.is_waiting)
+    def peer_status(self, member: str) -> PeerWord:
+        return self._peers.get(member, PeerWord())
 
-    def lose(self, nodes: Collection[str]) -> None:
-        """Note the nodes that the run goes on without."""
-        self._lost = frozenset(nodes)
-
-    def hear(self, words: Mapping[str, str]) -> None:
-        """Note what the other members said of the save in hand."""
-        parsed = {node: Word.parse(text) for node, text in words.items()}
-        self._words = {node: word for node, word in parsed.items() if word is not None}
-
-    def forget(self) -> None:
-        """Forget what was heard: it was of the checkpoint before, and another one is ordered."""
-        self._lost, self._words = frozenset(), {}
+    def hear(self, peers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note what is known of the other members of the save in hand; of none when another one is ordered."""
+        self._peers = {node: PeerWord(**word) for node, word in peers.items()}
 
     def tell(self, kind: str, **fields: Any) -> None:
         with self._lock:
             self._say({"kind": kind, **fields})
 
-    def excuse(self, attempt: str, why: str | None) -> None:
-        self.tell(EXCUSE, attempt=attempt, why=why)
+    def report_unavailable(self, attempt: str, why: str | None) -> None:
+        self.tell(UNAVAILABLE, attempt=attempt, why=why)
 
     def begin(self) -> None:
         """A save begins: its bytes are counted from here."""
@@ -212,7 +175,7 @@ class Writer:
     def __init__(self, spec: WriterSpec, answers: Answers) -> None:
         self._spec = spec
         self._answers = answers
-        self._slots = tuple(PlainSlot(*slot) for slot in spec.slots)
+        self._slots = tuple(Slot(*slot) for slot in spec.slots)
         self._storage = open_storage(spec.path, spec.run_id, spec.node_id)
         self._outer = {name: _map_buffer(descriptor) for name, descriptor in spec.outer.items()}
         self._inner = {name: _map_buffer(descriptor) for name, descriptor in spec.inner.items()}
@@ -225,17 +188,14 @@ class Writer:
         """Take orders from a stream until it ends; a thread of its own, so that a save in hand does not hold it up."""
         for line in lines:
             said = json.loads(line)
-            if LOST in said:
-                self._answers.lose(said[LOST])
-                continue
-            if HEARD in said:
-                self._answers.hear(said[HEARD])
+            if PEERS in said:
+                self._answers.hear(said[PEERS])
                 continue
             order = SaveOrder.from_json(line)
             if order.is_left_out:
                 self._save_of(order).leave_out("an earlier checkpoint is still being written there")
             else:
-                self._answers.forget()
+                self._answers.hear({})
                 self._orders.put(self._save_of(order))  # its files are mapped now: its trainer may be gone soon
         self._orders.put(None)
 

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from zeroband.checkpoint.saving import SILENT
-from zeroband.checkpoint.writer import EXCUSE, HEARD, IDLE, LOST, PROGRESS, SaveOrder, Word, WriterSpec
+from zeroband.checkpoint.peers import LOST, SILENT, PeerWord
+from zeroband.checkpoint.writer import IDLE, PEERS, PROGRESS, UNAVAILABLE, SaveOrder, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.log import get_logger
 
@@ -28,32 +29,26 @@ _QUIET = 9
 _STORE_PATIENCE_S = 2.0
 """ElapsedWaits for what writers tell each other; it is said again a second later."""
 
+_MUTE = PeerWord(out="it said nothing of the checkpoint before either; has it a ckpt.path?")
+
 _log = get_logger(__name__)
 
 
-class PeerWriters(Protocol):
-    """The way to the writers of a save's other members. Any thread; neither raises nor takes long."""
+class PeerWriters:
+    """The way to the writers of a save's other members; here of a node that saves alone.
+
+    Any thread; neither method raises or takes long.
+    """
 
     def say(self, attempt: str, word: str) -> None:
         """Tell them something of this node's part in a save; the newest word counts."""
-        ...
 
     def hear(self, attempt: str) -> Mapping[str, str]:
         """The newest words, by node id."""
-        ...
-
-
-class NoFellows:
-    """A node that saves alone."""
-
-    def say(self, attempt: str, word: str) -> None:
-        """Nobody listens."""
-
-    def hear(self, attempt: str) -> Mapping[str, str]:
         return {}
 
 
-class StoreFellows:
+class StoreWriters(PeerWriters):
     """The way through the run's store. `node`: its name with its key."""
 
     def __init__(self, store: RedisStore, node: str) -> None:
@@ -92,6 +87,10 @@ class WriterProcess:
         self._fellows = fellows
         self._beats = 0
         self._quiet_until_s = 0.0
+        self._peers: Mapping[str, PeerWord] = {}
+        """What the other members of the save in hand said."""
+        self._lost: frozenset[str] = frozenset()
+        """Those that the run has lost."""
         self._mute: set[str] = set()
         """Nodes that said nothing of the save before, and left no record of it: they most likely do not save at all."""
         self._spec = spec
@@ -163,6 +162,7 @@ class WriterProcess:
             with self._changed:
                 assert self._order is None, "one checkpoint at a time"
                 self._order, self._written_bytes = order, 0
+                self._peers, self._lost = {}, frozenset()
         self._say(self._process, order.to_json())
         if self._process.poll() is not None:
             self._died(self._process)
@@ -170,10 +170,15 @@ class WriterProcess:
     def go_on_with(self, nodes: Collection[str]) -> None:
         """Say which nodes the run has now: those that it lost are not waited for in the save in hand."""
         with self._changed:
-            order = self._order
-        lost = sorted(set(order.members) - set(nodes)) if order is not None else []
+            lost = frozenset() if self._order is None else frozenset(self._order.members) - frozenset(nodes)
+            self._lost |= lost
         if lost:
-            self._say(self._process, json.dumps({LOST: lost}))
+            self._tell_of_peers(self._process)
+
+    def _tell_of_peers(self, process: subprocess.Popen[str]) -> None:
+        with self._changed:
+            known = {**self._peers, **dict.fromkeys(self._lost, LOST)}
+        self._say(process, json.dumps({PEERS: {node: asdict(word) for node, word in known.items()}}))
 
     def await_free(self) -> None:
         """Wait until no save is in hand; the writer's own time-outs bound it. Says so while it lasts."""
@@ -210,8 +215,8 @@ class WriterProcess:
             elif kind == PROGRESS:
                 self._written_bytes, self.bytes_per_s = message["written_bytes"], message["bytes_per_s"]
                 self._exchange(process, is_waiting=message["is_waiting"])
-            elif kind == EXCUSE:
-                self._fellows.say(message["attempt"], Word(out=message["why"]).to_json())
+            elif kind == UNAVAILABLE:
+                self._fellows.say(message["attempt"], PeerWord(out=message["why"]).to_json())
             else:
                 self._note_mute(kind, message)
                 self._on_event(kind, message)
@@ -227,14 +232,15 @@ class WriterProcess:
         attempt = order.stamp.attempt
         self._beats += 1
         from_s = time.monotonic()
-        heard = {node: word for node, word in self._fellows.hear(attempt).items() if node in order.members}
-        own = Word.parse(heard.pop(self._spec.node_id, ""))
-        if own is None or own.out is None:  # an excuse stands until it is taken back
-            self._fellows.say(attempt, Word(self._beats, is_waiting).to_json())
+        words = {node: PeerWord.parse(text) for node, text in self._fellows.hear(attempt).items()}
+        heard = {node: word for node, word in words.items() if word is not None and node in order.members}
+        own = heard.pop(self._spec.node_id, PeerWord())
+        if own.out is None:  # an excuse stands until it is taken back
+            self._fellows.say(attempt, PeerWord(self._beats, is_waiting).to_json())
         self._mute -= heard.keys()
         self._quiet_until_s = time.monotonic() + _QUIET * (time.monotonic() - from_s)
-        silent = Word(out="it said nothing of the checkpoint before either; has it a ckpt.path?").to_json()
-        self._say(process, json.dumps({HEARD: {**dict.fromkeys(self._mute, silent), **heard}}))
+        self._peers = {**dict.fromkeys(self._mute, _MUTE), **heard}
+        self._tell_of_peers(process)
 
     def _note_mute(self, kind: str, message: Mapping[str, Any]) -> None:
         with self._changed:
@@ -252,7 +258,7 @@ class WriterProcess:
     def _fail(self, order: SaveOrder, reason: str) -> None:
         """Say that a save came to nothing, to the other members' writers too."""
         place = {"round": order.stamp.round, "step": order.stamp.inner_step}
-        self._fellows.say(order.stamp.attempt, Word(out="its writer ended").to_json())
+        self._fellows.say(order.stamp.attempt, PeerWord(out="its writer ended").to_json())
         self._on_event("checkpoint_failed", {**place, "reason": reason})
 
     def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:

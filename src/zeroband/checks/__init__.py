@@ -1,6 +1,7 @@
 """Whether this machine can do what a configuration asks for, before anything starts.
 
-Owns the checks that `train` makes at its start, all of them quick and without torch (`quick.py`), and what takes longer
-because it opens what training would open (`inputs.open_inputs`) or rehearses a step (`memory.gpu_memory`,
-`gpu_prediction.py`). `doctor` makes both, so it finds what `train` would refuse.
+`checklist.py` has the one list of checks: those that `train` makes at its start, all of them quick and without torch,
+and those that take longer, which open what training would open (`inputs.open_inputs`) or rehearse a step
+(`memory.gpu_memory`). `doctor` makes both, so it finds what `train` would refuse. What a run takes is predicted in one
+place each: `needs.py` for a node's memory and disks, `gpu_prediction.py` for its GPUs.
 """

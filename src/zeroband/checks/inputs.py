@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from zeroband.checks.finding import Finding
+from zeroband.checks.needs import Needs
 from zeroband.config.data import (
     ChatSource,
     DataConfig,
@@ -71,26 +72,19 @@ def _is_elsewhere(path: str) -> bool:
     return "://" in path.removeprefix("file://")
 
 
-@dataclass(frozen=True)
-class OpenedInputs:
-    """What was opened: the findings, and what the memory that a run needs follows from."""
+def open_inputs(config: RunConfig) -> tuple[list[Finding], Needs]:
+    """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do.
 
-    findings: tuple[Finding, ...]
-    vocab_size: int = 0
-    sections: int = 1
-    built_params: int = 0
-
-
-def open_inputs(config: RunConfig) -> OpenedInputs:
-    """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do."""
+    Returns what was found, and what the run needs as far as that follows from what could be opened.
+    """
     findings: list[Finding] = []
-    vocab_size, sections, built_params = 0, 1, 0
+    needs = Needs(config)
     tokenizer: Tokenizer | None = None
     parts = config.data.parts
     try:
         opened = [tokenizer_of(data) for data in parts.values()]
         tokenizer = opened[0]
-        vocab_size = tokenizer.padded_vocab_size
+        needs = replace(needs, vocab_size=tokenizer.padded_vocab_size)
         is_none = any(isinstance(data.source, SyntheticTokensSource) for data in parts.values())
         name = "none" if is_none else config.data.tokenizer
         findings.append(Finding("tokenizer", f"{name}, {tokenizer.vocab_size} ids"))
@@ -103,14 +97,15 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
     elif tokenizer is not None:
         found, built_params = _built(config, tokenizer)
         findings.append(found)
+        needs = replace(needs, built_params=built_params)
     if isinstance(config.outer, CustomConfig):
         from zeroband.outer.custom import load_algorithm
 
         try:
-            sections = len(load_algorithm(config.outer).sections)
+            needs = replace(needs, sections=len(load_algorithm(config.outer).sections))
         except ConfigError as error:
             findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
-    return OpenedInputs(tuple(findings), vocab_size, sections, built_params)
+    return findings, needs
 
 
 def _data_finding(name: str, data: DataConfig, seed: int) -> Finding:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import PositiveInt, field_validator
 
 from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource, TokensSource
-from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
+from zeroband.config.section import NAME_PATTERN, OwnSection
 
 _T = TypeVar("_T", TextSource, JsonlSource, ParquetSource)
 
@@ -17,16 +17,16 @@ _MANIFEST = "manifest.json"
 """What zeroband.data.shard_set calls the file by which a prepared set is known."""
 
 
-class EvalConfig(Section):
+class EvalConfig(OwnSection):
     """Evaluation of the outer parameters while this node trains; the others wait for it where they meet."""
 
-    every_steps: PositiveInt = Field(default=500, json_schema_extra=NODE_LOCAL)
+    every_steps: PositiveInt = 500
     """Inner steps of the run from one evaluation to the next. It takes place at the end of the first round that reaches
     a multiple of them, and at the end of the run."""
-    batches: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    batches: PositiveInt | None = None
     """Batches of train.batch_size sequences that are evaluated of the held-out samples, and of each of eval.sources:
     always the same ones, so that losses compare. None: 8, or all where there are fewer."""
-    sources: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
+    sources: tuple[str, ...] = ()
     """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
     (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. Beside the
     samples that data.hold_out keeps back."""

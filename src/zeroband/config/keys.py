@@ -6,21 +6,18 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.schema import NODE_LOCAL, RunConfig, Section
+from zeroband.config.schema import RunConfig
+from zeroband.config.section import NODE_LOCAL, TAG, Section
 
 Path = tuple[str, ...]
 """A dotted key in its parts: ("train", "micro_bs")."""
 
 _MOST_GUESSES = 3
-
-TAG = "type"
-"""The key that chooses the variant of a section."""
 
 
 class Variant(NamedTuple):
@@ -35,50 +32,14 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """One value that can be set. Keys of several variants of a section may share a path."""
-
-    path: Path
-    field: FieldInfo
-    variant: Variant | None
-    """Variant of the section in which the key exists; None: in every one."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all nodes of a run must agree on it."""
-        return is_shared(self.field)
-
-    @property
-    def is_secret(self) -> bool:
-        return SecretStr in member_types(self.field.annotation)
-
-    @property
-    def is_list(self) -> bool:
-        return any(get_origin(member) is tuple for member in member_types(self.field.annotation))
-
-    @property
-    def is_table(self) -> bool:
-        """Whether its own keys are not known here."""
-        return any(get_origin(member) is dict for member in member_types(self.field.annotation))
-
-    @property
-    def is_flag(self) -> bool:
-        return bool in member_types(self.field.annotation)
-
-    @property
-    def is_nullable(self) -> bool:
-        return NoneType in member_types(self.field.annotation)
-
-
-@dataclass(frozen=True)
-class SectionSpec:
-    """A section of the schema, or the choice between its variants."""
+    """One value that can be set, or a section. Those of several variants of the section above may share a path."""
 
     path: Path
     field: FieldInfo
     variant: Variant | None
     """Variant of the section above in which it exists; None: in every one."""
     variants: Mapping[str, type[Section]]
-    """Schemas by tag; a section without a choice has the one tag ""."""
+    """Schemas of a section by tag, one without a choice under ""; empty: it is a value."""
 
     @property
     def default_tag(self) -> str | None:
@@ -86,8 +47,13 @@ class SectionSpec:
         return getattr(self.field.get_default(), TAG, None)
 
     @property
-    def is_nullable(self) -> bool:
-        return NoneType in member_types(self.field.annotation)
+    def is_shared(self) -> bool:
+        """Whether all nodes of a run must agree on it."""
+        return is_shared(self.field)
+
+    @property
+    def kinds(self) -> frozenset[Any]:
+        return kinds_of(self.field)
 
 
 @dataclass(frozen=True)
@@ -95,18 +61,19 @@ class SchemaKeys:
     """Everything that can be set, in the order of the schema."""
 
     keys: Mapping[Path, tuple[Key, ...]]
-    sections: Mapping[Path, SectionSpec]
+    sections: Mapping[Path, Key]
 
     def __contains__(self, path: Path) -> bool:
         return path in self.keys or path in self.sections
 
     def holds_secret(self, path: Path) -> bool:
         """Whether a key, or one in a section, must not be shown."""
-        return any(key.is_secret for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
+        return any(SecretStr in key.kinds for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
 
-    def is_nullable(self, path: Path) -> bool:
-        section = self.sections.get(path)
-        return section.is_nullable if section else any(key.is_nullable for key in self.keys[path])
+    def kinds(self, path: Path) -> frozenset[Any]:
+        """Return the types that a key may have, in one variant or another; none where there is no such key."""
+        found = (self.sections[path],) if path in self.sections else self.keys.get(path, ())
+        return frozenset[Any]().union(*(key.kinds for key in found))
 
     def nearest(self, name: str) -> list[str]:
         """What a wrong dotted name may have meant, the likeliest first: one key like it, or some with its last part."""
@@ -128,12 +95,12 @@ class SchemaKeys:
 def schema_keys() -> SchemaKeys:
     """The keys and sections of a run's configuration."""
     keys: dict[Path, tuple[Key, ...]] = {}
-    sections: dict[Path, SectionSpec] = {}
-    for found in _walk(RunConfig, (), None):
-        if isinstance(found, SectionSpec):
-            sections[found.path] = found
+    sections: dict[Path, Key] = {}
+    for key in _walk(RunConfig, (), None):
+        if key.variants:
+            sections[key.path] = key
         else:
-            keys[found.path] = (*keys.get(found.path, ()), found)
+            keys[key.path] = (*keys.get(key.path, ()), key)
     return SchemaKeys(keys, sections)
 
 
@@ -146,6 +113,11 @@ def is_shared(field: FieldInfo) -> bool:
     """Whether all nodes of a run must agree on a field."""
     extra = field.json_schema_extra
     return not isinstance(extra, dict) or extra.get("scope") != NODE_LOCAL["scope"]
+
+
+def kinds_of(field: FieldInfo) -> frozenset[Any]:
+    """The types that a field may have: int, bool, NoneType, SecretStr, tuple for a list, dict for somebody's table."""
+    return frozenset(get_origin(member) or member for member in member_types(field.annotation))
 
 
 def member_types(annotation: Any) -> tuple[Any, ...]:
@@ -175,16 +147,12 @@ def _is_union(annotation: Any) -> bool:
     return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
 
-def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[Key | SectionSpec]:
+def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        here = (*path, name)
-        variants = variants_of(field)
-        if not variants:
-            yield Key(here, field, variant)
-            continue
-        yield SectionSpec(here, field, variant, variants)
-        for tag, section in variants.items():
-            yield from _walk(section, here, Variant(here, tag) if tag else variant)
+        key = Key((*path, name), field, variant, variants_of(field))
+        yield key
+        for tag, section in key.variants.items():
+            yield from _walk(section, key.path, Variant(key.path, tag) if tag else variant)
 
 
 def _is_section(member: Any) -> bool:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from zeroband.config.keys import Path as KeyPath
+from zeroband.config.command_line import CommandLine, parse_command_line
 from zeroband.config.keys import SchemaKeys, schema_keys
-from zeroband.config.layers import (
-    CommandLine,
-    Setting,
-    layer_of_environment,
-    layer_of_file,
-    layer_of_flags,
-    merge,
-    nested,
-    parse_command_line,
-)
 from zeroband.config.model import TransformersConfig
 from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig
+from zeroband.config.section import TAG
 from zeroband.config.shared import shared_digest, shared_items
+from zeroband.config.sources import Settings, Source, Text, TomlFile, variables
 from zeroband.config.token_file import read_token
 from zeroband.errors import ConfigError
 
@@ -43,11 +36,16 @@ nothing to train: no configuration was given. To begin, name one, or give its ke
 
 
 def load_config(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, defaults: Sequence[str] = ()
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Sequence[str] = (),
+    over: Sequence[Source] = (),
 ) -> RunConfig:
     """The configuration that the arguments, and the environment below them, ask for.
 
-    `defaults`: flags that hold where neither says otherwise, in the place of the schema's.
+    `defaults`: flags that hold where neither says otherwise, in the place of the schema's. `over`: what holds whatever
+    they say; keys of its types that it leaves open may be given by flags.
     `--help` and `--dry-run` print and end the process (SystemExit 0); of several local ranks, the first one prints.
     Raises: ConfigError with a line for each thing that is wrong.
     """
@@ -56,25 +54,36 @@ def load_config(
     line = parse_command_line(argv, schema)
     if line.wants_help:
         _print_and_exit(help_text(schema), environ)
-    layers = [layer_of_flags(parse_command_line(defaults, schema).flags, schema), *_layers(line, environ, schema)]
-    config = _with_models_tokenizer(_with_token(_validated(layers, schema)))
+    weakest = _texts(parse_command_line(defaults, schema).flags)
+    settings = Settings([*weakest, *_sources(line, environ, schema, over), *over], schema)
+    try:
+        config = RunConfig.model_validate(settings.values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, settings, schema)) from None
+    config = _with_models_tokenizer(_with_token(config))
     if line.is_dry_run:
         _print_and_exit(render_toml(config), environ)
     return config
 
 
-def _layers(line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys) -> list[list[Setting]]:
-    return [
-        *(layer_of_file(file, schema) for file in line.files),
-        layer_of_environment(environ, schema),
-        layer_of_flags(line.flags, schema),
-    ]
-
-
-def given_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Mapping[KeyPath, Setting]:
-    """What the arguments, and the environment below them, set, by key; not validated yet. Raises ConfigError."""
+def given_settings(argv: Sequence[str], environ: Mapping[str, str], *, with_files: bool = True) -> Settings:
+    """What the arguments, and the environment below them, set; not validated yet. Raises ConfigError."""
     schema = schema_keys()
-    return merge(_layers(parse_command_line(argv, schema), environ, schema), schema)
+    line = parse_command_line(argv, schema)
+    return Settings(_sources(line if with_files else replace(line, files=()), environ, schema), schema)
+
+
+def _sources(
+    line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys, types: Sequence[Source] = ()
+) -> list[Source]:
+    """The weakest first. `types`: sources whose types the flags go by."""
+    files = [TomlFile(file, schema) for file in line.files]
+    return [*files, *_texts(variables(environ)), *types, *_texts(line.flags)]
+
+
+def _texts(texts: Iterable[Text]) -> list[Text]:
+    """A new type of a section before its keys."""
+    return sorted(texts, key=lambda text: text.path[-1] != TAG)
 
 
 def _with_token(config: RunConfig) -> RunConfig:
@@ -98,9 +107,8 @@ def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     """Raise ConfigError where neither a file nor a key that says what to train was given: nobody asked for a run."""
     schema = schema_keys()
     line = parse_command_line(argv, schema)
-    given = [*layer_of_environment(os.environ if environ is None else environ, schema)]
-    given += layer_of_flags(line.flags, schema)
-    if not line.files and not any(setting.path[0] in _WHAT_TO_TRAIN for setting in given):
+    given = [*variables(os.environ if environ is None else environ), *line.flags]
+    if not line.files and not any(text.path[0] in _WHAT_TO_TRAIN for text in given):
         raise ConfigError(_HOW_TO_BEGIN)
 
 
@@ -108,11 +116,3 @@ def _print_and_exit(text: str, environ: Mapping[str, str]) -> None:
     if environ.get("LOCAL_RANK", "0") == "0":
         print(text, end="")
     raise SystemExit(0)
-
-
-def _validated(layers: Iterable[Iterable[Setting]], schema: SchemaKeys) -> RunConfig:
-    merged = merge(layers, schema)
-    try:
-        return RunConfig.model_validate(nested(merged, schema))
-    except ValidationError as error:
-        raise ConfigError(describe(error, merged, schema)) from None

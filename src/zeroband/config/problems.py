@@ -3,113 +3,130 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from zeroband.config.keys import TAG, Path, SchemaKeys, Variant, dotted, tables_of, variants_of
-from zeroband.config.layers import Setting
-from zeroband.config.section import NAME_PATTERN, Section
-
-MASK = "**********"
-"""Stands for a secret wherever values are shown."""
-
-_VALUE_ERROR = "Value error, "
+from zeroband.config.keys import Path, SchemaKeys, Variant, dotted, kinds_of, tables_of, variants_of
+from zeroband.config.schema import RunConfig
+from zeroband.config.section import MASK, NAME_PATTERN, TAG, Section
+from zeroband.config.sources import Settings
 
 
-def describe(error: ValidationError, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+@dataclass(frozen=True)
+class _Place:
+    """What a location of pydantic's means."""
+
+    name: str
+    """As the user writes it, with indexes into lists and without the tags of variants."""
+    path: Path
+    """The key of the schema that it is, or lies in."""
+    tags: tuple[str, ...]
+    """Types to choose from, where it is a section."""
+    table: type[Section] | None
+    """Of one in a list of tables, the section that it lies in."""
+
+
+def describe(error: ValidationError, settings: Settings, schema: SchemaKeys) -> str:
     """One line for each thing that is wrong."""
-    return "\n".join(_line(detail, merged, schema) for detail in error.errors())
+    return "\n".join(line for detail in error.errors() for line in _lines(detail, settings, schema))
 
 
-def _line(detail: ErrorDetails, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
-    path, index = _split(detail["loc"], schema)
-    name = dotted(path) + index
-    origin = _origin(path, merged)
-    if detail["type"] == "value_error":  # a rule over several keys, whose message names them
-        return detail["msg"].removeprefix(_VALUE_ERROR)
-    if any(isinstance(part, int) for part in detail["loc"][:-1]):
-        return _line_of_table(detail, path, merged, schema)
-    if detail["type"] == "extra_forbidden":
-        return "\n".join(_misplaced(at, merged, schema) for at in sorted(merged) if at[: len(path)] == path)
-    if detail["type"] == "missing":
-        variant = _chosen(path[:-1], merged, schema)
-        return f"{name} is missing" + (f"; {variant} needs it" if variant else "")
-    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return _wrong_tag(path, merged, schema)
-    shown = MASK if schema.holds_secret(path) else repr(detail["input"])
-    if detail["type"] == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
-        return f"{name}={shown}{origin}: a name is 1 to 64 letters, digits, dots, dashes and underscores"
-    if section := schema.sections.get(path):
-        first = f"{name}.KEY" if "" in section.variants else f"{name}.{TAG}"
-        return f"{name}={shown}{origin}: {name} is a section; set its keys, such as {first}"
-    return f"{name}={shown}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+def _lines(detail: ErrorDetails, settings: Settings, schema: SchemaKeys) -> Iterator[str]:
+    at, value, message = _place_of(detail["loc"]), detail["input"], detail["msg"]
+    origin = _from(at.path, settings)
+    match detail["type"]:
+        case "value_error":  # a rule over several keys, whose message names them
+            yield message.removeprefix("Value error, ")
+        case "extra_forbidden" if at.table is not None:
+            close = difflib.get_close_matches(at.name.rpartition(".")[2], at.table.model_fields, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(at.table.model_fields)}"
+            yield f"unknown key {at.name}{origin}: {hint}"
+        case "extra_forbidden":
+            yield from _misplaced(at.path, value, settings, schema)
+        case "missing" if at.table is not None:
+            yield f"{at.name} is missing{origin}"
+        case "missing":
+            variant = _chosen(at.path[:-1], settings)
+            yield f"{at.name} is missing" + (f"; {variant} needs it" if variant else "")
+        case "union_tag_invalid" | "union_tag_not_found":
+            tag = cast("dict[str, Any]", value).get(TAG) if isinstance(value, dict) else None
+            allowed, origin = ", ".join(f'"{known}"' for known in at.tags), _from((*at.path, TAG), settings)
+            if tag is None:
+                yield f"{at.name}.{TAG} is missing{origin}; allowed: {allowed}"
+            else:
+                yield f"{at.name}.{TAG}={tag!r}{origin}; allowed: {allowed}"
+        case kind:
+            shown = MASK if schema.holds_secret(at.path) else repr(value)
+            said = _objection(kind, detail, at, schema) or f"{message[0].lower()}{message[1:]}"
+            yield f"{at.name}={shown}{origin}: {said}"
 
 
-def _line_of_table(detail: ErrorDetails, path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
-    """What is wrong inside one of the tables of a list."""
-    at = next(place for place, part in enumerate(detail["loc"]) if isinstance(part, int))
-    name, origin = f"{dotted(path[:at])}[{detail['loc'][at]}]", _origin(path[:at], merged)
-    section = tables_of(schema.keys[path[:at]][0].field.annotation)[0]
+def _objection(kind: str, detail: ErrorDetails, at: _Place, schema: SchemaKeys) -> str | None:
+    """What is wrong with a value, where our own words say more than pydantic's."""
+    value, section = detail["input"], schema.sections.get(at.path)
+    if kind == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
+        return "a name is 1 to 64 letters, digits, dots, dashes and underscores"
+    if kind == "tuple_type" and isinstance(value, str):
+        return "that is no JSON list"
+    if kind == "dict_type":
+        return "that is no JSON object {...}; in a file it is a table"
+    if section is None:
+        return None
+    if isinstance(value, str) and value in section.variants:
+        return f'{at.name} is a section; did you mean {at.name}.{TAG} = "{value}"?'
+    return f"{at.name} is a section; set its keys, such as {at.name}.{'KEY' if '' in section.variants else TAG}"
+
+
+def _place_of(location: Sequence[int | str]) -> _Place:
+    name, path = "", Path()
+    section: type[Section] | None = RunConfig
+    table: type[Section] | None = None
     variants: Mapping[str, type[Section]] = {}
-    for part in map(str, detail["loc"][at + 1 :]):
-        if part in variants:
-            section, variants = variants[part], {}
-            continue
-        name = f"{name}.{part}"
-        if part in section.model_fields:
-            variants = variants_of(section.model_fields[part])
-    if detail["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name.rpartition(".")[2], section.model_fields, n=1, cutoff=0.6)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(section.model_fields)}"
-        return f"unknown key {name}{origin}: {hint}"
-    if detail["type"] == "missing":
-        return f"{name} is missing{origin}"
-    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        allowed = ", ".join(f'"{tag}"' for tag in variants)
-        return f"{name}.{TAG} is missing or unknown{origin}; allowed: {allowed}"
-    return f"{name}={detail['input']!r}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-
-
-def _split(location: Sequence[int | str], schema: SchemaKeys) -> tuple[Path, str]:
-    """A location of pydantic's as our key, without the tags of variants, and the index into a list."""
-    path: Path = ()
-    index = ""
+    field: FieldInfo | None = None
     for part in location:
         if isinstance(part, int):
-            index += f"[{part}]"
-        elif path not in schema.sections or part not in schema.sections[path].variants:
-            path = (*path, part)
-    return path, index
+            name += f"[{part}]"
+            section = table = next(iter(tables_of(field.annotation)), table) if field else table
+        elif part in variants:
+            section, variants = variants[part], {}
+            table = table and section
+        elif section is not None:
+            name = f"{name}.{part}" if name else part
+            path = path if table else (*path, part)
+            field = section.model_fields.get(part)
+            variants = variants_of(field) if field else {}
+            section = variants.get("")
+        elif field and dict in kinds_of(field):  # else it names one of several types that a value may have
+            name = f"{name}.{part}"
+    return _Place(name, path, tuple(variants), table)
 
 
-def _origin(path: Path, merged: Mapping[Path, Setting]) -> str:
+def _from(path: Path, settings: Settings) -> str:
+    """Where a value was written, or the section that it lies in."""
     for length in range(len(path), 0, -1):
-        if setting := merged.get(path[:length]):
-            return f" (from {setting.origin})"
+        if origin := settings.origins.get(path[:length]):
+            return f" (from {origin})"
     return ""
 
 
-def _misplaced(path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
-    """A key of another variant than the one that is chosen; keys that exist nowhere were refused before."""
+def _misplaced(path: Path, value: Any, settings: Settings, schema: SchemaKeys) -> Iterator[str]:
+    """What to say of keys of another variant than the one that is chosen; those of none were refused before."""
+    if path in schema.sections and isinstance(value, dict) and value:
+        for name, inner in cast("dict[str, Any]", value).items():
+            yield from _misplaced((*path, name), inner, settings, schema)
+        return
     found = schema.keys.get(path) or (schema.sections[path],)
     owners = [key.variant for key in found if key.variant]
-    chosen = _chosen(owners[0].section, merged, schema)
-    return f"{dotted(path)}{_origin(path, merged)} belongs to {' or '.join(map(str, owners))}; chosen is {chosen}"
+    chosen = _chosen(owners[0].section, settings)
+    yield f"{dotted(path)}{_from(path, settings)} belongs to {' or '.join(map(str, owners))}; chosen is {chosen}"
 
 
-def _chosen(section: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> Variant | None:
+def _chosen(section: Path, settings: Settings) -> Variant | None:
     """The variant of a section that holds; None for a section without variants."""
-    setting = merged.get((*section, TAG))
-    tag = setting.value if setting else getattr(schema.sections.get(section), "default_tag", None)
+    tag = settings.get((*section, TAG))
     return Variant(section, tag) if tag else None
-
-
-def _wrong_tag(path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
-    name = f"{dotted(path)}.{TAG}"
-    allowed = ", ".join(f'"{tag}"' for tag in schema.sections[path].variants)
-    chosen = merged.get((*path, TAG))
-    if chosen is None:
-        return f"{name} is missing{_origin(path, merged)}; allowed: {allowed}"
-    return f"{name}={chosen.value!r} (from {chosen.origin}); allowed: {allowed}"

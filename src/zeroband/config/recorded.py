@@ -7,17 +7,19 @@ declares to be shared, which `shared_items` writes; it names no file of this mac
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, cast, get_origin
+from typing import Any, cast
+
+from pydantic_settings import InitSettingsSource
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, member_types, schema_keys, tables_of, variants_of
-from zeroband.config.layers import NONE
+from zeroband.config.keys import Path, SchemaKeys, dotted, is_shared, kinds_of, schema_keys, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
-from zeroband.config.schema import RunConfig, Section
+from zeroband.config.schema import RunConfig
+from zeroband.config.section import NONE, Section
 from zeroband.config.shared import shared_items
+from zeroband.config.sources import Settings
 from zeroband.errors import ConfigError
 
 MOST_BYTES = 1 << 20
@@ -39,8 +41,8 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
             f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
             "version writes that, so somebody else did: start the run anew, with a run.token or another one"
         )
-    given = {dotted(path): setting.value for path, setting in given_settings(own, environ).items()}
-    config = load_config([*own, *shared_flags(record, given)], environ)
+    given = given_settings(own, environ)
+    config = load_config(own, environ, over=[_Record(cast("Any", RunConfig), shared_tables(record, given))])
     ours = {key: str(value) for key, value in shared_items(config).items()}
     wrong = sorted(key for key, value in ours.items() if record.get(key) != value)
     if wrong:
@@ -64,10 +66,10 @@ def shown(text: str, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[:most]}... ({len(line)} characters)"
 
 
-def _require_own_folders(config: RunConfig, given: Mapping[str, Any]) -> None:
+def _require_own_folders(config: RunConfig, given: Settings) -> None:
     """Refuse a folder of this machine as the run's data, unless this node's user names it, too."""
-    rows = [row for row in _rows(given.get("data.sources")) if isinstance(row.get("source"), dict)]
-    named = {given.get("data.source.name"), *(row["source"].get("name") for row in rows)}
+    rows = [row for row in _rows(given.get(("data", "sources"))) if isinstance(row.get("source"), dict)]
+    named = {given.get(("data", "source", "name")), *(row["source"].get("name") for row in rows)}
     for source in (part.source for part in config.data.parts.values()):
         if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
             raise ConfigError(
@@ -76,24 +78,36 @@ def _require_own_folders(config: RunConfig, given: Mapping[str, Any]) -> None:
             )
 
 
-def shared_flags(record: Mapping[str, str], given: Mapping[str, Any] | None = None) -> list[str]:
-    """The record's keys that the schema knows as flags of a command line; a list of tables is one flag.
+class _Record(InitSettingsSource):
+    """What a record sets, as a source of settings that is stronger than what this node says."""
 
-    `given`: this node's settings by dotted key; tables of the same name keep from it what each node sets for itself.
+    def origin(self, path: Path) -> str | None:
+        return "the run's record"
+
+
+def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> dict[str, Any]:
+    """The record's keys that the schema knows, as nested tables.
+
+    `given`: this node's settings; tables of the same name keep from it what each node sets for itself.
     """
     schema = schema_keys()
-    flags: list[str] = []
-    tables: dict[Path, dict[str, dict[str, Any]]] = {}
+    tables: dict[str, Any] = {}
+    lists: dict[Path, dict[str, dict[str, Any]]] = {}
     for key, text in record.items():
-        if tuple(key.split(".")) in schema:
-            flags.append(f"--{key}={_text(text)}")
+        path = tuple(key.split("."))
+        if path in schema:
+            is_plain = not schema.kinds(path) & {tuple, dict}
+            _put(tables, path, text if is_plain else _read(text))
         elif found := _place(key, record, schema):
             place, row, inner = found
-            if row not in tables.setdefault(place, {}):
-                ours = [one for one in _rows((given or {}).get(dotted(place))) if one.get("name") == row]
-                tables[place][row] = _own_part(ours[-1], _tables_at(place, schema)) if ours else {}
-            _put(tables[place][row], inner, _value(text))
-    return [*flags, *(f"--{dotted(path)}={json.dumps(list(rows.values()))}" for path, rows in tables.items())]
+            if row not in lists.setdefault(place, {}):
+                ours = [one for one in _rows(given and given.get(place)) if one.get("name") == row]
+                lists[place][row] = _own_part(ours[-1], _tables_at(place, schema)) if ours else {}
+            if text.lower() != NONE:
+                _put(lists[place][row], inner, _read(text))
+    for place, rows in lists.items():
+        _put(tables, place, list(rows.values()))
+    return tables
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
@@ -148,8 +162,7 @@ def _is_shared_in(sections: Iterable[type[Section]], path: Path) -> bool:
         return False
     inner = [variant for field in fields for variant in variants_of(field).values()]
     if not inner:
-        is_table = any(get_origin(member) is dict for field in fields for member in member_types(field.annotation))
-        return len(path) == 1 or is_table
+        return len(path) == 1 or any(dict in kinds_of(field) for field in fields)
     return len(path) > 1 and _is_shared_in(inner, path[1:])
 
 
@@ -168,7 +181,7 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
     path = tuple(key.split("."))
     for length in range(2, len(path) - 1):
         place = path[:length]
-        if any(known.is_list for known in schema.keys.get(place, ())):
+        if tuple in schema.kinds(place):
             rows = (".".join(path[length:end]) for end in range(len(path) - 1, length, -1))  # a name may have dots
             row = next((row for row in rows if record.get(f"{dotted(place)}.{row}.name") == row), path[length])
             return place, row, path[length + row.count(".") + 1 :]
@@ -181,25 +194,14 @@ def _put(table: dict[str, Any], path: Path, value: Any) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
         table = cast("dict[str, Any]", inner)
-    if value is not None:
-        table[path[-1]] = value
+    table[path[-1]] = value
 
 
-def _value(text: str) -> Any:
-    """A value of a table: lists and tables as such, all else as text, which the schema takes for what it is."""
-    if text.lower() == NONE:
-        return None
-    try:
-        return json.loads(_text(text)) if text[:1] in ("[", "{") else text
-    except (ValueError, RecursionError):
-        return text
-
-
-def _text(text: str) -> str:
-    """A list or table as JSON, which a flag takes; anything else as it is."""
+def _read(text: str) -> Any:
+    """Return a list or table as such; all else stays text, which the schema takes for what it is."""
     if text[:1] not in ("[", "{"):
         return text
     try:
-        return json.dumps(ast.literal_eval(text))
+        return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # a text that only looks like one
         return text

@@ -13,11 +13,10 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, Variant, dotted, tables_of
-from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, NONE
-from zeroband.config.problems import MASK
+from zeroband.config.keys import Key, Path, SchemaKeys, Variant, dotted, tables_of
 from zeroband.config.schema import RunConfig
-from zeroband.config.section import Section
+from zeroband.config.section import MASK, NONE, TAG, Section
+from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
 
 _WIDTH = 110
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
@@ -94,9 +93,9 @@ _USAGE = f"""
 """
 
 
-def _section_help(section: SectionSpec) -> list[str]:
+def _section_help(section: Key) -> list[str]:
     doc = section.field.description or ""
-    default = f" (default: {NONE})" if section.is_nullable else ""
+    default = f" (default: {NONE})" if NoneType in section.kinds else ""
     return ["", f"[{dotted(section.path)}]{default}", *_wrapped(doc, indent=2)]
 
 
@@ -118,7 +117,7 @@ def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
     return lines
 
 
-def _tag_help(path: Path, section: SectionSpec) -> list[str]:
+def _tag_help(path: Path, section: Key) -> list[str]:
     default = f"(default: {section.default_tag})" if section.default_tag else "(required in this section)"
     return [
         f"  --{dotted(path)}  {' | '.join(section.variants)}",

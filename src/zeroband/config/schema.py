@@ -15,7 +15,7 @@ from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
-from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
+from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, OwnSection, Secret, Section
 from zeroband.config.store_url import NODES, address_of_nodes, addresses_in, are_of_nodes, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 from zeroband.config.training import FLOAT8_MULTIPLE, TrainConfig
@@ -48,28 +48,28 @@ class RunSection(Section):
         return self
 
 
-class NodeSection(Section):
+class NodeSection(OwnSection):
     """This machine in the run."""
 
-    id: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
+    id: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Name of this machine for the life of the run, which no other machine of the run may have. None: host name."""
-    advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    advertise_host: str | None = None
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
-    advertise_port: PositiveInt | None = Field(default=None, le=65535, json_schema_extra=NODE_LOCAL)
+    advertise_port: PositiveInt | None = Field(default=None, le=65535)
     """Port under which they reach it, where a router or container forwards another one to it. None: node.port."""
-    bind_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    bind_host: str | None = None
     """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
-    site: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
+    site: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Name of the place of this node, the same on all nodes that have a fast network between them: these sum up what
     they learned there, and one of them speaks for all to the other sites; a sparse payload goes once to each of those.
     None: as comm.sites says."""
-    port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
+    port: int = Field(default=0, ge=0, le=65535)
     """The one port that this node listens on. 0: any that is free, and 29600 where the node holds a store (store.url =
     "nodes"); set it where a firewall has to let it through."""
-    dialable: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    dialable: bool = True
     """Open that port. False: open none, and take part through connections that this node dials alone. A node that
     others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
-    shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
+    shm_dir: Path = Path("/dev/shm")
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
     eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
 
@@ -230,22 +230,22 @@ class FaultConfig(Section):
         return self
 
 
-class WandbConfig(Section):
+class WandbConfig(OwnSection):
     """Weights & Biases."""
 
-    project: str = Field(default="zeroband", json_schema_extra=NODE_LOCAL)
+    project: str = "zeroband"
     """Project to log to."""
-    mode: Literal["online", "offline"] = Field(default="offline", json_schema_extra=NODE_LOCAL)
+    mode: Literal["online", "offline"] = "offline"
     """offline writes to disk only; `wandb sync` uploads later."""
 
 
-class PrometheusConfig(Section):
+class PrometheusConfig(OwnSection):
     """What a Prometheus, or the probes of an orchestrator, may ask this node: /metrics, /healthz, /readyz."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, json_schema_extra=NODE_LOCAL)
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on. Whoever reaches it may read the figures, so leave it or keep it inside a network of yours;
     0.0.0.0 in a container."""
-    port: int = Field(default=9400, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
+    port: int = Field(default=9400, ge=0, le=65535)
     """Port to listen on. 0: any that is free, which the log names, and a file in `<run.dir>/.prometheus`."""
 
 
@@ -253,17 +253,15 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AlertKind = Literal["node_lost", "run_stalled", "loss_spike", "disk", "checkpoint", "run_failed", "run_finished"]
 
 
-class WebhookConfig(Section):
+class WebhookConfig(OwnSection):
     """Messages about what calls for somebody, to Slack or whoever else takes JSON by POST."""
 
-    url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    url: Secret | None = None
     """Where to post, https:// only but for loopback. A secret: in ZERO_BAND_OBSERVE__WEBHOOK__URL. None: refused at the
     start."""
-    events: tuple[AlertKind, ...] = Field(
-        default=("node_lost", "run_stalled", "loss_spike", "disk"), min_length=1, json_schema_extra=NODE_LOCAL
-    )
+    events: tuple[AlertKind, ...] = Field(default=("node_lost", "run_stalled", "loss_spike", "disk"), min_length=1)
     """What to tell of."""
-    stalled_s: PositiveFloat = Field(default=900.0, json_schema_extra=NODE_LOCAL)
+    stalled_s: PositiveFloat = 900.0
     """Time without a step after which a run that is not paused counts as stalled, in seconds; well above a round's."""
 
     @field_validator("url")
@@ -279,43 +277,43 @@ class TensorboardConfig(Section):
     """TensorBoard's event files, in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
 
 
-class TrackioConfig(Section):
+class TrackioConfig(OwnSection):
     """trackio, a tracker that keeps its records on this machine: `trackio show`."""
 
-    project: str = Field(default="zeroband", min_length=1, json_schema_extra=NODE_LOCAL)
+    project: str = Field(default="zeroband", min_length=1)
     """Project to log to."""
-    space_id: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    space_id: str | None = Field(default=None, min_length=1)
     """Space of Hugging Face's to log to, `user/space`. None: in trackio's folder on this machine, nothing is sent."""
 
 
-class ObserveConfig(Section):
+class ObserveConfig(OwnSection):
     """What is shown and kept of the training."""
 
-    log_every_steps: PositiveInt = Field(default=10, json_schema_extra=NODE_LOCAL)
+    log_every_steps: PositiveInt = 10
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
-    publish: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    publish: bool = True
     """Show what this node records, the newest 2 MiB, in the run's store, so that a run is watched from anywhere."""
-    prometheus: PrometheusConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    prometheus: PrometheusConfig | None = None
     """/metrics, /healthz and /readyz over HTTP. None: off."""
-    webhook: WebhookConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    webhook: WebhookConfig | None = None
     """Messages about what calls for somebody. None: off."""
-    wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    wandb: WandbConfig | None = None
     """Weights & Biases sink. None: off."""
-    tensorboard: TensorboardConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    tensorboard: TensorboardConfig | None = None
     """TensorBoard sink. None: off."""
-    trackio: TrackioConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    trackio: TrackioConfig | None = None
     """trackio sink. None: off."""
-    sample_prompt: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    sample_prompt: str | None = Field(default=None, min_length=1)
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
-    sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
+    sample_tokens: PositiveInt = 256
     """Length of that continuation in tokens."""
-    report: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    report: bool = True
     """Write `report.html` into the run directory when the last node in it has ended, also by a failure or since it was
     asked to leave. `zeroband report` writes it at any time."""
-    board: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    board: bool = False
     """Serve the run's page, on this machine only, as long as this node's trainer runs (`zeroband board`); one for all
     nodes that share a run directory."""
-    board_port: PositiveInt = Field(default=8420, le=65535, json_schema_extra=NODE_LOCAL)
+    board_port: PositiveInt = Field(default=8420, le=65535)
     """Port of that page; where it is taken, one of the next ones, which the log names."""
 
 
@@ -383,15 +381,15 @@ class CkptConfig(Section):
         return self.every_rounds or (_STEPS_BETWEEN if are_rounds_steps else 1)
 
 
-class ResumeConfig(Section):
+class ResumeConfig(OwnSection):
     """Where a run begins again."""
 
-    step: int | None = Field(default=None, ge=0, json_schema_extra=NODE_LOCAL)
+    step: int | None = Field(default=None, ge=0)
     """Inner step of the checkpoint to go on from. None: the newest that verifies, or a new run where there is none."""
-    path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    path: str | None = Field(default=None, min_length=1)
     """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to begin with. Used
     until this run has checkpoints of its own, unless a step is named. None: this run's own."""
-    trust: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    trust: bool = False
     """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Whoever can write
     to their folder then decides what this run goes on from."""
 
@@ -414,12 +412,12 @@ ExportDtype = Literal["bfloat16", "float32"]
 EXPORT_DTYPES: tuple[ExportDtype, ...] = get_args(ExportDtype)
 
 
-class ExportConfig(Section):
+class ExportConfig(OwnSection):
     """Where the export goes, and how exact it is."""
 
-    path: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    path: Path | None = None
     """Folder to make; one that is there already is left alone. None: `<run.dir>/<run.id>/<node id>/export`."""
-    dtype: ExportDtype = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
+    dtype: ExportDtype = "bfloat16"
     """Type of the weights in it; float32 keeps them bit for bit."""
 
 

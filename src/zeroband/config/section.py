@@ -10,6 +10,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
 
+NONE = "none"
+"""How files, environment and flags write "off" or "not set", which TOML has no value for."""
+
+MASK = "**********"
+"""Stands for a secret wherever values are shown."""
+
+TAG = "type"
+"""The key that chooses the variant of a section."""
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 """Form of the names of a run and of a node: they become parts of keys, folders and file names."""
@@ -32,6 +40,15 @@ class Section(BaseModel):
     """A strict, frozen part of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class OwnSection(Section):
+    """A section of which each node sets every key for itself."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.json_schema_extra = NODE_LOCAL
 
 
 def key_value(text: str) -> tuple[str, Any]:

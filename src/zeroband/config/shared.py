@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -16,42 +16,24 @@ from zeroband.config.schema import RunConfig
 
 def shared_items(config: RunConfig) -> dict[str, Any]:
     """The values that all nodes must share, by dotted key; plain JSON values, a section that is off as None."""
-    items: dict[str, Any] = {}
-    _collect(config, (), items)
-    if config.data.private:
-        own = tuple(f"data.{name}." for name in OWN_WHERE_PRIVATE)
-        items = {key: value for key, value in items.items() if not f"{key}.".startswith(own)}
-    return items
+    own = tuple(f"data.{name}." for name in OWN_WHERE_PRIVATE) if config.data.private else ()
+    found = _shared(config, config.model_dump(mode="json"), ())
+    return {key: value for key, value in found if not f"{key}.".startswith(own)}
 
 
-def _collect(section: BaseModel, path: Path, items: dict[str, Any]) -> None:
-    plain = section.model_dump(mode="json")
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if not is_shared(field):
-            continue
+def _shared(section: BaseModel, plain: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a section, which is `plain` as JSON."""
+    for name in (name for name, field in type(section).model_fields.items() if is_shared(field)):
+        here, value, told = (*path, name), getattr(section, name), plain[name]
+        tables = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else ()
         if isinstance(value, BaseModel):
-            _collect(value, (*path, name), items)
-        elif tables := _tables(value):
-            for key, table in tables.items():
-                _collect(table, (*path, name, key), items)
-        else:
-            items[dotted((*path, name))] = _in_order(plain[name])
-
-
-def _in_order(value: Any) -> Any:
-    """A table with its keys in one order, whichever they were written in."""
-    return dict(sorted(cast("dict[str, Any]", value).items())) if isinstance(value, dict) else value
-
-
-def _tables(value: Any) -> Mapping[str, BaseModel]:
-    """The tables of a list of them, by the name that each has, or by its place."""
-    listed = (
-        [item for item in cast("tuple[Any, ...]", value) if isinstance(item, BaseModel)]
-        if isinstance(value, tuple)
-        else []
-    )
-    return {str(getattr(item, "name", number)): item for number, item in enumerate(listed)}
+            yield from _shared(value, told, here)
+        elif tables and isinstance(tables[0], BaseModel):  # by the name that each has, or by its place
+            for number, table in enumerate(tables):
+                yield from _shared(table, told[number], (*here, str(getattr(table, "name", number))))
+        else:  # tables in one order of their keys, whichever they were written in
+            in_order = sorted(cast("dict[str, Any]", told).items()) if isinstance(told, dict) else None
+            yield dotted(here), told if in_order is None else dict(in_order)
 
 
 def shared_digest(config: RunConfig) -> str:

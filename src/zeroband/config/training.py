@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from zeroband.config.section import NODE_LOCAL, Section
+from zeroband.config.section import NODE_LOCAL, OwnSection, Section
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -18,10 +18,10 @@ FLOAT8_MULTIPLE = 16
 """Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
 
 
-class ProfileConfig(Section):
+class ProfileConfig(OwnSection):
     """A trace of some inner steps, for chrome://tracing and Perfetto."""
 
-    steps: tuple[PositiveInt, PositiveInt] = Field(default=(10, 15), json_schema_extra=NODE_LOCAL)
+    steps: tuple[PositiveInt, PositiveInt] = (10, 15)
     """The first and the last step of it, counted from 1 as in metrics.jsonl; a few, each makes megabytes."""
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_algorithm
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
-from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
+from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
@@ -104,7 +104,7 @@ class Session:
             self._report = self._open_report(parameters, stack)
             self._run, self._joiner = open_replica(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
-            self._checkpoints: Checkpointing = NoCheckpoints()
+            self._checkpoints: Checkpointing = Checkpointing()
             joined = self._enter_first(is_own_store=address == LOCAL)
             if joined:
                 self._checkpoints = open_checkpoints(self._node, self._run, self._report.events, stack)

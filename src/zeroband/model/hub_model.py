@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.layers import NONE
 from zeroband.config.model import LoraConfig, TransformersConfig
+from zeroband.config.section import NONE
 from zeroband.data.hub import hub_hint, hub_options
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter

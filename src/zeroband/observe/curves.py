@@ -1,21 +1,123 @@
-"""Curves of a whole run in bounded memory, whatever order its nodes' lines come in. Pure."""
+"""Long series in bounded memory, whatever order their values come in. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Self, TypeVar
 
 BUCKETS = 512
 """Most stretches of steps of a curve; when there are more, neighbours become one."""
 
+T = TypeVar("T")
+
+
+class Selection(Generic[T]):
+    """Evenly spaced values of a series of unknown length, the first among them; when it is full, every second goes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._stride, self._seen = 1, 0
+        self.values: list[T] = []
+
+    def add(self, value: T) -> None:
+        """Take the next value of the series."""
+        if self._seen % self._stride == 0 and len(self.values) == self._most:
+            del self.values[1::2]
+            self._stride *= 2
+        if self._seen % self._stride == 0:
+            self.values.append(value)
+        self._seen += 1
+
+
+class Moments(Generic[T]):
+    """What a value was at earlier times: the `most` newest ones, and twice as many evenly spaced ones before."""
+
+    def __init__(self, most: int) -> None:
+        self._newest: deque[tuple[float, T]] = deque(maxlen=most)
+        self._older = Selection[tuple[float, T]](2 * most)
+
+    def add(self, at_s: float, value: T, *, apart_s: float = 0.0) -> None:
+        """Keep a value, instead of the newest one where that is not `apart_s` older than the one before it."""
+        if len(self._newest) > 1 and 0 <= at_s - self._newest[-2][0] < apart_s:
+            self._newest[-1] = (at_s, value)
+            return
+        self._newest.append((at_s, value))
+        self._older.add((at_s, value))
+
+    def at(self, at_s: float | None) -> T | None:
+        """The newest value that is not from later. None: of all."""
+        if at_s is None:
+            return self._newest[-1][1] if self._newest else None
+        for kept in (self._newest, self._older.values):
+            for known_s, value in reversed(kept):
+                if known_s <= at_s:
+                    return value
+        return None
+
 
 @dataclass(slots=True)
-class Bucket:
+class Stretch:
+    """Neighbours in a sequence, from the first number to the last."""
+
+    first: int
+    last: int
+
+    def merge(self, other: Any) -> None:
+        """Take over a neighbour's, which is of the same type."""
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+
+
+S = TypeVar("S", bound=Stretch)
+
+
+class Stretches(Generic[S]):
+    """A sequence in at most `most` stretches of equal width; when there are more, each two neighbours become one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._width = 1
+        self._by_index: dict[int, S] = {}
+
+    def at(self, number: int, make: Callable[[], S]) -> S:
+        """The stretch that a number belongs to; `make` gives one that holds nothing yet."""
+        while number // self._width not in self._by_index and len(self._by_index) >= self._most:
+            self._widen()
+        found = self._by_index.get(number // self._width)
+        if found is None:
+            found = self._by_index[number // self._width] = make()
+        found.first, found.last = min(found.first, number), max(found.last, number)
+        return found
+
+    def add(self, stretch: S) -> S:
+        """Put a stretch to those that are there. Returns the one that it is in then."""
+        found = self.at(stretch.last, lambda: stretch)
+        if found is not stretch:
+            found.merge(stretch)
+        return found
+
+    def _widen(self) -> None:
+        self._width *= 2
+        narrow, self._by_index = self._by_index, {}
+        for stretch in narrow.values():
+            known = self._by_index.setdefault(stretch.first // self._width, stretch)
+            if known is not stretch:
+                known.merge(stretch)
+
+    def __iter__(self) -> Iterator[S]:
+        """In their order."""
+        return iter([self._by_index[index] for index in sorted(self._by_index)])
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+
+@dataclass(slots=True)
+class Bucket(Stretch):
     """What the lines of some neighbouring steps said, by all nodes."""
 
-    first_step: int
-    last_step: int
     node_id: str
     """Whose clock `at_s` is: that of the first line that came."""
     at_s: float
@@ -47,32 +149,19 @@ class Bucket:
             return
         self.loss += loss
         self.losses += 1
-        if self.first_step == self.last_step == step:  # the mean of the nodes at one step
+        if self.first == self.last == step:  # the mean of the nodes at one step
             self.low = self.high = self.loss / self.losses
             self.low_step = self.high_step = step
         else:
             self._note_extremes(loss, step, loss, step)
 
-    def merge(self, other: Bucket) -> None:
-        """Take over a neighbour's."""
-        if other.first_step < self.first_step:
+    def merge(self, other: Self) -> None:
+        if other.first < self.first:
             self.node_id, self.at_s = other.node_id, other.at_s
-        self.first_step, self.last_step = (
-            min(self.first_step, other.first_step),
-            max(self.last_step, other.last_step),
-        )
+        Stretch.merge(self, other)  # a class with slots has no super()
         self.tokens = max(self.tokens, other.tokens)
-        self.sent_bytes += other.sent_bytes
-        self.lines += other.lines
-        self.steps_s += other.steps_s
-        self.step_tokens += other.step_tokens
-        self.mfu += other.mfu
-        self.mfu_lines += other.mfu_lines
-        self.members += other.members
-        self.members_lines += other.members_lines
-        self.loss += other.loss
-        self.losses += other.losses
-        self.odd_losses += other.odd_losses
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self._note_extremes(other.low, other.low_step, other.high, other.high_step)
 
     def _note_extremes(self, low: float, low_step: int, high: float, high_step: int) -> None:
@@ -81,19 +170,20 @@ class Bucket:
         if high > self.high:
             self.high, self.high_step = high, high_step
 
-    @property
-    def nodes(self) -> float | None:
-        """Mean number of members; without [outer], of the nodes that wrote a line for a step."""
-        if self.members_lines:
-            return self.members / self.members_lines
-        return self.lines / (self.last_step - self.first_step + 1) if self.lines else None
+    def mean(self, key: Literal["tokens_per_s", "mfu", "nodes"]) -> float | None:
+        """A mean over its steps.
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """All nodes' together: the mean rate of one times the nodes that trained."""
-        if not self.steps_s:
-            return None
-        return self.step_tokens / self.steps_s * self.lines / (self.last_step - self.first_step + 1)
+        tokens_per_s: of all nodes together, the mean rate of one times the nodes that trained. nodes: the members;
+        without [outer], the nodes that wrote a line for a step.
+        """
+        lines_per_step = self.lines / (self.last - self.first + 1)
+        match key:
+            case "tokens_per_s":
+                return self.step_tokens / self.steps_s * lines_per_step if self.steps_s else None
+            case "mfu":
+                return self.mfu / self.mfu_lines if self.mfu_lines else None
+            case "nodes":
+                return self.members / self.members_lines if self.members_lines else lines_per_step or None
 
     def points(self) -> tuple[float | None, ...]:
         """The loss, as one point, or as its lowest and highest in the order in which they came."""
@@ -104,43 +194,11 @@ class Bucket:
         return (self.low, self.high) if self.low_step <= self.high_step else (self.high, self.low)
 
 
-@dataclass
-class Buckets:
-    """Neighbouring steps together, at most `most` stretches of equal width."""
-
-    most: int = BUCKETS
-    width: int = 1
-    _by_index: dict[int, Bucket] = field(default_factory=dict[int, Bucket])
-
-    def at(self, step: int, node_id: str, at_s: float) -> Bucket:
-        """The stretch that a step belongs to."""
-        found = self._by_index.get(step // self.width)
-        if found is None:
-            while len(self._by_index) >= self.most:
-                self._widen()
-            found = self._by_index.get(step // self.width)
-            if found is None:
-                found = self._by_index[step // self.width] = Bucket(step, step, node_id, at_s)
-        found.first_step, found.last_step = min(found.first_step, step), max(found.last_step, step)
-        return found
-
-    def _widen(self) -> None:
-        self.width *= 2
-        wide: dict[int, Bucket] = {}
-        for bucket in self:
-            index = bucket.first_step // self.width
-            if index in wide:
-                wide[index].merge(bucket)
-            else:
-                wide[index] = bucket
-        self._by_index = wide
-
-    def __iter__(self) -> Iterator[Bucket]:
-        """By step, ascending."""
-        return iter([self._by_index[index] for index in sorted(self._by_index)])
-
-    def __len__(self) -> int:
-        return len(self._by_index)
+_SUMS = (
+    *("sent_bytes", "lines", "steps_s", "step_tokens", "mfu", "mfu_lines", "members", "members_lines"),
+    *("loss", "losses", "odd_losses"),
+)
+"""What of two buckets is added up when they become one."""
 
 
 def thin(count: int, points: int) -> Sequence[int]:

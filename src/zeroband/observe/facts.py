@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -14,6 +14,8 @@ from zeroband.observe.metrics import METRICS_FILE
 
 REPORT_FILE = "report.html"
 """Name of the report inside the run directory."""
+_MOST = 2**53
+"""No whole number that nodes write is larger."""
 
 
 class Fact(NamedTuple):
@@ -131,7 +133,7 @@ class FolderFacts(FactSource):
         for node_id in self.node_ids():
             files = self._nodes[node_id]
             for file in files:
-                file.read(self._most_bytes)
+                file.look(self._most_bytes)
             until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
             records = [record for file in files for record in file.take(until_s)]
             found += [Fact(node_id, record) for record in sorted(records, key=at_s_of)]
@@ -139,14 +141,14 @@ class FolderFacts(FactSource):
 
     @property
     def has_more(self) -> bool:
-        return any(file.has_more for files in self._nodes.values() for file in files)
+        return not all(file.is_done for files in self._nodes.values() for file in files)
 
     def skipped_lines(self) -> dict[str, int]:
         return {node_id: sum(file.skipped_lines for file in files) for node_id, files in self._nodes.items()}
 
     def unread(self) -> list[str]:
         files = [(node_id, file) for node_id, files in self._nodes.items() for file in files]
-        unread = [f"{node_id}/{file.name}: {file.unread}" for node_id, file in files if file.unread is not None]
+        unread = [f"{node_id}/{file.path.name}: {file.unread}" for node_id, file in files if file.unread is not None]
         return [*self._closed_folders, *unread]
 
     def ages_s(self) -> dict[str, float]:
@@ -156,51 +158,43 @@ class FolderFacts(FactSource):
     def close(self) -> None: ...
 
 
-class _File:
+class _File(JsonlTail):
     """One file of a node, and what was read of it and not given out yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.name = path.name
+        super().__init__(path)
         self.unread: str | None = None
         """Why the last call could not read it."""
-        self._tail = JsonlTail(path)
         self._held: list[dict[str, Any]] = []
 
-    @property
-    def skipped_lines(self) -> int:
-        return self._tail.skipped_lines
-
-    def read(self, most_bytes: int | None) -> None:
+    def look(self, most_bytes: int | None) -> None:
         """Read on, unless what was read before is still here."""
         if self._held:
             return
         try:
-            self._held, self.unread = self._tail.read(most_bytes), None
+            self._held, self.unread = self.read(most_bytes), None
         except OSError as error:  # it costs the others nothing, and may be readable again
             self.unread = error.strerror or type(error).__name__
 
     @property
-    def has_more(self) -> bool:
-        return bool(self._held) or self._tail.has_more
+    def is_done(self) -> bool:
+        """Whether nothing of it is left for the next call."""
+        return not self._held and not self.has_more
 
     def age_s(self) -> float:
         """Since it was written to; without end where there is none."""
         try:
-            return max(0.0, time.time() - self._path.stat().st_mtime)
+            return max(0.0, time.time() - self.path.stat().st_mtime)
         except OSError:
             return math.inf
 
     @property
     def known_until_s(self) -> float:
         """Time of the newest record that was read; without end where there is no more for now."""
-        return max(map(at_s_of, self._held)) if self._held and self._tail.has_more else math.inf
+        return max(map(at_s_of, self._held)) if self._held and self.has_more else math.inf
 
     def take(self, until_s: float) -> list[dict[str, Any]]:
         """Give out the records up to a time."""
-        if until_s == math.inf:
-            taken, self._held = self._held, []
-            return taken
         taken = [record for record in self._held if not at_s_of(record) > until_s]
         self._held = [record for record in self._held if at_s_of(record) > until_s]
         return taken
@@ -222,3 +216,51 @@ def at_s_of(record: dict[str, Any]) -> float:
     """When a node wrote a record; 0 where it does not say."""
     at_s = record.get("at_s")
     return at_s if isinstance(at_s, (int, float)) else 0.0
+
+
+def require_line(record: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError for a record that no node writes: no time, or known fields of other types."""
+    at_s = record["at_s"]
+    if record.get("kind", "") is None:
+        raise ValueError("kind=None")
+    if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e11:
+        raise ValueError(f"at_s={at_s!r}")
+    for name, value in record.items():
+        is_usual = _USUAL.get(name)
+        if is_usual is None:
+            if (type(value) is float and -_MOST < value < _MOST) or "/" not in name:  # nearly all
+                continue
+            is_usual = _is_number
+        if value is not None and not is_usual(value):
+            raise ValueError(f"{name}={value!r}")
+    if "kind" not in record and not isinstance(record["step"], int):
+        raise ValueError("no step")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and -1 <= value < _MOST  # -1: no round yet
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+
+
+def _is_number(value: object) -> bool:
+    """Whether a metric is a number that a node writes; those that JSON lacks are texts, and others raise ValueError."""
+    if isinstance(value, str):
+        float(value)
+        return True
+    return isinstance(value, (float, int)) and not isinstance(value, bool) and -(2**63) < value < 2**63
+
+
+_USUAL: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("kind", "digest", "member_id", "state", "reason", "why", "outer/digest", "text"), _is_text),
+    **dict.fromkeys(("members", "member_ids", "late"), _is_list_of_texts),
+    **dict.fromkeys(("step", "round", "epoch", "starts", "total_steps", "parameters"), _is_count),
+    **dict.fromkeys(("outer/round", "outer/epoch", "eval/step"), _is_count),
+}
+"""Whether a field is of the type that nodes write."""

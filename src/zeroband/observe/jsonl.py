@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -107,67 +108,6 @@ def _finite(value: object) -> object:
     return value
 
 
-class JsonlTail:
-    """Reads a growing file once: each call gives the whole lines that are new since the last.
-
-    A half-written last line waits for its end. A file that is not there yet gives nothing; one that was replaced or
-    cut is read from its beginning.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._inode = 0
-        self.skipped_lines = 0
-        """Whole lines that were no JSON object."""
-        self.has_more = False
-        """Whether the last call stopped at its bound."""
-
-    def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
-        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole.
-
-        Raises OSError where the file is there and cannot be read.
-        """
-        self.has_more = False
-        try:
-            seen = self._path.stat()  # a tenth of what opening costs
-            if (seen.st_ino, seen.st_size) == (self._inode, self._offset):
-                return []
-            data = self._read(most_bytes)
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = [decode_line(line) for line in whole.split(b"\n") if line.strip()]
-        self.skipped_lines += records.count(None)
-        return [record for record in records if record is not None]
-
-    def _read(self, most_bytes: int | None) -> bytes:
-        """What is behind the offset, in few calls to the system: this is done often."""
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = status.st_ino, 0
-            left = status.st_size - self._offset
-            data = os.pread(descriptor, left if most_bytes is None else min(left, most_bytes), self._offset)
-            while b"\n" not in data and (part := os.pread(descriptor, _HEAD_BYTES, self._offset + len(data))):
-                data += part  # a longer line whole
-            self.has_more = self._offset + len(data) < status.st_size
-        finally:
-            os.close(descriptor)
-        return data
-
-
-def decode_line(line: bytes) -> dict[str, Any] | None:
-    """The record that a line holds; None where it is no JSON object."""
-    try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
-
-
 class Place(NamedTuple):
     """How far a file was read, wherever it lies."""
 
@@ -178,14 +118,17 @@ class Place(NamedTuple):
 
 
 class LineTail:
-    """Reads a growing file a few lines at a time, each with its place, so that another reader can go on from there.
+    """Reads a growing file once, line by line, each with its place, so that another reader can go on from there.
 
-    As with JsonlTail a half-written line waits for its end, and another file of the name is read from its beginning.
-    `most_behind`: bytes before the end of the file; what lies before them is left out.
+    A half-written last line waits for its end. A file that is not there yet gives nothing; another file of the name,
+    and one that was cut, is read from its beginning. `most_behind`: bytes before the end of the file; what lies before
+    them is left out.
     """
 
-    def __init__(self, path: Path, *, most_behind: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, most_behind: int | None = None) -> None:
+        self.path = path
+        self.has_more = False
+        """Whether the last call stopped at its bound."""
         self._most_behind = most_behind
         self._place = Place()
         self._inode = 0
@@ -194,43 +137,51 @@ class LineTail:
         """Have the next call read what is behind this place, if it is one of the file that is there."""
         self._place, self._inode = place, 0
 
-    def read(self, most_bytes: int) -> list[tuple[Place, bytes | None]]:
-        """The next lines, each with its end, that take no more than so many bytes; None for a longer line.
+    def read(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[Place, bytes | None]]:
+        """The next lines, each with its end; with `most_bytes` those that take no more than so many bytes.
 
-        Raises OSError where the file is there and cannot be read.
+        Of a longer line: None, or without `skips_long` all of it. Raises OSError where the file is there and cannot be
+        read.
         """
+        self.has_more = False
         try:
-            with self._path.open("rb") as file:
-                return self._read(file, most_bytes)
+            seen = self.path.stat()  # a tenth of what opening costs
+            if (seen.st_ino, seen.st_size) == (self._inode, self._place.offset):
+                return []
+            with self.path.open("rb") as file:
+                return self._lines(file, most_bytes, skips_long) if self._find_place(file) else []
         except FileNotFoundError:
             return []
 
-    def _read(self, file: IO[bytes], most_bytes: int) -> list[tuple[Place, bytes | None]]:
+    def _find_place(self, file: IO[bytes]) -> bool:
+        """Whether there is a place to read on from, which `file` is at then."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._place.offset:
             head = file.readline(_HEAD_BYTES)
             if not head.endswith(b"\n") and len(head) < _HEAD_BYTES:
-                return []
+                return False
             name = hashlib.blake2b(head, digest_size=8).hexdigest()
             is_known = name == self._place.file and self._place.offset <= status.st_size
             self._inode, self._place = status.st_ino, self._place if is_known else Place(name)
-        if status.st_size - self._place.offset > self._most_behind:
+        if self._most_behind is not None and status.st_size - self._place.offset > self._most_behind:
             file.seek(status.st_size - self._most_behind)
             if not _skip_line(file):
-                return []
+                return False
             self._place = Place(self._place.file, file.tell())
-        return self._lines(file, most_bytes)
+        file.seek(self._place.offset)
+        return True
 
-    def _lines(self, file: IO[bytes], most_bytes: int) -> list[tuple[Place, bytes | None]]:
+    def _lines(self, file: IO[bytes], most_bytes: int | None, skips_long: bool) -> list[tuple[Place, bytes | None]]:
         name, end = self._place
-        file.seek(end)
-        data = file.read(most_bytes)
-        whole = data[: data.rfind(b"\n") + 1]
+        data = file.read(most_bytes if most_bytes is not None else -1)
+        self.has_more = len(data) == most_bytes
+        if not skips_long and b"\n" not in data:
+            data += file.readline()
         found: list[tuple[Place, bytes | None]] = []
-        for line in whole.split(b"\n")[:-1]:
+        for line in data.split(b"\n")[:-1]:
             end += len(line) + 1
             found.append((Place(name, end), line))
-        if not found and len(data) == most_bytes and _skip_line(file):
+        if not found and self.has_more and _skip_line(file):
             end = file.tell()
             found.append((Place(name, end), None))
         self._place = Place(name, end)
@@ -243,3 +194,52 @@ def _skip_line(file: IO[bytes]) -> bool:
         if part.endswith(b"\n"):
             return True
     return False
+
+
+class JsonlTail:
+    """The records of a growing file; each call gives those that are new since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+        self.skipped_lines = 0
+        """Whole lines that were no JSON object."""
+
+    @property
+    def path(self) -> Path:
+        return self._lines.path
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the last call stopped at its bound."""
+        return self._lines.has_more
+
+    def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
+        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole.
+
+        Raises OSError where the file is there and cannot be read.
+        """
+        lines = [line for _, line in self._lines.read(most_bytes, skips_long=False) if line and line.strip()]
+        records = [record for line in lines if (record := decode_line(line)) is not None]
+        self.skipped_lines += len(lines) - len(records)
+        return records
+
+
+def last_lines(path: Path, most_bytes: int) -> list[bytes]:
+    """The whole lines in the last bytes of a file, each with its end; none where it is missing.
+
+    Raises OSError where the file is there and cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+        file.seek(start)
+        return file.read(most_bytes).splitlines(keepends=True)[1 if start else 0 :]
+    return []
+
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """The record that a line holds; None where it is no JSON object."""
+    try:
+        value: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

@@ -223,6 +223,9 @@ class Series:
     """Beside `run` and `node`."""
 
 
+NODE_STATES = ("starting", "joining", "training", "left", "failed", "finished")
+"""States that a node has by its own word."""
+
 SERIES: Mapping[str, Series] = {
     "zeroband_build_info": Series(
         "gauge",
@@ -255,7 +258,12 @@ SERIES: Mapping[str, Series] = {
     "zeroband_log_warnings_total": Series(
         "counter", "Lines of its log that are warnings or worse, by the part of the package that speaks.", ("part",)
     ),
-    "zeroband_node_state": Series("gauge", "1 for the state that the node is in, 0 for the others.", ("state",)),
+    "zeroband_node_state": Series(
+        "gauge",
+        f"1 for the state that the node is in, 0 for the others: {', '.join(NODE_STATES)} (a member that is late, "
+        "paused or about to leave is training).",
+        ("state",),
+    ),
     "zeroband_node_up": Series("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
     "zeroband_node_ready": Series("gauge", "1 where it trains as a member of its run (/readyz), else 0."),
     "zeroband_disk_free_bytes": Series(

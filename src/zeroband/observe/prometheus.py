@@ -22,14 +22,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.events import EVENTS
 from zeroband.observe.hardware import disk_space
 from zeroband.observe.log import ROOT, get_logger
-from zeroband.observe.metrics import METRICS, SERIES, metric_of, prometheus_name
-from zeroband.observe.view import NodeHistory, NodeState
+from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, metric_of, prometheus_name
+from zeroband.observe.node_history import NodeHistory
 
 TARGETS_FOLDER = ".prometheus"
 """Name inside run.dir: holds `<node id>@<run id>.json` for each node of this machine that is served.
@@ -171,9 +171,9 @@ class Exporter(logging.Handler):
         """Why this node is no member that trains; None where it is one."""
         with self._state:
             view = self._history.newest
-        if view.join_state is not None:
-            return f"{view.state} ({view.join_state})"
-        return None if view.state == "training" else view.state
+        if view.join is not None:
+            return f"{view.state} ({view.join.state})"
+        return None if view.is_at_work else view.state
 
     def collect(self) -> Iterator[Any]:
         """Every series, as prometheus_client takes them."""
@@ -183,10 +183,10 @@ class Exporter(logging.Handler):
             **_disks(self._folders),
         }
         with self._state:
-            state = self._history.newest.state
+            state = "training" if self._history.newest.is_at_work else self._history.newest.state
             seen = {name: dict(series) for name, series in self._values.items()}
             durations = {name: (each.buckets(), each.total_s) for name, each in self._durations.items()}
-        own["zeroband_node_state"] = {(known,): float(known == state) for known in get_args(NodeState)}
+        own["zeroband_node_state"] = {(known,): float(known == state) for known in NODE_STATES}
         for name, row in SERIES.items():
             if row.type == "histogram":
                 family = self._core.HistogramMetricFamily(name, row.meaning, labels=[*self._identity])

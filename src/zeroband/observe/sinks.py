@@ -49,7 +49,13 @@ class JsonlSink:
 class Service(Protocol):
     """Where a BackgroundSink brings its records. One thread calls it; it may raise, and take its time."""
 
+    every_s: float | None = None
+    """How often `pass_time` is called, about; None: never."""
+
     def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def pass_time(self) -> None:
+        """Do what no record calls for."""
 
     def close(self) -> None:
         """Finish what was written; not called where something was raised."""
@@ -67,6 +73,8 @@ class BackgroundSink:
         self._open_service = open_service
         self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(_BACKLOG_RECORDS)
         self._is_dropped = threading.Event()
+        self._looks_at_s = time.monotonic()
+        """When time is to pass for the service again."""
         self._thread = threading.Thread(target=self._forward, name=f"{name}-sink", daemon=True)
         self._thread.start()
 
@@ -95,11 +103,21 @@ class BackgroundSink:
     def _forward(self) -> None:
         try:
             service = self._open_service()
-            while (record := self._records.get()) is not None:
+            while (record := self._next(service)) is not None:
                 service.write(record)
             service.close()
         except Exception as error:  # noqa: BLE001 - it raises what it likes, and none of that may reach the run
             self._drop(f"{type(error).__name__}: {error}")
+
+    def _next(self, service: Service) -> dict[str, Any] | None:
+        """The next record, or None at the end; time passes for the service meanwhile."""
+        while service.every_s is not None:
+            try:
+                return self._records.get(timeout=max(0.0, self._looks_at_s - time.monotonic()))
+            except queue.Empty:
+                service.pass_time()
+                self._looks_at_s = time.monotonic() + service.every_s
+        return self._records.get()
 
     def _drop(self, reason: str) -> None:
         if not self._is_dropped.is_set():

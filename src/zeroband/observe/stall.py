@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.jsonl import encode_line
+from zeroband.observe.jsonl import encode_line, last_lines
 from zeroband.observe.log import get_logger
 
 STALLS_FOLDER = "stalls"
@@ -115,7 +115,7 @@ def write_bundle(node_dir: Path, *, reason: str, view: Mapping[str, Any], rank_p
         unfinished = folder / f".{number}"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        _fill(unfinished, reason, view, stacks, last_lines(node_dir / EVENTS_FILE))
+        _fill(unfinished, reason, view, stacks, b"".join(newest_events(node_dir)))
         bundle = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         unfinished.rename(bundle)
         _remove_old(folder)
@@ -198,14 +198,9 @@ def _fill(folder: Path, reason: str, view: Mapping[str, Any], stacks: Sequence[s
     (folder / EVENTS_FILE).write_bytes(events)
 
 
-def last_lines(path: Path) -> bytes:
-    """The last `EVENT_LINES` whole lines of a file; none where it is missing."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - _EVENT_BYTES)
-        file.seek(start)
-        lines = file.read().splitlines(keepends=True)
-        return b"".join(lines[1 if start else 0 :][-EVENT_LINES:])
-    return b""
+def newest_events(node_dir: Path) -> list[bytes]:
+    """The last `EVENT_LINES` whole lines of a node's events; none where there is no such file."""
+    return last_lines(node_dir / EVENTS_FILE, _EVENT_BYTES)[-EVENT_LINES:]
 
 
 def _remove_old(folder: Path) -> None:

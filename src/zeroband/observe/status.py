@@ -41,13 +41,9 @@ class RunReader:
 
     def read(self) -> RunView:
         """The run as it is now. Reads only what was written since the last call. Raises as its source does."""
-        history, node_ids, facts, now_s = self._history, self._facts.node_ids(), self._facts.read(), self._clock()
-        for node_id in node_ids:
-            history.appeared(node_id)
-        for fact in facts:
-            history.add(fact)
-            if fact.node_id in self._heard_at_s:
-                self._heard_at_s[fact.node_id] = now_s
+        history, facts, now_s = self._history, self._facts.read(), self._clock()
+        history.take(self._facts.node_ids(), facts)
+        self._heard_at_s |= {fact.node_id: now_s for fact in facts if fact.node_id in self._heard_at_s}
         view, skipped = history.view(), Counter(history.odd_lines()) + Counter(self._facts.skipped_lines())
         new = [node.node_id for node in view.nodes if node.node_id not in self._heard_at_s]
         ages_s = self._facts.ages_s() if new else {}
@@ -61,10 +57,12 @@ class RunReader:
             )
             for node in view.nodes
         ]
+        age_s = min((node.silent_s for node in nodes), default=0.0)
         return replace(
             view,
             nodes=tuple(nodes),
             events=history.events(),
+            waiting=None if history.to_s is None else history.waiting_for(history.to_s + age_s),
             unread=tuple(self._facts.unread()),
             has_all_machines=self._facts.has_all_machines,
         )
@@ -157,8 +155,7 @@ def _evaluation_line(node: NodeView) -> str:
 
 def _state_in_words(node: NodeView) -> str:
     """With the place where it stands on its way in."""
-    is_on_its_way = node.join_state is not None and node.state not in ENDED
-    return f"{node.state}: {node.join_state}" if is_on_its_way else node.state
+    return f"{node.state}: {node.join.state}" if node.join is not None and node.state not in ENDED else node.state
 
 
 def _silent_since(node: NodeView, now_s: float) -> str | None:

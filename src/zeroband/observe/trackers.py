@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroband.observe.sinks import Service
+
 TENSORBOARD_FOLDER = "tensorboard"
 """Name inside a node's folder of the run directory."""
 
@@ -22,7 +24,7 @@ _TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 """With one of these in the environment trackio sends its records away, whatever it is told."""
 
 
-class Wandb:
+class Wandb(Service):
     """Weights & Biases. Each start of a node is a run of its own, in the group that is called as the run."""
 
     def __init__(
@@ -47,7 +49,7 @@ class Wandb:
         self._run.finish()
 
 
-class TensorBoard:
+class TensorBoard(Service):
     """TensorBoard's event files, below the node's folder: a curve of each number over the node's inner steps."""
 
     def __init__(self, *, node_dir: Path) -> None:
@@ -63,7 +65,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
+class Trackio(Service):
     """A run of trackio, in its folder on this machine (TRACKIO_DIR) unless a Space of Hugging Face's is named.
 
     A node that starts again goes on with its run. Raises RuntimeError where the environment would have it send

@@ -1,42 +1,27 @@
-"""What a run looks like from outside: records of each node folded, line by line, into frozen views. Pure."""
+"""What a run looks like from outside, as frozen views of its nodes and of all of them together. Pure."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median_low
 from typing import Any, Literal
 
-NodeState = Literal["starting", "training", "recovering", "fenced", "lost", "left", "finished", "failed"]
-
-_KEY_BYTES, _KEY_DIGITS = 32, 43
-"""Length of a public key, and in base64url without the `=` at its end."""
-
-CURVE_POINTS = 256
-"""Most points of a loss curve; when it is full, every second one goes."""
-
-_STATE_AFTER: Mapping[str, NodeState] = {
-    "node_started": "starting",
-    "joined": "training",
-    "recovering": "recovering",
-    "recovered": "recovering",
-    "fenced": "fenced",
-    "left": "left",
-    "run_finished": "finished",
-    "run_failed": "failed",
-}
-
-BROKEN_LINE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What folding a line raises that no node wrote so."""
-
-_NOT_JOINING = ("member", "ended")
-ENDED: frozenset[Literal["lost", "left", "finished", "failed"]] = frozenset(["lost", "left", "finished", "failed"])
+NodeState = Literal[
+    "starting", "joining", "training", "late", "paused", "leaving", "left", "lost", "failed", "finished"
+]  # fmt: skip
+AT_WORK: frozenset[NodeState] = frozenset(["training", "late", "paused", "leaving"])
+"""States of a member."""
+ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
 """States of a node that has ended."""
 SILENT_S = 120.0
 """Seconds without a line after which a node is taken for silent: one that trains writes one for every inner step."""
+
+_KEY_BYTES, _KEY_DIGITS = 32, 43
+"""Length of a public key, and in base64url without the `=` at its end."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +58,34 @@ class SourceView:
 
 
 @dataclass(frozen=True)
+class JoinView:
+    """Where a node stands on its way in."""
+
+    state: str
+    why: str = ""
+    share: float | None = None
+    """What is there and verified of the state that it fetches."""
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class WaitingFor:
+    """Whom the run waits for, and why. No nodes: an order, or nobody in particular."""
+
+    nodes: tuple[str, ...]
+    since_s: float
+    for_s: float
+    """Seconds since then."""
+    words: str
+
+
+@dataclass(frozen=True)
 class NodeView:
     """A node as its files show it. None and 0 where it has not said yet."""
 
     node_id: str
     state: NodeState = "starting"
-    join_state: str | None = None
+    join: JoinView | None = None
     """Where it stands on its way into the run; None: it is in, or has ended."""
     member_id: str | None = None
     """Member id of its newest membership."""
@@ -91,7 +98,7 @@ class NodeView:
     loss: float | None = None
     first_loss: float | None = None
     loss_curve: tuple[float, ...] = ()
-    """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
+    """Losses from the first to a recent step, evenly spaced."""
     evaluation: EvaluationView | None = None
     sources: Mapping[str, SourceView] = field(default_factory=dict[str, SourceView])
     """By name; empty with a single source."""
@@ -130,6 +137,10 @@ class NodeView:
     """Lines of its files that could not be read."""
 
     @property
+    def is_at_work(self) -> bool:
+        return self.state in AT_WORK
+
+    @property
     def key(self) -> str | None:
         """The short name of its own key."""
         return None if self.member_id is None else short_key(self.member_id)
@@ -151,6 +162,8 @@ class RunView:
     """Rounds after which two nodes held different outer states; must be empty, always."""
     events: tuple[EventView, ...] = field(default=(), compare=False)
     """What happened, newest last; the order between nodes is only as good as their clocks."""
+    waiting: WaitingFor | None = field(default=None, compare=False)
+    """Whom it waits for now; None: nobody, or that is not known."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:
@@ -197,8 +210,17 @@ class RunView:
         """Node ids in the newest epoch; without [outer], the nodes that train."""
         known = [node for node in self.current if node.epoch is not None]
         if not known:
-            return tuple(node.node_id for node in self.current if node.state == "training")
+            return tuple(node.node_id for node in self.current if node.is_at_work)
         return tuple(node_id_of_member(m) for m in max(known, key=lambda n: n.epoch or 0).members)
+
+    @property
+    def step(self) -> int:
+        """Inner steps of the node that is furthest."""
+        return max((node.step for node in self.own), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        return max((node.total_steps for node in self.own if node.total_steps is not None), default=None)
 
     @property
     def store(self) -> str | None:
@@ -280,129 +302,6 @@ def short_key(name: str) -> str | None:
     return None if key is None else key[:4].hex()
 
 
-class NodeHistory:
-    """Folds a node's records, in the order of their times, into its view."""
-
-    def __init__(self, node_id: str) -> None:
-        self._view = NodeView(node_id)
-        self._curve = Curve()
-
-    @property
-    def newest(self) -> NodeView:
-        """The view without its curve: costs nothing."""
-        return self._view
-
-    def loss_curve(self) -> tuple[float, ...]:
-        """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
-        return self._curve.points()
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of either file. Raises one of BROKEN_LINE where it is none."""
-        if "kind" in record:
-            self.add_event(record)
-        else:
-            self.add_metrics(record)
-
-    def add_metrics(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of metrics.jsonl. Raises as `add` does."""
-        old = self._view
-        if old.state == "starting" and old.member_id is None:
-            old = self._begin_anew()
-        changed: dict[str, Any] = {
-            "state": "training" if old.state == "starting" else old.state,
-            "step": int(record["step"]),
-            "last_at_s": float(record["at_s"]),
-            "tokens": int(record.get("train/tokens", old.tokens)),
-            "sent_bytes": old.sent_bytes + int(record.get("outer/sent_bytes", 0)),
-            "received_bytes": old.received_bytes + int(record.get("outer/received_bytes", 0)),
-            "ddp_bytes": old.ddp_bytes + int(record.get("outer/ddp_bytes", 0)),
-            "epoch": record.get("outer/epoch", old.epoch),
-            "sources": _sources_after(old.sources, record),
-        }
-        if "train/tokens_per_s" in record:
-            changed["tokens_per_s"] = float(record["train/tokens_per_s"])
-        if "train/mfu" in record:
-            changed["mfu"] = number_of(record, "train/mfu")
-        memory_bytes = number_of(record, "node/gpu_peak_bytes") or number_of(record, "node/rss_bytes")
-        if memory_bytes is not None:
-            changed["memory_bytes"] = int(memory_bytes)
-        if "train/loss" in record:
-            loss = changed["loss"] = float(record["train/loss"])
-            changed["first_loss"] = loss if old.first_loss is None else old.first_loss
-            self._curve.add(loss)
-        if "eval/step" in record:
-            losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
-            changed["evaluation"] = EvaluationView(int(record["eval/step"]), losses, bits)
-        if "outer/round" in record:
-            changed |= {"round": int(record["outer/round"]), "digest": record.get("outer/digest") or old.digest}
-        self._view = _changed(old, changed)
-
-    def add_event(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of events.jsonl. Raises as `add` does."""
-        kind, at_s = str(record["kind"]), float(record["at_s"])
-        changed: dict[str, Any] = {"last_at_s": at_s, "state": self._state_after(kind)}
-        if kind == "node_started":
-            changed |= {
-                "starts": self._view.starts + 1,
-                "join_state": None,
-                "member_id": None,
-                "total_steps": record.get("total_steps"),
-                "parameters": record.get("parameters"),
-                "detect_s": number_of(record, "detect_s"),
-                "store": None,
-            }
-        elif kind == "join_state":
-            state = str(record["state"])
-            changed["join_state"] = None if state in _NOT_JOINING else state
-        elif kind == "joined":
-            self._view = self._begin_anew() if record["round"] == 0 else self._view
-            changed["member_id"] = record["member_id"]
-        elif kind == "store_in_use":
-            changed["store"] = int(record["generation"]), str(record["store"])
-        if kind in ("epoch_changed", "round_committed"):
-            before, members = self._view.members, tuple(record["members"])  # equal lists are kept once
-            changed |= {"epoch": record["epoch"], "members": before if before == members else members}
-        if kind == "round_committed" and record.get("progress") is not None:
-            changed |= self._follow(record["progress"], at_s)
-        if kind in ("round_committed", "recovered"):
-            changed |= {"round": int(record["round"]), "digest": record["digest"] or self._view.digest}
-        self._view = _changed(self._view, changed)
-
-    def _state_after(self, kind: str) -> NodeState:
-        if kind == "left" and self._view.state in ("finished", "failed"):
-            return self._view.state
-        return _STATE_AFTER.get(kind, self._view.state)
-
-    def _follow(self, progress: Mapping[str, Any], at_s: float) -> dict[str, Any]:
-        """What another line of rounds changes; its rounds may have the same numbers as those before."""
-        founding, follows = progress.get("founding", ""), progress.get("follows")
-        if founding == self._view.founding:
-            return {}
-        return {"founding": founding, "founded_at_s": at_s, "follows": None if follows is None else str(follows[0])}
-
-    def _begin_anew(self) -> NodeView:
-        """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
-        old = self._view
-        self._curve = Curve()
-        return NodeView(
-            old.node_id,
-            state=old.state,
-            starts=old.starts,
-            total_steps=old.total_steps,
-            parameters=old.parameters,
-            detect_s=old.detect_s,
-            store=old.store,
-            last_at_s=old.last_at_s,
-        )
-
-
-def _changed(view: NodeView, changed: Mapping[str, Any]) -> NodeView:
-    """A view with other values, as `replace` makes it: at a tenth of its cost, for every line of every node."""
-    made = object.__new__(NodeView)
-    made.__dict__.update(view.__dict__, **changed)
-    return made
-
-
 def origin_of(line: str | None, follows: Mapping[str, str | None]) -> str | None:
     """The line of rounds that a line goes back to. `follows`: what each known line goes on from."""
     seen: set[str] = set()
@@ -419,54 +318,3 @@ def number_of(record: Mapping[str, Any], name: str) -> float | None:
         return None
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """A metric and those of its sources, by their names; its own has the name ""."""
-    names = [name for name in record if name == metric or name.startswith(f"{metric}/")]
-    return {name.removeprefix(metric).removeprefix("/"): float(record[name]) for name in names}
-
-
-def _sources_after(sources: Mapping[str, SourceView], record: Mapping[str, Any]) -> Mapping[str, SourceView]:
-    """What was trained of each source after the step of a record."""
-    if not any(name.startswith("data/pass/") for name in record):
-        return sources
-    losses, tokens, passes = (_by_source(record, name) for name in ("train/loss", "data/tokens", "data/pass"))
-    after = dict(sources)
-    for name in passes:
-        if not name:
-            continue  # of the data as a whole
-        before = sources.get(name, SourceView())
-        after[name] = SourceView(before.tokens + int(tokens.get(name, 0)), passes[name], losses.get(name, before.loss))
-    return after
-
-
-class Curve:
-    """An evenly spaced selection of a series of unknown length, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._points: list[float] = []
-        self._stride = 1
-        self._seen = 0
-
-    def add(self, value: float) -> None:
-        if self._seen % self._stride == 0:
-            if len(self._points) == CURVE_POINTS:
-                del self._points[1::2]
-                self._stride *= 2
-            if self._seen % self._stride == 0:
-                self._points.append(value)
-        self._seen += 1
-
-    def points(self) -> tuple[float, ...]:
-        return tuple(self._points)
-
-
-def run_view(run_id: str, nodes: Iterable[NodeView], lost_member_ids: Set[str]) -> RunView:
-    """The run of these nodes. A node is lost when another one said so of its newest membership."""
-
-    def seen_by_others(node: NodeView) -> NodeView:
-        is_lost = node.member_id in lost_member_ids and node.state in ("training", "recovering")
-        return replace(node, state="lost") if is_lost else node
-
-    return RunView(run_id, tuple(sorted(map(seen_by_others, nodes), key=lambda node: node.node_id)))

@@ -1,4 +1,4 @@
-"""Messages to a webhook about what calls for somebody: which facts do is a pure rule, a thread of its own sends.
+"""Messages to a webhook about what calls for somebody: which facts do is a pure rule, a BackgroundSink sends.
 
 Whatever the other side does costs training nothing: a bounded backlog, a bounded rate, a bounded number of attempts.
 """
@@ -6,14 +6,12 @@ Whatever the other side does costs training nothing: a bounded backlog, a bounde
 from __future__ import annotations
 
 import math
-import queue
 import random
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ from urllib.parse import urlsplit
 from zeroband.config.schema import AlertKind
 from zeroband.observe.jsonl import encode_line
 from zeroband.observe.log import get_logger
+from zeroband.observe.sinks import Service
 from zeroband.observe.view import node_id_of_member
 
 _SPIKE = 2.0
@@ -29,10 +28,8 @@ _LOSSES, _LEAST_LOSSES = 20, 5
 _LEAST_FREE = 0.05
 
 _BACKLOG = 64
-_TICK_S = 5.0
 _ATTEMPTS = 5
 _ANSWER_S = 5.0
-_CLOSE_S = 10.0
 _MOST, _MOST_IN_S = 20, 600.0
 """Messages of one node in so many seconds."""
 
@@ -134,12 +131,14 @@ class AlertRules:
             yield Alert("disk", f"{free_ratio:.1%} of the disk of run.dir is free", None, {"free_ratio": free_ratio})
 
 
-class Webhook:
-    """A sink that posts alerts as JSON: `{text, run, node, kind, words, at_s, fields}`; `text` is what Slack shows.
+class Webhook(Service):
+    """Posts alerts as JSON: `{text, run, node, kind, words, at_s, fields}`; `text` is what Slack shows.
 
     `url` is a secret, which no line of the log has. No redirect is followed. A message that does not get through
     after some attempts is dropped; that begins with one warning and ends with one line.
     """
+
+    every_s = 5.0
 
     def __init__(
         self,
@@ -153,71 +152,54 @@ class Webhook:
     ) -> None:
         self._url, self._kinds, self._rules, self._free_ratio = url, frozenset(kinds), rules, free_ratio
         self._who = {"run": run_id, "node": node_id}
-        self._lock = threading.Lock()
-        self._alerts: queue.Queue[Alert | None] = queue.Queue(_BACKLOG)
-        self._sent_at_s: deque[float] = deque(maxlen=_MOST)
+        self._waiting: deque[Alert] = deque()
+        self._attempts, self._again_at_s = 0, -math.inf
+        """Of the first one that waits."""
+        self._queued_at_s: deque[float] = deque(maxlen=_MOST)
         self._dropped = 0
         self._is_failing = False
-        self._is_closing = threading.Event()
         self._opener = urllib.request.build_opener(_NoRedirect)
-        self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
-        self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        with self._lock:
-            alerts = list(self._rules.add(record, time.monotonic()))
-        self._queue(alerts)
+        self._tell(self._rules.add(record, time.monotonic()))
+
+    def pass_time(self) -> None:
+        self._tell(self._rules.pass_time(time.monotonic(), self._free_ratio()))
 
     def close(self) -> None:
-        """Let what is waiting be sent, for a while at most."""
-        if not self._is_closing.is_set():
-            self._is_closing.set()
-            try:
-                self._alerts.put_nowait(None)
-            except queue.Full:
-                return  # it stands still already, and is said to
-            self._thread.join(_CLOSE_S)
+        """Send what is waiting; the sink waits for that a while at most."""
+        while self._waiting:
+            time.sleep(max(0.0, self._again_at_s - time.monotonic()))
+            self._send()
 
-    def _queue(self, alerts: Collection[Alert]) -> None:
+    def _tell(self, alerts: Iterable[Alert]) -> None:
         for alert in alerts:
-            if alert.kind in self._kinds:
-                try:
-                    self._alerts.put_nowait(alert)
-                except queue.Full:
-                    self._dropped += 1
-
-    def _run(self) -> None:
-        while True:
-            try:
-                alert = self._alerts.get(timeout=_TICK_S)
-            except queue.Empty:
-                free_ratio = self._free_ratio()  # a file system may hang
-                with self._lock:
-                    alerts = list(self._rules.pass_time(time.monotonic(), free_ratio))
-                self._queue(alerts)
+            if alert.kind not in self._kinds:
                 continue
-            if alert is None:
-                return
-            if self._is_too_soon():
+            now_s = time.monotonic()
+            is_too_soon = len(self._queued_at_s) == _MOST and now_s - self._queued_at_s[0] < _MOST_IN_S
+            if is_too_soon or len(self._waiting) >= _BACKLOG:
                 self._dropped += 1
             else:
-                self._deliver(alert)
+                self._queued_at_s.append(now_s)
+                self._waiting.append(alert)
+        self._send()
 
-    def _is_too_soon(self) -> bool:
-        now_s = time.monotonic()
-        if len(self._sent_at_s) == _MOST and now_s - self._sent_at_s[0] < _MOST_IN_S:
-            return True
-        self._sent_at_s.append(now_s)
-        return False
+    def _send(self) -> None:
+        """Post what waits; one that failed goes first, after a pause while the other side may only be away."""
+        while self._waiting and time.monotonic() >= self._again_at_s:
+            failure, is_final = self._post(self._body_of(self._waiting[0]))
+            self._attempts += 1
+            if failure and not is_final and self._attempts < _ATTEMPTS:
+                self._again_at_s = time.monotonic() + random.uniform(0.5, 1.0) * 2 ** (self._attempts - 1)
+                return
+            self._waiting.popleft()
+            self._attempts = 0
+            if not failure:
+                self._dropped = 0  # it said how many
+            self._note(failure)
 
-    def _deliver(self, alert: Alert) -> None:
-        """Post it; try again while the other side may only be away."""
-        body, failure = self._body_of(alert), ""
-        for attempt in range(_ATTEMPTS):
-            failure, is_final = self._post(body)
-            if not failure or is_final:
-                break
-            self._is_closing.wait(random.uniform(0.5, 1.0) * 2**attempt)
+    def _note(self, failure: str) -> None:
         if bool(failure) != self._is_failing:
             self._is_failing = bool(failure)
             if failure:
@@ -226,10 +208,9 @@ class Webhook:
                 _log.info("the webhook takes messages again")
 
     def _body_of(self, alert: Alert) -> bytes:
-        left_out, self._dropped = self._dropped, 0
         text = f"zeroband run {self._who['run']}, node {self._who['node']}: {alert.kind}: {alert.words}"
-        if left_out:
-            text += f" (and {left_out} messages that were left out)"
+        if self._dropped:
+            text += f" (and {self._dropped} messages that were left out)"
         at_s = time.time() if alert.at_s is None else alert.at_s
         told = {"text": text, **self._who, "kind": alert.kind, "words": alert.words, "at_s": round(at_s, 3)}
         return encode_line({**told, "fields": dict(alert.fields)})

@@ -17,10 +17,11 @@ from torch import Tensor
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
 from zeroband.elastic.rounds.exchange import RESULT, Exchange, MeanExchange
-from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterParts
+from zeroband.elastic.rounds.interfaces import LaterPart, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import barrier
 from zeroband.state.flat import gradient_shards
+from zeroband.state.round_state import RoundUpdate
 
 PARAMS = "params"
 
@@ -124,9 +125,9 @@ class EveryStep(RoundCoordinator):
             self._parts.shards.load(shards, self._buffers[section])
         barrier(self._local)  # all have read before anybody writes
 
-    def replay(self, missed: MissedRound) -> str:
+    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
         barrier(self._local)
-        self._step(missed.result, missed.record)
+        self._step(result, update.record)
         with self._changing_state():
-            self._record_state(missed.round, missed.record, self._store_state())
+            self._record_state(update.round, update.record, self._store_state())
         return self.state_digest

@@ -25,7 +25,7 @@ from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import Committed, Offer, RoundCoordinator
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange, MeanExchange
-from zeroband.elastic.rounds.interfaces import LaterPart, MissedRound, OuterParts, open_buffers
+from zeroband.elastic.rounds.interfaces import LaterPart, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.mesh import barrier, broadcast_json
@@ -34,6 +34,7 @@ from zeroband.outer.inner_parameters import InnerParameters, build_inner_paramet
 from zeroband.outer.robust import rule_of
 from zeroband.state.flat import parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of
+from zeroband.state.round_state import RoundUpdate
 
 PARAMS = "params"
 
@@ -316,12 +317,12 @@ class ManySteps(RoundCoordinator):
         self._parts.inner.seek(self.progress.inner_step)
         return self.state_digest
 
-    def replay(self, missed: MissedRound) -> str:
+    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
         turn, inner = self._turn, self._inner_parameters
         follow = inner.following(turn) if self._is_late else partial(inner.restart, turn)
         with self._changing_state():
-            self._apply(turn, missed.result, missed.record, but=missed.has_already)
-            self._record_state(missed.round, missed.record, self._digest())
+            self._apply(turn, result, update.record, but=has_already)
+            self._record_state(update.round, update.record, self._digest())
         follow()
         self._parts.inner.seek(self.inner_step if self._is_late else self.progress.inner_step)
         return self.state_digest

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
+from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import steps_in_order
-from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.progress import Progress

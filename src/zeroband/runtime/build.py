@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroband.checkpoint.random_states import seed_random_state
+from zeroband.checkpoint.own_state import seed_random_state
 from zeroband.checks.slow_fallbacks import slow_fallbacks
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement

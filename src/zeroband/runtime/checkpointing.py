@@ -11,15 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.own_state import OWN_FILE
-from zeroband.checkpoint.owner import Owner, claim
-from zeroband.checkpoint.random_states import gather_random_states
+from zeroband.checkpoint.own_state import OWN_FILE, gather_random_states
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
@@ -123,43 +122,30 @@ def _node_of(member_id: str) -> str:
     return member_id.rpartition("#")[0]
 
 
-class Checkpointing(Protocol):
-    """The checkpoints of a run, as its loop sees them. All local ranks call the methods together."""
+class Checkpointing:
+    """The checkpoints of a run, as its loop sees them; here of one without `ckpt.path`: none is taken.
+
+    All local ranks call the methods together.
+    """
 
     def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
         """After every committed round: take a checkpoint if it asks for one.
 
         `rounds`: those that the state has got; none where a node has no others.
         """
-        ...
 
     def settle(self) -> None:
         """Before anything changes of what a copy under way copies: wait for it."""
-        ...
 
     def take_before_leaving(self, *, is_alone: bool) -> None:
-        """Nobody goes on with the run: take one, and wait for it."""
-        ...
+        """Have the newest round durable before this node leaves. `is_alone`: the round's others do not save it."""
 
     def measured(self) -> dict[str, MetricValue | None]:
-        """What to report of them with an inner step."""
-        ...
-
-
-class NoCheckpoints:
-    """The checkpoints of a run without `ckpt.path`: none is taken."""
-
-    def take_if_due(self, rounds: Sequence[RoundReport]) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def take_before_leaving(self, *, is_alone: bool) -> None: ...
-
-    def measured(self) -> dict[str, MetricValue | None]:
+        """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""
         return {}
 
 
-class Checkpoints:
+class Checkpoints(Checkpointing):
     """The checkpoints of a run as its trainer sees them. Made by all local ranks when the node is a member.
 
     `takes_over`: the run goes on from the checkpoints in its folder.
@@ -231,10 +217,9 @@ class Checkpoints:
         return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, self._world.fellows)
 
     def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
-        """Take a checkpoint if the newest committed round asks for one. `rounds`: as `Checkpointing` says.
+        """Take a checkpoint if the newest committed round asks for one. The copy goes on until `settle`.
 
-        Called by all local ranks after every committed round. The copy goes on until `settle`; after the last round of
-        the run it is waited for here, and before it for the writer, if that has an earlier one in hand.
+        After the last round of the run it is waited for here, and before it for the writer, if that has an earlier one.
         """
         for report in rounds[-1:]:
             self._members = tuple(_node_of(member) for member in report.members)
@@ -285,10 +270,7 @@ class Checkpoints:
         return is_free
 
     def settle(self) -> None:
-        """Wait for a copy that is under way and hand it to the writer; before anything changes of what it copies.
-
-        Called by all local ranks.
-        """
+        """Wait for a copy that is under way and hand it to the writer."""
         if not self._is_copying:
             return
         from_s = time.monotonic()
@@ -342,15 +324,10 @@ class Checkpoints:
         }
 
     def take_before_leaving(self, *, is_alone: bool) -> None:
-        """Have the newest round durable before this node leaves, unless it is already.
-
-        `is_alone`: the round's other members do not save it. Called by all local ranks.
-        """
         if self._staged_round != self._hooks.round:
             self.take((self._node.node_id,) if is_alone else self._members, waits=True)
 
     def measured(self) -> dict[str, MetricValue | None]:
-        """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""
         writer = self._writer
         stall_s, self._stall_s = self._stall_s, None
         if writer is None:
@@ -385,7 +362,7 @@ class Checkpoints:
 def open_checkpoints(node: NodeParts, world: TrainingRun, events: Events, stack: ExitStack) -> Checkpointing:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
-        return NoCheckpoints()
+        return Checkpointing()
     is_sequel = world.outer.progress.follows is not None
     checkpoints = Checkpoints(node, world, events, takes_over=is_sequel)
 

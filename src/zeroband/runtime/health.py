@@ -13,14 +13,15 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zeroband.config.layers import NONE
+from zeroband.config.section import NONE
 from zeroband.config.time_outs import TimeOuts
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.stall import last_lines
-from zeroband.observe.view import NodeHistory, NodeView
+from zeroband.observe.node_history import NodeHistory
+from zeroband.observe.stall import newest_events
+from zeroband.observe.view import NodeView
 from zeroband.runtime.run_folder import CONFIG_FILE
 
 _STACKS = re.compile(r"rank\d+\.stacks")
@@ -68,7 +69,7 @@ def stalls(node_dir: Path) -> Iterator[str]:
     On its way in, and at its end, each of its waits has a deadline of its own.
     """
     view = _newest_view(node_dir)
-    if view.join_state is not None or view.state in ("finished", "failed", "left"):
+    if view.join is not None or view.state in ("finished", "failed", "left"):
         return
     settings = tomllib.loads((node_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     chosen = {name: None if value == NONE else value for name, value in settings["fault"].items()}
@@ -86,9 +87,9 @@ def stalls(node_dir: Path) -> Iterator[str]:
 def _newest_view(node_dir: Path) -> NodeView:
     """Read what the newest events say of a node."""
     history = NodeHistory(node_dir.name)
-    for line in last_lines(node_dir / EVENTS_FILE).splitlines():
+    for line in newest_events(node_dir):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            history.add_event(json.loads(line))
+            history.add(json.loads(line))
     return history.newest
 
 

@@ -37,7 +37,7 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.join import Joiner, Outcome
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.node_runtime import NodeRuntime
-from zeroband.state.crash_memory import HeldState
+from zeroband.state.round_state import RoundState
 
 _LINGER_S = 2.0
 """A node stays for so long when the nodes cannot agree: else one that looks after it would miss the reason."""
@@ -127,7 +127,7 @@ class NodeRuntimeSteps:
         self._told = self._run.holdings.exchange(self._run.mesh.member_id, view.alive, standing)
 
     def _recall(self, _cause: ZerobandError | None) -> Outcome:
-        from_s, held = time.monotonic(), list[HeldState]()
+        from_s, held = time.monotonic(), list[RoundState]()
 
         def recall() -> dict[str, Any] | None:
             found = self._run.memory.recall(self._run.buffers.numel)
@@ -382,7 +382,7 @@ class NodeRuntimeSteps:
                 got = self._run.recovery.fetch_restart(self._run.outer.sections, agreed)
             except RecoveryFailed as error:
                 return self._wait(str(error), (agreed.member,))
-            saved = SavedState(agreed.step, got.round, got.record, got.state_digest, ())
+            saved = SavedState(got.round, got.record, got.state_digest, step=agreed.step)
         self._say_passed_over()
         found = {**asdict(saved), "rejected": [*self._run.passed_over.values()], "source": source}
         return {"event": JoinEvent.AGREED, **found, "round": agreed.round, "after_round": saved.round}
@@ -500,7 +500,9 @@ class NodeRuntimeSteps:
 
     def _catch_up(self, cause: ZerobandError | None) -> Outcome:
         assert isinstance(cause, RoundsMissed)
-        self._run.outer.catch_up(cause.round)
+        outer = self._run.outer
+        on_first_rank(self._local, lambda: self._run.recovery.judge(outer.round, outer.state_digest))
+        outer.catch_up(cause.round)
         return Outcome(JoinEvent.CAUGHT_UP)
 
     def _return(self, cause: ZerobandError | None) -> Outcome:

@@ -42,7 +42,7 @@ from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
+from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
 from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
@@ -191,7 +191,7 @@ def note_entry(world: TrainingRun, report: Report, joined: Sequence[RoundReport]
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
     """Become a member again: the run went on without this node, or went back to a checkpoint."""
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
-        leave_if_asked(replace(training, checkpoints=NoCheckpoints()))
+        leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
     joined = training.joiner.come_back(why)
     note_entry(training.world, training.report, joined)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
-from zeroband.checkpoint.writer_process import PeerWriters, StoreFellows
+from zeroband.checkpoint.writer_process import PeerWriters, StoreWriters
 from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import (
     CustomConfig,
@@ -38,11 +38,10 @@ from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
-from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, Scorer
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts, Scorer
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
-from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -68,6 +67,7 @@ from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
@@ -352,15 +352,16 @@ class NodeRuntime:
             return None
         return AutoRollback(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
 
-    def _fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedRound:
-        updates: list[Tensor] = []
+    def _fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        updates = [torch.empty(0, dtype=torch.uint8)]
 
         def fetch() -> dict[str, Any]:
             entry = self.recovery.fetch_entry(round, room)
             updates.append(entry.update)
             return {"record": entry.record, "state_digest": entry.state_digest}
 
-        return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
+        said = on_first_rank(self.mesh.local, fetch)
+        return RoundUpdate(round, updates[-1], **said)
 
     @property
     def mixes_rounds(self) -> bool:
@@ -459,12 +460,12 @@ class NodeRuntime:
     def _is_large(self) -> bool:
         return self._state_bytes > COPIED_BYTES
 
-    def _stage(self, step: int) -> StagedState:
+    def _stage(self, step: int) -> RoundState:
         def stage() -> dict[str, Any]:
             saved = self.restorer.stage(step)
             return {"round": saved.round, "record": saved.record, "state_digest": saved.state_digest}
 
-        return StagedState(**on_first_rank(self.mesh.local, stage))
+        return RoundState(**on_first_rank(self.mesh.local, stage))
 
     def take_staged(self) -> Mapping[str, Tensor] | None:
         """What was staged, on local rank 0."""
@@ -544,7 +545,7 @@ class NodeRuntime:
 
     @property
     def fellows(self) -> PeerWriters:
-        return StoreFellows(self.store, self._own_key.name(self._node.node_id))
+        return StoreWriters(self.store, self._own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self._folder

@@ -14,8 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
-from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.load import render_toml
 from zeroband.config.schema import RunConfig

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from zeroband.checkpoint.owner import read_owner
+from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.restorer import Restorer, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.checkpoint.writer_process import NoFellows, PeerWriters
+from zeroband.checkpoint.writer_process import PeerWriters
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.errors import RecoveryFailed, RunOver, ZerobandError
@@ -64,7 +64,7 @@ class SingleNode:
 
     @property
     def fellows(self) -> PeerWriters:
-        return NoFellows()
+        return PeerWriters()
 
     def open_folder(self, stack: ExitStack) -> Path:
         config, node_id = self._node.config, self._node.node_id

@@ -65,16 +65,15 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
         )
         sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
     if webhook is not None and webhook.url is not None:
-        sinks.append(
-            Webhook(
-                webhook.url.get_secret_value(),
-                kinds=webhook.events,
-                run_id=config.run.id,
-                node_id=node_id,
-                rules=AlertRules(node_id, stalled_s=webhook.stalled_s),
-                free_ratio=partial(free_ratio, node_dir),
-            )
+        hook = Webhook(
+            webhook.url.get_secret_value(),
+            kinds=webhook.events,
+            run_id=config.run.id,
+            node_id=node_id,
+            rules=AlertRules(node_id, stalled_s=webhook.stalled_s),
+            free_ratio=partial(free_ratio, node_dir),
         )
+        sinks.append(BackgroundSink("webhook", lambda: hook))
     return sinks
 
 

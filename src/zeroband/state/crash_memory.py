@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import digest_of
+from zeroband.state.round_state import RoundState
 
 STAMP = "stamp.json"
 _HELD = "held-"
@@ -41,17 +41,6 @@ class MemoryStamp:
     """Record of the round's verdict."""
     state_digest: str
     """Digest of the sections, in their order."""
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """What a trainer left behind, verified."""
-
-    round: int
-    record: Mapping[str, Any]
-    state_digest: str
-    sections: Mapping[str, Tensor]
-    """(n,) float32 each, on CPU."""
 
 
 class NodeMemory:
@@ -97,7 +86,7 @@ class NodeMemory:
             return ()
         return (*names, f"{_HELD}{STAMP}")
 
-    def recall(self, numel: int) -> HeldState | None:
+    def recall(self, numel: int) -> RoundState | None:
         """What was set aside, if it is what its stamp says; None, with the reason in the log, where it is not."""
         stamp = _read(self._folder / f"{_HELD}{STAMP}")
         if stamp is None:
@@ -111,7 +100,7 @@ class NodeMemory:
             sections = {n: torch.from_file(str(f), shared=True, size=numel) for n, f in files.items()}
             digest = digest_of(*sections.values())
             if digest == stamp.state_digest:
-                return HeldState(stamp.round, stamp.record, stamp.state_digest, sections)
+                return RoundState(stamp.round, stamp.record, stamp.state_digest, sections)
             why = f"it was being changed when the trainer died: digest {digest}, its stamp says {stamp.state_digest}"
         _refuse(round=stamp.round, why=why)
         return None

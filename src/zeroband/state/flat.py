@@ -6,7 +6,6 @@ is one contiguous range of the buffer, and reading or writing it is a copy.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +20,7 @@ from typing_extensions import Buffer
 from zeroband.errors import ConfigError
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one parameter lies in the flat buffer, in elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+from zeroband.state.slot import Slot
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Literal
 from torch import Tensor
 
 from zeroband.errors import ConfigError
-from zeroband.state.flat import FlatLayout, Slot
+from zeroband.state.flat import FlatLayout
+from zeroband.state.slot import Slot
 
 Pattern = Literal["strided", "sequential"]
 """strided: layers i, i + P, i + 2 P ... of P fragments. sequential: neighbours."""

@@ -1,18 +1,59 @@
-"""Which run a tool is asked about: a folder, or store, name and token; and where to read what its nodes recorded."""
+"""The arguments of commands: a parser for each, numbers within bounds, the run that is meant, and exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-from zeroband.errors import ConfigError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import find_run_dir
 
 STORE_VARIABLE, ID_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__ID", "ZERO_BAND_RUN__TOKEN"
 """What `zeroband store` prints for the machines of a run."""
+
+EXIT_UNREACHED, EXIT_CONFIG = 1, 2
+
+
+def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentParser:
+    """Return the parser of `zeroband COMMAND`: flags by their whole names, and a text that stays as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"zeroband {command}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **more,
+    )
+
+
+def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
+    """Return the type of an argument that is a number within bounds, named as pydantic's `Field` has them."""
+    finite = {"allow_inf_nan": False} if kind is float else {}
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, Field(**bounds, **finite)])
+
+    def parsed(text: str) -> Any:
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            said = error.errors()[0]["msg"]
+            raise argparse.ArgumentTypeError(f"{text!r}: {said[0].lower()}{said[1:]}") from None
+
+    return parsed
+
+
+def run_command(command: str, work: Callable[[], int]) -> int:
+    """Do what a command was asked for. Returns its exit code, or that of the error which it says."""
+    try:
+        return work()
+    except ZerobandError as error:
+        print(f"zeroband {command}: {error}", file=sys.stderr)
+        return EXIT_UNREACHED if isinstance(error, StoreLost) else EXIT_CONFIG
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +118,10 @@ def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     from zeroband.config.token_file import read_token
 
     named = environ.get(f"{TOKEN_VARIABLE}_FILE")
-    token_file: Path | None = options.token_file or (None if TOKEN_VARIABLE in environ or not named else Path(named))
+    asked: Path | None = getattr(options, "token_file", None)
+    token_file = asked or (None if TOKEN_VARIABLE in environ or not named else Path(named))
     return environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
 
 
-def price(text: str) -> float:
-    """What a node costs in an hour, as an argument. Raises ArgumentTypeError."""
-    found = float(text)
-    if not 0 <= found < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is no price")
-    return found
+price = bounded(float, ge=0, lt=1e9)
+"""What a node costs in an hour."""

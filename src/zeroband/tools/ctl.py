@@ -26,29 +26,33 @@ from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
+from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.observe.view import short_key
 from zeroband.observe.words import aligned
-from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, add_access
+from zeroband.tools.arguments import (
+    ID_VARIABLE,
+    STORE_VARIABLE,
+    TOKEN_VARIABLE,
+    add_access,
+    bounded,
+    parser_of,
+    run_command,
+)
 
-_EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Give one order, and say what will happen. Returns the exit code."""
     options, rest = _parser().parse_known_args(argv)
-    try:
-        config = config_of_order(options, rest)
-        order = Order(options.action, getattr(options, "node", ""), getattr(options, "step", 0))
-        with closing(open_store(config)) as store:
-            print(obey(order, config, store))
-    except ConfigError as error:
-        print(f"zeroband ctl: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    except StoreLost as error:
-        print(f"zeroband ctl: {error}", file=sys.stderr)
-        return _EXIT_UNREACHED
+    return run_command("ctl", lambda: _order(options, rest))
+
+
+def _order(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = config_of_order(options, rest)
+    order = Order(options.action, getattr(options, "node", ""), getattr(options, "step", 0))
+    with closing(open_store(config)) as store:
+        print(obey(order, config, store))
     return 0
 
 
@@ -97,9 +101,7 @@ def open_store(config: RunConfig) -> RedisStore:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband ctl", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("ctl", __doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ORDER")
     access = argparse.ArgumentParser(add_help=False)
     add_access(access)
@@ -114,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in (("ban", "a node's key is kept out of the run"), ("unban", "ends a ban")):
         add(name, meaning).add_argument("node", metavar="NODE", help="its node.id, or the 8 digits of its key")
     rollback = add("rollback", "all members go back to a checkpoint")
-    rollback.add_argument("--step", type=int, required=True, help="inner step of the checkpoint")
+    rollback.add_argument("--step", type=bounded(int, ge=0), required=True, help="inner step of the checkpoint")
     return parser
 
 

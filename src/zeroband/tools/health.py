@@ -6,17 +6,17 @@ For health checks of containers: cheap, knows no store, changes nothing. What it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroband.runtime.health import ailments, ranks_in
+from zeroband.tools.arguments import parser_of
 
 
 def main(argv: Sequence[str]) -> int:
     """Look, and say what is wrong. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zeroband health", description=__doc__)
+    parser = parser_of("health", __doc__)
     parser.add_argument("run_dir", type=Path, nargs="?", help="only of nodes that write below this folder")
     asked: Path | None = parser.parse_args(argv).run_dir
     below = None if asked is None else asked.resolve()

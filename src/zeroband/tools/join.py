@@ -23,19 +23,21 @@ from zeroband.config.load import render_toml
 from zeroband.config.recorded import other_items, recorded_config, shown
 from zeroband.config.schema import FaultConfig
 from zeroband.config.store_url import shown_stores
-from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import PROTOCOL, REMARK
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import ConfigError, JoinRefused, StoreLost
+from zeroband.errors import ConfigError, JoinRefused
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.identity import node_id_of
+from zeroband.tools.arguments import ID_VARIABLE, parser_of, run_command, token_of
+from zeroband.tools.arguments import STORE_VARIABLE as _URL
+from zeroband.tools.arguments import TOKEN_VARIABLE as _TOKEN
 from zeroband.tools.ctl import describe, next_round
 
-_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_UNFIT = 1, 2, 3
+_EXIT_UNFIT = 3
 _STORE_PATIENCE_S = 5.0
-_URL, _TOKEN, _TOKEN_FILE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE"
+_TOKEN_FILE = f"{_TOKEN}_FILE"
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,16 @@ def main(argv: Sequence[str]) -> int:
     """Take part as the arguments say: this process becomes the launcher, or its exit code is returned."""
     has_url = bool(argv) and "://" in argv[0]
     options, own = _parser().parse_known_args(argv[has_url:])
-    try:
-        join = _prepare(argv[0] if has_url else os.environ.get(_URL, ""), options, own)
-        if not options.dry_run:
-            _write(join)
-    except ConfigError as error:
-        print(f"zeroband join: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    except StoreLost as error:
-        print(f"zeroband join: {error}", file=sys.stderr)
-        return _EXIT_UNREACHED
+    url = argv[0] if has_url else os.environ.get(_URL, "")
+    return run_command("join", lambda: _join(url, options, own))
+
+
+def _join(url: str, options: argparse.Namespace, own: Sequence[str]) -> int:
+    join = _prepare(url, options, own)
     if options.dry_run:
         print(f"\n{render_toml(join.config)}\nit would be written to {join.file}, and started with\n  {join.shown}")
         return 0
+    _write(join)
     print(f"\nthis machine's configuration is in {join.file}; it is started with\n  {join.shown}", flush=True)
     environment = {**os.environ, **join.environment}
     print("\nwhether this machine can take part:", flush=True)
@@ -92,19 +91,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband join",
-        usage="zeroband join URL --run-id ID [--token-file F] [--dry-run] [@file.toml ...] [--section.key value ...]",
-        description="Take part in a run with this machine: asks the run's store for all that its nodes share.\n"
+    parser = parser_of(
+        "join",
+        "Take part in a run with this machine: asks the run's store for all that its nodes share.\n"
         f"URL: Redis of the run; or, where it holds a password, {_URL} in the environment.",
+        usage="zeroband join URL --run-id ID [--token-file F] [--dry-run] [@file.toml ...] [--section.key value ...]",
         epilog="example: zeroband join redis://HOST:6379 --run-id first --token-file token",
-        allow_abbrev=False,
     )
     add, env = parser.add_argument, os.environ
     add(
         "--run-id",
         "--run.id",
-        default=env.get("ZERO_BAND_RUN__ID", "default"),
+        default=env.get(ID_VARIABLE, "default"),
         metavar="ID",
         help="run.id of its nodes",
     )
@@ -124,7 +122,7 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     secrets = _secrets(options.token_file)
-    record, standing = _look(url, run_id, _token(secrets))
+    record, standing = _look(url, run_id, token_of(options))
     if record.get("protocol") != str(PROTOCOL):
         raise JoinRefused("protocol", shown(record.get("protocol", "absent")), PROTOCOL)
     environment = {_URL: url, **secrets}
@@ -156,12 +154,6 @@ def _secrets(token_file: Path | None) -> dict[str, str]:
     if token_file is not None:
         return {_TOKEN_FILE: str(token_file.absolute())}
     return {name: os.environ[name] for name in (_TOKEN, _TOKEN_FILE) if name in os.environ}
-
-
-def _token(secrets: Mapping[str, str]) -> str | None:
-    if _TOKEN_FILE in secrets:
-        return read_token(Path(secrets[_TOKEN_FILE])).get_secret_value()
-    return secrets.get(_TOKEN)
 
 
 def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import Fact, at_s_of, is_node_folder
 from zeroband.observe.history import RunHistory
-from zeroband.observe.jsonl import decode_line
+from zeroband.observe.jsonl import decode_line, last_lines
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import SILENT_S, NodeView, RunView
+from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
 
 _EXIT_CONFIG = 2
@@ -121,34 +120,28 @@ def _written_at_s(node_dir: Path) -> float:
 def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSummary:
     history = RunHistory(run_dir.name)
     for path in node_dirs:
-        history.appeared(path.name)
         records = _newest_records(path / EVENTS_FILE) + _newest_records(path / METRICS_FILE)
-        for record in sorted(records, key=at_s_of):
-            history.add(Fact(path.name, record))
+        history.take([path.name], [Fact(path.name, record) for record in sorted(records, key=at_s_of)])
     run = history.view()
     written_at_s = max(map(_written_at_s, node_dirs))
     return RunSummary(
         run_id=run_dir.name,
         path=str(run_dir),
         state=_state(run, now_s - written_at_s),
-        step=max((node.step for node in run.own), default=0),
-        total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
+        step=run.step,
+        total_steps=run.total_steps,
         loss=run.loss,
         nodes=len(run.nodes),
-        nodes_in=sum(_is_in(node) for node in run.own),
+        nodes_in=sum(node.state not in ENDED for node in run.own),
         nodes_of_others=len(run.strangers),
         written_at_s=written_at_s,
     )
 
 
-def _is_in(node: NodeView) -> bool:
-    return node.state in ("starting", "training", "recovering", "fenced")
-
-
 def _state(run: RunView, silent_s: float) -> str:
     if all(node.last_at_s is None for node in run.nodes):
         return "empty"
-    if any(_is_in(node) for node in run.own):
+    if any(node.state not in ENDED for node in run.own):
         return "training" if silent_s < SILENT_S else "silent"
     states = {node.state for node in run.own}
     return next((state for state in ("finished", "failed", "left") if state in states), "silent")
@@ -156,13 +149,10 @@ def _state(run: RunView, silent_s: float) -> str:
 
 def _newest_records(path: Path) -> list[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).split(b"\n")
+        lines = last_lines(path, _TAIL_BYTES)
     except OSError:
         return []
-    return [record for line in lines if (record := decode_line(line)) is not None]  # the first may be half a line
+    return [record for line in lines if (record := decode_line(line)) is not None]
 
 
 def render(runs: Sequence[RunSummary], *, now: Callable[[], float]) -> str:

@@ -30,9 +30,8 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run, find_redis_server, outdated
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO
-from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE
+from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, bounded, parser_of, run_command
 
-_EXIT_CONFIG = 2
 _LEAST_TOKEN = 16
 _LOOK_S = 0.2
 
@@ -40,21 +39,16 @@ _LOOK_S = 0.2
 def main(argv: Sequence[str]) -> int:
     """Serve until somebody ends it, or the command has ended. Returns the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        return _serve(options)
-    except ConfigError as error:
-        print(f"zeroband store: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
+    return run_command("store", lambda: _serve(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband store",
+    parser = parser_of(
+        "store",
+        "Serve as the store of a run, and print the lines that are typed on each of its machines.\n"
+        "Keeps nothing but the token: nodes bring back what the store forgot.",
         usage="zeroband store [--host HOST] [--port PORT] [--run-id ID] [--token-file FILE] [-- COMMAND ...]",
-        description="Serve as the store of a run, and print the lines that are typed on each of its machines. Keeps "
-        "nothing but the token: nodes bring back what the store forgot.",
         epilog="example: zeroband store --host 10.0.0.1 --run-id first",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -62,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help="address or name under which the others reach this machine; default: %(default)s, for nodes on it alone",
     )
-    add("--port", type=int, default=6379, help="default: %(default)s")
+    add("--port", type=bounded(int, ge=1, le=65535), default=6379, help="default: %(default)s")
     add("--run-id", default=os.environ.get(ID_VARIABLE, "default"), metavar="ID", help="default: %(default)s")
     add(
         "--token-file",

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.layout import plan_outer
+from zeroband.checkpoint.folder import Owner, claim
+from zeroband.checkpoint.layout import OWNER, plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.owner import Owner, claim
-from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
-from zeroband.checkpoint.storage import Storage
+from zeroband.checkpoint.peers import PeerWord
+from zeroband.checkpoint.saving import Save, SaveRules, Staged
+from zeroband.checkpoint.storage import LocalStorage, Storage
 from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
 
@@ -97,11 +102,11 @@ class Around:
 
     def working(self, *, is_waiting: bool) -> None: ...
 
-    def excuse(self, attempt: str, why: str | None) -> None:
+    def report_unavailable(self, attempt: str, why: str | None) -> None:
         self.excuses.append(why)
 
-    def heard(self, member: str) -> PeerWord:
-        return PeerWord("lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
+    def peer_status(self, member: str) -> PeerWord:
+        return PeerWord(out="lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
 
     def at(self, point: str) -> None:
         if point == self.kills_at:
@@ -133,11 +138,25 @@ def save_of(
 
 
 def saved(storage: Storage, *steps: int, **options: Any) -> None:
-    """Commit checkpoints of these steps."""
+    """Commit checkpoints of these steps; what many tests begin with is saved once and copied."""
     own(storage)
+    if isinstance(storage, LocalStorage) and not options and storage.names() == [OWNER]:
+        shutil.copytree(_folder_of(steps), storage.url, dirs_exist_ok=True)
+        return
     for step in steps:
         around = Around()
         assert save_of(storage, step, around, **options).run(), around.told
+
+
+@cache
+def _folder_of(steps: tuple[int, ...]) -> Path:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    storage = LocalStorage(folder / "run", "a")
+    own(storage)
+    for step in steps:
+        assert save_of(storage, step, Around()).run()
+    return folder / "run"
 
 
 def files_of(folder: Path) -> list[str]:

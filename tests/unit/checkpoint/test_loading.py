@@ -27,7 +27,7 @@ from tests.unit.checkpoint.saves import (
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from zeroband.checkpoint.inner_state import views_of
-from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
@@ -45,20 +45,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def read_everything(checkpoint: Checkpoint) -> None:
-    checkpoint.verify()
-
-
 def restore_everything(storage: LocalStorage) -> None:
     """What a node of this checkpoint reads, and the sizes of the rest."""
     moments = buffers_of(0, ("exp_avg", "exp_avg_sq"))
-
-    def also(checkpoint: Checkpoint) -> None:
-        for node in ("a", "b"):
-            checkpoint.node_state(node)
-            checkpoint.read_inner(node, views_of(layout().slots, moments))
-
-    restore(storage, layout().slots, buffers_of(0), also=also)
+    checkpoint = open_checkpoint(storage, 10)
+    checkpoint.require_sizes()
+    checkpoint.read_outer(layout().slots, buffers_of(0))
+    for node in ("a", "b"):
+        checkpoint.node_state(node)
+        checkpoint.read_inner(node, views_of(layout().slots, moments))
 
 
 def damage(root: Path, seed: int, *, cuts: bool) -> str:
@@ -81,15 +76,14 @@ def damaged_checkpoints_are_detected(good: Path, work: Path, seed: int, *, cuts:
     shutil.copytree(good, work)
     path = damage(work, seed, cuts=cuts)
     storage = LocalStorage(work, "a")
-    with pytest.raises(RecoveryFailed, match=path):
-        restore_everything(storage)
-    with pytest.raises(CheckpointDamaged, match=path):
-        open_checkpoint(storage, 10).verify()
+    for read in (restore_everything, lambda storage: open_checkpoint(storage, 10).verify()):
+        with pytest.raises(CheckpointDamaged, match=path):
+            read(storage)
 
 
 seeds = st.integers(min_value=0, max_value=1 << 30)
 unhurried = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
 )
 
 
@@ -123,13 +117,13 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path) -> Non
     found = restore(storage, layout().slots, buffers)
     assert found is not None and found.checkpoint.manifest.stamp.inner_step == 10
     assert torch.equal(buffers["params"], buffers_of(10)["params"])
-    assert [(one.step, "momentum.safetensors: it has hash" in one.reason) for one in found.rejected] == [(20, True)]
+    assert list(found.rejected) == [20] and "momentum.safetensors: it has hash" in found.rejected[20]
 
 
 def test_missing_file_is_named(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "run")
     (tmp_path / "run/step_00000010/nodes/b/state.json").unlink()
-    with pytest.raises(RecoveryFailed, match=r"nodes/b/state\.json is missing"):
+    with pytest.raises(CheckpointDamaged, match=r"nodes/b/state\.json is missing"):
         restore_everything(LocalStorage(tmp_path / "run", "a"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.buckets import gcs_server, reach_s3, s3_server
-from tests.unit.checkpoint.saves import SECTIONS, Around, SaveRules, buffers_of, layout, own, save_of, saved
+from tests.unit.checkpoint.saves import SECTIONS, Around, buffers_of, layout, own, save_of, saved
 
 from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import open_checkpoint, restore
@@ -56,7 +56,14 @@ def restored_step(storage: Storage) -> int | None:
 
 
 @pytest.mark.slow
-def test_bucket_holds_the_same_checkpoint_as_a_folder(storage: Storage) -> None:
+def test_bucket_holds_the_same_checkpoint_as_a_folder_and_the_old_one_until_the_next_manifest(storage: Storage) -> None:
+    class Died(BaseException):
+        pass
+
+    def strike(reached: str) -> None:
+        if reached == "before_manifest":
+            raise Died
+
     assert restored_step(storage) is None
     saved(storage, 10, 20, 30, max_bytes=200)
     assert storage.names() == ["latest", "owner.json", "step_00000020", "step_00000030"]  # the first one was removed
@@ -65,41 +72,11 @@ def test_bucket_holds_the_same_checkpoint_as_a_folder(storage: Storage) -> None:
     moments = {name: torch.zeros(layout().numel) for name in ("exp_avg", "exp_avg_sq")}
     assert checkpoint.read_inner("a", views_of(layout().slots, moments))
     assert all(torch.equal(moments[name], saved) for name, saved in buffers_of(1030, tuple(moments)).items())
-    assert restored_step(storage) == 30
-
-
-@pytest.mark.slow
-def test_bucket_holds_the_old_state_until_the_manifest_is_there(storage: Storage) -> None:
-    class Died(BaseException):
-        pass
-
-    def strike(reached: str) -> None:
-        if reached == "before_manifest":
-            raise Died
-
-    saved(storage, 10)
-    with pytest.raises(Died):
-        save_of(storage, 20, Around(on_point=strike)).run()
-    assert "step_00000020" in storage.names() and restored_step(storage) == 10
-
-
-@pytest.mark.slow
-def test_members_share_the_work_in_a_bucket(bucket: str) -> None:
-    first, second = (open_storage(bucket, "run", node) for node in ("a", "b"))
-    own(first)
-    own(second)
-    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
-    ours = save_of(first, 10, Around(), members=("a", "b"), rules=rules)
-    theirs = Around(on_sleep=lambda: ours.run() or pytest.fail("not committed"))
-    assert save_of(second, 10, theirs, node_id="b", members=("a", "b"), rules=rules).run()
-    assert open_checkpoint(first, 10).manifest.nodes == ("a", "b") and restored_step(second) == 10
-
-
-@pytest.mark.slow
-def test_two_runs_on_one_bucket_refuse_each_other(bucket: str) -> None:
-    own(open_storage(bucket, "run"), "s1")
     with pytest.raises(ConfigError, match="belongs to another run"):
-        own(open_storage(bucket, "run"), "s2")
+        own(storage, "s2")
+    with pytest.raises(Died):
+        save_of(storage, 40, Around(on_point=strike)).run()
+    assert "step_00000040" in storage.names() and restored_step(storage) == 30
 
 
 @pytest.mark.slow
@@ -108,21 +85,3 @@ def test_bucket_that_is_not_there_is_a_configuration_error(bucket: str) -> None:
     why = {"s3": "bucket does not exist", "gs": "FileNotFoundError"}[kind]
     with pytest.raises(ConfigError, match=rf"cannot write to {kind}://missing/run: .*{why}"):
         own(open_storage(f"{kind}://missing", "run"))
-
-
-@pytest.mark.slow
-def test_credentials_that_expire_are_reported_and_the_last_checkpoint_stays(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(storage, 10)
-
-    def refuse(path: str, pieces: object) -> None:
-        raise PermissionError("An error occurred (ExpiredToken) when calling the PutObject operation")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write", refuse)
-        around = Around()
-        assert not save_of(storage, 20, around, rules=SaveRules(2, None, 0.0, retry_s=9.0)).run()
-    assert around.kinds[-2:] == ["checkpoint_retrying", "checkpoint_failed"]
-    assert "the credentials are refused or expired" in around.told[-1][1]["reason"]
-    assert restored_step(storage) == 10

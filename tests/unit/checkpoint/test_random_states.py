@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroband.checkpoint.random_states import seed_random_state
+from zeroband.checkpoint.own_state import seed_random_state
 
 
 def drawn(seed: int, node_id: str, local_rank: int) -> list[float]:

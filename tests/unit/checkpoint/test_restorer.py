@@ -52,13 +52,8 @@ def test_newest_is_what_the_newest_checkpoint_of_this_run_says_of_itself(tmp_pat
     restore, buffers = restorer(tmp_path)
     assert restore.newest() == stamp_of(20)
     assert not any(buffer.any() for buffer in buffers.values())
-
-
-def test_newest_is_that_which_the_run_went_back_to(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "run"), 10, 20)
-    restore, _ = restorer(tmp_path)
-    restore.point_latest(10)
-    assert restore.newest() == stamp_of(10)
+    restore.point_latest(10)  # the run went back to it
+    assert restore.newest() == stamp_of(10) and steps_in_order(storage(tmp_path, "run")) == [10, 20]
 
 
 def test_there_is_no_newest_in_a_run_without_checkpoints_of_its_own(tmp_path: Path) -> None:
@@ -125,11 +120,28 @@ def test_newest_that_cannot_be_read_is_none_and_said(
     assert [record.message for record in caplog.records] == ["no usable checkpoint to join from"]
 
 
-def test_newest_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "run"), 10, 20)
-    restore, buffers = restorer(tmp_path)
+@pytest.mark.parametrize(
+    ("own", "other", "step", "taken"),
+    [
+        ((10, 20), None, None, 20),
+        ((10, 20), None, 10, 10),
+        ((), "other", None, 40),
+        ((), "other/", None, 40),
+        ((), "other/step_00000040", None, 40),
+        ((30,), "other", None, 30),  # it was preempted, and goes on by the same command
+        ((30,), "other/step_00000040", None, 40),
+    ],
+)
+def test_run_goes_on_from_its_newest_unless_another_run_or_a_step_is_named(
+    tmp_path: Path, own: tuple[int, ...], other: str | None, step: int | None, taken: int
+) -> None:
+    saved(storage(tmp_path, "other"), 40)
+    saved(storage(tmp_path, "run"), *own)
+    restore, buffers = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
     state = restore.restore()
-    assert state is not None and (state.step, state.round) == (20, 2) and holds(buffers, 20)
+    assert state is not None and (state.step, state.round) == (taken, taken // 10) and holds(buffers, taken)
+    if step is not None:
+        assert restore.restore(20) is not None and holds(buffers, 20)  # what the others agreed on
 
 
 def test_other_samples_than_the_checkpoint_counts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,34 +154,6 @@ def test_other_samples_than_the_checkpoint_counts_are_said(tmp_path: Path, caplo
         Restorer(source, "a", layout(), buffers, FaultPoints(()), data=ours.to_record()).restore()
         said = [vars(record)["fields"] for record in caplog.records if "samples are others" in record.message]
         assert said == ([] if changed is None else [{"data.seq_length": changed}])
-
-
-def test_step_that_is_asked_for_is_taken(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "run"), 10, 20)
-    restore, buffers = restorer(tmp_path, step=10)
-    assert restore.restore() is not None and holds(buffers, 10)
-    assert restore.restore(20) is not None and holds(buffers, 20)  # what the others agreed on
-
-
-@pytest.mark.parametrize("place", ["other", "other/", "other/step_00000010"])
-def test_other_run_is_where_a_run_without_checkpoints_begins(tmp_path: Path, place: str) -> None:
-    saved(storage(tmp_path, "other"), 10)
-    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/{place}")
-    assert restore.restore() is not None and holds(buffers, 10)
-
-
-def test_preempted_run_goes_on_with_its_own_checkpoints_by_the_same_command(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "other"), 10)
-    saved(storage(tmp_path, "run"), 30)
-    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/other")
-    assert restore.restore() is not None and holds(buffers, 30)
-
-
-def test_step_of_another_run_is_taken_from_there(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "other"), 10)
-    saved(storage(tmp_path, "run"), 30)
-    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/other/step_00000010")
-    assert restore.restore() is not None and holds(buffers, 10)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +223,6 @@ def test_damaged_checkpoint_is_not_staged(tmp_path: Path) -> None:
     with pytest.raises(RecoveryFailed, match=r"outer/momentum\.safetensors"):
         restore.stage(10)
     assert restore.staged is None
-
-
-def test_run_that_went_back_is_resumed_where_it_went_back_to(tmp_path: Path) -> None:
-    saved(storage(tmp_path, "run"), 10, 20)
-    restore, _ = restorer(tmp_path)
-    restore.point_latest(10)
-    assert steps_in_order(storage(tmp_path, "run")) == [10, 20]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.checkpoint.authenticity import CheckpointKey
 from zeroband.checkpoint.manifest import StoredFile
-from zeroband.checkpoint.shares import Shares
+from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage
 
 FILES = {"nodes/b/state.json": StoredFile(3, "00", "11")}

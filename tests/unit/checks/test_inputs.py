@@ -21,7 +21,7 @@ def seen_of(tmp_path: Path, *rows: Any, template: str | None = None) -> list[tup
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     source = ChatSource(type="chat", paths=(str(path),), template=template)
-    found = open_inputs(RunConfig(data=DataConfig(source=source))).findings
+    found = open_inputs(RunConfig(data=DataConfig(source=source)))[0]
     return [(finding.what, f"{finding.seen}; {finding.advice}", finding.stops) for finding in found]
 
 
@@ -45,14 +45,14 @@ def test_prepared_set_is_opened_and_told(tmp_path: Path) -> None:
     write_set(tmp_path / "set", [drawn_ids(1000), drawn_ids(333, 1)])
     config = RunConfig(data=config_of(tmp_path / "set", tmp_path / "cache"))
     assert list(local_inputs(config)) == []
-    seen = [finding.seen for finding in open_inputs(config).findings if finding.what == "data"]
+    seen = [finding.seen for finding in open_inputs(config)[0] if finding.what == "data"]
     assert seen == [f"1333 tokens, 2 documents in 2 shards of {tmp_path / 'set'}"]
 
 
 def test_set_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     missing, empty = config_of(tmp_path / "none", tmp_path / "cache"), config_of(tmp_path, tmp_path / "cache")
     for data in (missing, empty):
-        for findings in (list(local_inputs(RunConfig(data=data))), open_inputs(RunConfig(data=data)).findings):
+        for findings in (list(local_inputs(RunConfig(data=data))), open_inputs(RunConfig(data=data))[0]):
             (found,) = [finding for finding in findings if finding.what == "data"]
             assert "holds no prepared set" in found.advice and found.stops == "start"
 
@@ -65,7 +65,7 @@ def test_every_source_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
     sources = {"web": tokens, "far": far, "books": text}
     mixed = [{"name": name, "weight": 1, "source": source} for name, source in sources.items()]
     config = RunConfig.model_validate({"data": {"sources": mixed, "cache_dir": tmp_path / "cache"}})
-    seen = [f"{finding.seen}; {finding.advice}" for finding in open_inputs(config).findings if finding.what == "data"]
+    seen = [f"{finding.seen}; {finding.advice}" for finding in open_inputs(config)[0] if finding.what == "data"]
     assert seen[0] == f"web: 100 tokens, 1 documents in 1 shards of {tmp_path / 'set'}; "
     assert "far: data.source.path='nosuch://b/set' is no path or URL" in seen[1] and "books: " in seen[2]
     assert ["no file matches" in finding.advice for finding in local_inputs(config)] == [True]
@@ -81,4 +81,4 @@ def test_room_for_what_is_fetched_is_asked_for(tmp_path: Path) -> None:
         config = RunConfig.model_validate({"data": data.model_dump(), "run": {"dir": tmp_path}})
         (found,) = [finding for finding in disks(Needs(config)) if "data.cache_gb" in finding.seen]
         assert found.stops == "finish" and "lower data.cache_gb" in found.advice
-        assert all(finding.stops is None for finding in open_inputs(config).findings if finding.what == "data")
+        assert all(finding.stops is None for finding in open_inputs(config)[0] if finding.what == "data")

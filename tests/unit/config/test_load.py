@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
-from zeroband.config.data import ParquetSource
 from zeroband.config.load import render_toml, require_asked
 from zeroband.config.model import TransformersConfig
 from zeroband.config.optim import CosineSchedule, WarmupStableDecaySchedule
 from zeroband.config.outer import DilocoConfig
-from zeroband.config.schema import ResumeConfig, WandbConfig
+from zeroband.config.schema import ResumeConfig, RollbackConfig, WandbConfig
 from zeroband.errors import ConfigError
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
@@ -27,22 +25,88 @@ Refusal = Callable[..., str]
 Write = Callable[[str, str], str]
 
 
+WSD = 'optim.schedule = { decay_ratio = 0.5, final_ratio = 0.25, type = "wsd" }'
+MICRO, COMPILE, BETAS, OUTER = "train.micro_bs", "train.compile", "optim.adamw.betas", "outer"
+FILES = [
+    (["\ufefftrain.micro_bs = 3\r\n"], "", {}, MICRO, 3),  # some editors begin a file so
+    (["[train]\nmicro_bs = 1\nbatch_size = 2", "[train]\nmicro_bs = 3"], "", {}, MICRO, 3),
+    (["[train]\nmicro_bs = 1\nbatch_size = 2", "[train]\nmicro_bs = 3"], "", {}, "train.batch_size", 2),
+    (["train.micro_bs = 1"], "", {"ZERO_BAND_TRAIN__MICRO_BS": "2"}, MICRO, 2),
+    (["train.micro_bs = 1"], "--train.micro_bs 3", {"ZERO_BAND_TRAIN__MICRO_BS": "2"}, MICRO, 3),
+    (["fault.store_s = 7200"], "", {"ZERO_BAND_FAULT__DETECT_S": "60"}, "fault.time_outs.lease_s", 60.0),
+    (["fault.store_s = 7200"], "", {"ZERO_BAND_FAULT__DETECT_S": "60"}, "fault.time_outs.store_s", 7200.0),
+]
+WORDS = [
+    ([], "--train.micro-bs 4", {}, MICRO, 4),
+    ([], "--train.micro_bs=4", {}, MICRO, 4),
+    ([], "--train '{\"micro_bs\": 4}'", {}, MICRO, 4),
+    ([], "--train.micro_bs 4 --train.micro_bs=5", {}, MICRO, 5),
+    ([], "", {"Zero_Band_Train__Micro_Bs": "9", "ZEROBAND_OTHER": "1"}, MICRO, 9),
+    ([], "", {"zero_band_log_level": "DEBUG"}, "log_level", "DEBUG"),
+    ([], "--train.compile", {}, COMPILE, True),
+    ([], "--train.compile --run.seed 1", {}, COMPILE, True),
+    (["train.compile = true"], "--train.compile false", {}, COMPILE, False),
+    (["train.compile = true"], "--train.compile=false", {}, COMPILE, False),
+    (["train.compile = true"], "--no-train.compile", {}, COMPILE, False),
+    ([], "--optim.adamw.betas 0.8,0.9", {}, BETAS, (0.8, 0.9)),
+    ([], "--optim.adamw.betas '[0.8, 0.9]'", {}, BETAS, (0.8, 0.9)),
+    ([], "", {"ZERO_BAND_OPTIM__ADAMW__BETAS": "0.8, 0.9"}, BETAS, (0.8, 0.9)),
+    (['fault.inject = ["opened@3=SIGKILL"]'], "--fault.inject=", {}, "fault.inject", ()),
+    ([], "--store.url nodes --store.peers a:6379,a:6379 --outer.type ddp", {}, "store.address", "nodes://a:6379"),
+    ([], "--model.type transformers --model.name some/model", {}, "data.tokenizer", "some/model"),
+    ([], "--model.type transformers --model.name m --data.tokenizer byte", {}, "data.tokenizer", "byte"),
+    ([], '--model.type transformers --model.config \'{"model_type": "qwen3"}\'', {}, "data.tokenizer", "byte"),
+]
+OFF_AND_ON = [
+    ([], "--optim.clip-norm none", {}, "optim.clip_norm", None),
+    ([], "", {"ZERO_BAND_OPTIM__CLIP_NORM": "None"}, "optim.clip_norm", None),
+    (['optim.clip_norm = "none"'], "", {}, "optim.clip_norm", None),
+    ([], "--run.id none", {}, "run.id", "none"),  # which must have one
+    (['[outer]\ntype = "diloco"'], "--outer none", {}, OUTER, None),
+    (
+        ['[outer]\ntype = "diloco"\ninner_steps = 7'],
+        *("--outer.type diloco", STORE | {"ZERO_BAND_OUTER": "none"}, OUTER, DilocoConfig(type="diloco")),
+    ),
+    ([], "", {}, "observe.wandb", None),
+    (["[observe.wandb]"], "", {}, "observe.wandb", WandbConfig()),
+    ([], "--resume", {}, "resume", ResumeConfig()),
+    ([], "--resume --resume.step 7", {}, "resume", ResumeConfig(step=7)),
+    ([], "--resume.path x/run --resume", {}, "resume", ResumeConfig(path="x/run")),
+    ([], "--resume --resume none", {}, "resume", None),
+    ([], "--rollback.most 4 --outer.type ddp --ckpt.path x", STORE, "rollback", RollbackConfig(most=4)),
+]
+TYPES = [  # a section that changes its type drops the keys of the type before
+    ([WSD], "", {}, "optim.schedule", WarmupStableDecaySchedule(type="wsd", decay_ratio=0.5, final_ratio=0.25)),
+    ([WSD], "--optim.schedule.type cosine", {}, "optim.schedule", CosineSchedule(final_ratio=0.1)),
+    ([WSD], "--optim.schedule.final-ratio 0.3 --optim.schedule.type wsd", {}, "optim.schedule.decay_ratio", 0.5),
+    (["optim.schedule.final_ratio = 0.3"], "", {}, "optim.schedule", CosineSchedule(final_ratio=0.3)),
+    (["optim.schedule.final_ratio = 0.3"], "--optim.schedule.type cosine", {}, "optim.schedule.final_ratio", 0.3),
+    (
+        [],
+        "--data.source.paths a,b --data.source.type parquet",
+        {},
+        "data.source.paths",
+        ("a", "b"),
+    ),
+]
+
+
 def test_load_config_without_arguments_gives_the_defaults(load: Load) -> None:
     assert load() == RunConfig()
 
 
-def test_later_file_wins_key_by_key(load: Load, write: Write) -> None:
-    base = write("base.toml", "[train]\nmicro_bs = 1\nbatch_size = 2\n[optim]\nadamw.lr = 1e-3\n")
-    mine = write("mine.toml", "[train]\nmicro_bs = 3\n[optim]\nadamw.eps = 1e-6\n")
-    config = load(base, mine)
-    assert (config.train.micro_bs, config.train.batch_size) == (3, 2)
-    assert (config.optim.adamw.lr, config.optim.adamw.eps) == (1e-3, 1e-6)
-    assert load(mine, base).train.micro_bs == 1
+@pytest.mark.parametrize(("files", "flags", "environ", "key", "expected"), [*FILES, *WORDS, *OFF_AND_ON, *TYPES])
+def test_value_that_wins(
+    load: Load, write: Write, files: list[str], flags: str, environ: dict[str, str], key: str, expected: object
+) -> None:
+    value: object = load(*(write(f"{n}.toml", text) for n, text in enumerate(files)), *shlex.split(flags), **environ)
+    for name in key.split("."):
+        value = getattr(value, name)
+    assert value == expected
 
 
-def test_a_byte_order_mark_may_begin_a_file(load: Load, tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nmicro_bs = 3\r\n")
-    assert load(f"@{tmp_path / 'a.toml'}").train.micro_bs == 3
+def test_flag_that_stands_alone_may_be_followed_by_a_file(load: Load, write: Write) -> None:
+    assert load("--train.compile", write("a.toml", "run.seed = 5")).train.compile is True
 
 
 @pytest.mark.parametrize("text", ["a = " + "7" * 5000, "a = " + "[" * 5000 + "]" * 5000, "\ufeff\ufeffa = 1"])
@@ -52,113 +116,16 @@ def test_what_pythons_parser_fails_on_is_no_valid_toml(load: Load, tmp_path: Pat
         load(f"@{tmp_path / 'a.toml'}")
 
 
-def test_environment_wins_over_files_and_flags_over_both(load: Load, write: Write) -> None:
-    file = write("base.toml", "[train]\nmicro_bs = 1\nbatch_size = 1\ntotal_steps = 1\n")
-    environ = {"ZERO_BAND_TRAIN__MICRO_BS": "2", "ZERO_BAND_TRAIN__BATCH_SIZE": "2"}
-    train = load("--train.micro_bs", "3", file, **environ).train
-    assert (train.micro_bs, train.batch_size, train.total_steps) == (3, 2, 1)
-
-
-def test_last_of_two_equal_flags_wins(load: Load) -> None:
-    assert load("--run.seed", "1", "--run.seed=2").run.seed == 2
-
-
 def test_files_are_given_with_and_without_a_space_after_the_at_sign(load: Load, write: Write) -> None:
     first, second = write("a.toml", "run.seed = 5\n"), write("b.toml", "train.micro_bs = 6\n")
     config = load("@", first[1:], second)
     assert (config.run.seed, config.train.micro_bs) == (5, 6)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--train.micro-bs", "4"), ("--train.micro_bs=4",), ("--train.micro-bs=4",), ("--train", '{"micro_bs": 4}')],
-)
-def test_flags_are_written_in_snake_or_kebab_case_or_as_a_section_in_json(load: Load, flags: tuple[str, ...]) -> None:
-    assert load(*flags).train.micro_bs == 4
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--train.compile",), True),
-        (("--train.compile", "@base"), True),
-        (("--train.compile", "--run.seed", "1"), True),
-        (("--train.compile", "false"), False),
-        (("--train.compile=false",), False),
-        (("--no-train.compile",), False),
-    ],
-)
-def test_boolean_flags_may_stand_alone(load: Load, write: Write, flags: tuple[str, ...], expected: bool) -> None:
-    base = write("base.toml", f"train.compile = {str(not expected).lower()}\n")
-    assert load(base, *(base if flag == "@base" else flag for flag in flags)).train.compile is expected
-
-
-@pytest.mark.parametrize("text", ["0.8,0.9", "0.8, 0.9", "[0.8, 0.9]"])
-def test_lists_are_written_as_json_or_with_commas(load: Load, text: str) -> None:
-    assert load("--optim.adamw.betas", text).optim.adamw.betas == (0.8, 0.9)
-    assert load(ZERO_BAND_OPTIM__ADAMW__BETAS=text).optim.adamw.betas == (0.8, 0.9)
-
-
-def test_an_empty_text_is_an_empty_list(load: Load, write: Write) -> None:
-    assert load(write("a.toml", 'fault.inject = ["opened@3=SIGKILL"]'), "--fault.inject=").fault.inject == ()
-
-
-def test_none_switches_a_value_off_in_flags_environment_and_files(load: Load, write: Write) -> None:
-    assert load().optim.clip_norm == 1.0
-    assert load("--optim.clip-norm", "none").optim.clip_norm is None
-    assert load(ZERO_BAND_OPTIM__CLIP_NORM="None").optim.clip_norm is None
-    assert load(write("a.toml", 'optim.clip_norm = "none"')).optim.clip_norm is None
-
-
-def test_none_is_a_text_where_none_is_not_allowed(load: Load) -> None:
-    assert load("--run.id", "none").run.id == "none"
-
-
-def test_none_switches_a_section_off_and_a_later_key_on_again(load: Load, write: Write) -> None:
-    file = write("a.toml", '[outer]\ntype = "diloco"\ninner_steps = 7\n')
-    assert load(file, "--outer", "none").outer is None
-    again = load(file, "--outer.type", "diloco", **STORE, ZERO_BAND_OUTER="none").outer
-    assert again == DilocoConfig(type="diloco")
-
-
-def test_an_empty_table_switches_a_section_on(load: Load, write: Write) -> None:
-    assert load().observe.wandb is None
-    assert load(write("a.toml", "[observe.wandb]\n")).observe.wandb == WandbConfig()
-
-
-def test_environment_variables_may_be_in_any_case(load: Load) -> None:
-    config = load(zero_band_log_level="DEBUG", Zero_Band_Train__Micro_Bs="9", ZEROBAND_OTHER="1")
-    assert (config.log_level, config.train.micro_bs) == ("DEBUG", 9)
-
-
 def test_environment_is_that_of_the_process_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_BAND_RUN__SEED", "77")
     assert load_config([]).run.seed == 77
     assert load_config([], {}).run.seed == 0
-
-
-def test_section_that_changes_its_type_drops_the_keys_of_the_other_type(load: Load, write: Write) -> None:
-    wsd = write("wsd.toml", 'optim.schedule = { decay_ratio = 0.5, final_ratio = 0.25, type = "wsd" }')
-    assert load(wsd).optim.schedule == WarmupStableDecaySchedule(type="wsd", decay_ratio=0.5, final_ratio=0.25)
-    assert load(wsd, "--optim.schedule.type", "cosine").optim.schedule == CosineSchedule(final_ratio=0.1)
-
-
-def test_section_that_keeps_its_type_keeps_its_keys(load: Load, write: Write) -> None:
-    wsd = write("wsd.toml", 'optim.schedule = { decay_ratio = 0.5, type = "wsd" }')
-    schedule = load(wsd, "--optim.schedule.final-ratio", "0.3", "--optim.schedule.type", "wsd").optim.schedule
-    assert schedule == WarmupStableDecaySchedule(type="wsd", decay_ratio=0.5, final_ratio=0.3)
-
-
-def test_keys_of_a_section_without_a_type_belong_to_the_default_type(load: Load, write: Write) -> None:
-    file = write("a.toml", "optim.schedule.final_ratio = 0.3")
-    assert load(file).optim.schedule == CosineSchedule(final_ratio=0.3)
-    assert load(file, "--optim.schedule.type", "cosine").optim.schedule == CosineSchedule(final_ratio=0.3)
-    assert load(file, "--optim.schedule.type", "linear").optim.schedule.final_ratio == 0.0
-
-
-def test_flags_of_a_new_type_may_come_before_the_type(load: Load) -> None:
-    source = load("--data.source.paths", "a.parquet,b.parquet", "--data.source.type", "parquet").data.source
-    assert source == ParquetSource(type="parquet", paths=("a.parquet", "b.parquet"))
 
 
 def test_unknown_keys_are_refused_wherever_they_are_written(refusal: Refusal, write: Write) -> None:
@@ -169,9 +136,11 @@ def test_unknown_keys_are_refused_wherever_they_are_written(refusal: Refusal, wr
     assert refusal("--train.micro-batch", "1") == expected.format("--train.micro-batch")
 
 
-def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: Write) -> None:
-    message = refusal(write("a.toml", "sed = 1\n[modle]\nd_model = 1\n"))
-    assert [line.split(" (")[0] for line in message.splitlines()] == ["unknown key sed", "unknown key modle"]
+def test_all_unknown_keys_are_named_at_once(refusal: Refusal, write: Write) -> None:
+    file = write("a.toml", "sed = 1\n[modle]\nd_model = 1\n")
+    message = refusal(file, "--no-run.sd", "--train", '{"lr": 1}', ZERO_BAND_X__Y="1", ZERO_BAND_DATA__SOURCES__A="1")
+    unknown = ["sed", "modle", "data.sources.a", "x.y", "run.sd", "train.lr"]
+    assert [line.split(" (")[0] for line in message.splitlines()] == [f"unknown key {key}" for key in unknown]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +150,13 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: W
         (["--train.compile", "maybe"], "train.compile='maybe' (from --train.compile): input should be a valid boolean"),
         (["--optim.adamw.lr", "inf"], "optim.adamw.lr='inf' (from --optim.adamw.lr): input should be a finite number"),
         (["--optim.adamw.betas", "0.9,x"], "optim.adamw.betas[1]='x' (from --optim.adamw.betas): input should be a"),
-        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas) is no JSON list"),
+        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas): that is no JSON list"),
         (["--train.dtype", "fp8"], "train.dtype='fp8' (from --train.dtype): input should be 'bfloat16' or 'float32'"),
         (["--outer.type", "dilco"], 'outer.type=\'dilco\' (from --outer.type); allowed: "ddp", "diloco"'),
         (["--outer.inner_steps", "5"], 'outer.type is missing; allowed: "ddp", "diloco"'),
         (["--data.source.type", "jsonl"], 'data.source.paths is missing; data.source.type="jsonl" needs it'),
-        (["--train", "4"], "train (from --train) is a section: set its keys, such as train.KEY"),
+        (["--train", "4"], "train='4' (from --train): train is a section; set its keys, such as train.KEY"),
+        (["--outer", "null"], "outer='null' (from --outer): outer is a section; set its keys, such as outer.type"),
         (["--model.n_heads", "3"], "model.d_model=256 is not a multiple of model.n_heads=3"),
         (["--train.micro_bs"], "--train.micro_bs needs a value"),
         (["--train.micro_bs", "--run.seed=1"], "--train.micro_bs needs a value"),
@@ -195,7 +165,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: W
         (["a.toml"], "unexpected argument 'a.toml': a file is given as @a.toml"),
         (["-train.micro_bs", "4"], "unexpected argument '-train.micro_bs': did you mean --train.micro_bs?"),
         (["train.micro_bs=4"], "unexpected argument 'train.micro_bs=4': did you mean --train.micro_bs=4?"),
-        (["--outer", "diloco"], "outer (from --outer) is a section: did you mean --outer.type diloco?"),
+        (["--outer", "diloco"], "outer='diloco' (from --outer): outer is a section; did you mean outer.type = "),
         (
             ["--train.lr", "3"],
             "unknown key train.lr (from --train.lr): did you mean outer.lr, optim",
@@ -215,31 +185,16 @@ def test_mistakes_are_refused_with_the_key_the_value_and_its_origin(
     assert refusal(*argv).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"), [("fault.detect_s", "0.1"), ("fault.detect_s", "soon"), ("fault.watch_s", "0")]
-)
-def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, flag: str, text: str) -> None:
-    (line,) = refusal(f"--{flag}", text).splitlines()
-    assert line.startswith(f"{flag}='{text}' (from --{flag}): input should be ")
+@pytest.mark.parametrize("flag", ["--fault.detect_s=0.1", "--fault.detect_s=soon", "--fault.watch_s=0"])
+def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, flag: str) -> None:
+    assert len(refusal(flag).splitlines()) == 1
 
 
-def test_time_outs_that_contradict_each_other_are_one_line(refusal: Refusal) -> None:
-    expected = "fault.lease_s=6 is above fault.detect_s=5; leave them out to have them follow from fault.detect_s"
-    assert refusal("--fault.lease_s", "6") == expected
-
-
-def test_time_outs_follow_a_detect_s_from_wherever_it_comes(load: Load, write: Write) -> None:
-    file = write("a.toml", "[fault]\nstore_s = 7200\n")
-    t = load(file, ZERO_BAND_FAULT__DETECT_S="60").fault.time_outs
-    assert (t.lease_s, t.renew_s, t.hung_s, t.store_s) == (60.0, 12.0, 1440.0, 7200.0)
-
-
-def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write: Write) -> None:
+def test_wrong_values_of_a_file_are_refused_with_the_file(refusal: Refusal, write: Write) -> None:
     file = write("a.toml", 'train = 4\nouter = "ddp"\n')
-    origin = f"(from {file[1:]})"
     assert refusal(file).splitlines() == [
-        f"train=4 {origin}: train is a section; set its keys, such as train.KEY",
-        f"outer='ddp' {origin}: outer is a section; set its keys, such as outer.type",
+        f"train=4 (from {file[1:]}): train is a section; set its keys, such as train.KEY",
+        f"outer='ddp' (from {file[1:]}): outer is a section; did you mean outer.type = \"ddp\"?",
     ]
 
 
@@ -293,42 +248,6 @@ def test_key_of_another_type_is_refused_with_the_type_it_belongs_to(refusal: Ref
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (("--outer.type=demo", "--comm.codec=int8"), "comm.codec='int8' is for averages"),
-        (("--outer.type=sparseloco", "--comm.codec=fp32"), "outer.values says how their values travel"),
-        (
-            ("--outer.type=demo", "--outer.aggregator", "--comm.backend=gloo"),
-            'outer.aggregator needs comm.backend = "native"',
-        ),
-    ],
-)
-def test_settings_that_payloads_have_no_use_for_are_refused(refusal: Refusal, argv: tuple[str, ...], said: str) -> None:
-    assert said in refusal(*argv, **STORE)
-
-
-def test_node_that_only_dials_is_refused_with_gloo(refusal: Refusal) -> None:
-    said = refusal("--outer.type=diloco", "--comm.backend=gloo", "--no-node.dialable", **STORE)
-    assert 'node.dialable=False needs comm.backend = "native"' in said
-
-
-@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
-def test_codec_that_gloo_would_not_use_is_refused(refusal: Refusal, codec: str) -> None:
-    said = refusal("--outer.type=diloco", "--comm.backend=gloo", f"--comm.codec={codec}", **STORE)
-    assert said.startswith(f'comm.codec={codec!r} needs comm.backend = "native"') and "drop comm.codec" in said
-
-
-@pytest.mark.parametrize("argv", [(), ("--comm.codec=fp32",)])
-def test_gloo_averages_in_float32(load: Load, argv: tuple[str, ...]) -> None:
-    assert load("--outer.type=diloco", "--comm.backend=gloo", *argv, **STORE).comm.codec in (None, "fp32")
-
-
-@pytest.mark.parametrize("betas", ["[1.0, 0.95]", "[0.9, 1.0]", "[-0.1, 0.95]", "[0.9, 1.5]"])
-def test_decay_of_moments_out_of_its_range_is_refused(refusal: Refusal, betas: str) -> None:
-    assert refusal("--optim.adamw.betas", betas).startswith("optim.adamw.betas[")
-
-
-@pytest.mark.parametrize(
     ("argv", "environ"),
     [
         ((), {"ZERO_BAND_STORE": '{"url": "redis://:hunter2@host"'}),
@@ -340,14 +259,13 @@ def test_refusals_show_no_secret(refusal: Refusal, argv: tuple[str, ...], enviro
     assert "hunter2" not in refusal(*argv, **environ)
 
 
-def test_section_that_holds_a_secret_is_not_shown(refusal: Refusal, write: Write) -> None:
+def test_section_that_holds_a_secret_is_not_shown_and_an_empty_secret_is_a_mistake(
+    refusal: Refusal, write: Write
+) -> None:
     message = refusal(write("a.toml", 'store = "redis://:hunter2@host"'))
     assert message.startswith("store=********** (from ") and "hunter2" not in message
-
-
-@pytest.mark.parametrize("key", ["ZERO_BAND_RUN__TOKEN", "ZERO_BAND_STORE__URL"])
-def test_empty_secret_is_refused_for_it_is_a_variable_that_was_not_set(refusal: Refusal, key: str) -> None:
-    assert key in refusal(**{key: ""})
+    for key in ("ZERO_BAND_RUN__TOKEN", "ZERO_BAND_STORE__URL"):  # a variable that was not set
+        assert key in refusal(**{key: ""})
 
 
 @pytest.mark.parametrize("content", ["s3cret", "s3cret\n", "s3cret\r\n"])
@@ -363,20 +281,22 @@ def test_token_comes_from_its_file_without_the_end_of_the_line(load: Load, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "said"),
+    ("content", "mode", "more", "said"),
     [
-        ("", 0o600, "is empty; one line with the token is needed"),
-        ("\n", 0o600, "is empty"),
-        ("x" * 5000, 0o600, "is longer than 4096 bytes"),
-        ("s3cret", 0o606, "is open to every user of this machine (mode 0606); chmod 600 it"),
+        ("", 0o600, {}, "is empty; one line with the token is needed"),
+        ("\n", 0o600, {}, "is empty"),
+        ("x" * 5000, 0o600, {}, "is longer than 4096 bytes"),
+        ("s3cret", 0o606, {}, "is open to every user of this machine (mode 0606); chmod 600 it"),
+        ("x", 0o600, {"ZERO_BAND_RUN__TOKEN": "y"}, "run.token and run.token_file are both set; drop one of them"),
+        ("x", 0o600, {"ZERO_BAND_RUN__TOKEN_FILE": "/no"}, "run.token_file='/no' cannot be read: No such file"),
     ],
 )
 def test_token_file_that_cannot_be_right_is_refused(
-    refusal: Refusal, tmp_path: Path, content: str, mode: int, said: str
+    refusal: Refusal, tmp_path: Path, content: str, mode: int, more: dict[str, str], said: str
 ) -> None:
     file = _token_file(tmp_path, content)
     file.chmod(mode)
-    assert said in refusal("--run.token-file", str(file))
+    assert said in refusal(**{"ZERO_BAND_RUN__TOKEN_FILE": str(file), **more})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -394,48 +314,11 @@ def test_token_file_that_all_may_read_is_taken_from_root_only(
         assert load("--run.token-file", str(file)).run.token is not None
 
 
-def test_token_file_that_is_not_there_is_named(refusal: Refusal, tmp_path: Path) -> None:
-    said = refusal("--run.token-file", str(tmp_path / "nowhere"))
-    assert said == f"run.token_file={str(tmp_path / 'nowhere')!r} cannot be read: No such file or directory"
-
-
-def test_token_and_its_file_exclude_one_another(refusal: Refusal, tmp_path: Path) -> None:
-    said = refusal("--run.token-file", str(_token_file(tmp_path, "x")), ZERO_BAND_RUN__TOKEN="y")
-    assert said == "run.token and run.token_file are both set; drop one of them"
-
-
 def _token_file(folder: Path, content: str) -> Path:
     file = folder / "token"
     file.write_bytes(content.encode())
     file.chmod(0o600)
     return file
-
-
-def test_outer_and_store_go_together(refusal: Refusal) -> None:
-    assert refusal("--outer.type", "ddp").startswith("outer.type='ddp' joins nodes and needs store.url")
-    assert refusal(**STORE).startswith("store.url is set but there is no [outer] section")
-
-
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (("--store.url=nodes",), 'store.url="nodes" needs store.peers'),
-        (("--store.url=redis://h nodes",), 'store.url="nodes" stands alone'),
-        (("--store.url=redis://h", "--store.peers=a"), 'store.peers are for store.url="nodes"'),
-        (("--store.peers=a",), 'store.peers are for store.url="nodes"'),
-        (("--store.url=nodes", "--store.peers=redis://a"), "each is HOST or HOST:PORT"),
-        (("--store.url=nodes", "--store.peers=a:0"), "each is HOST or HOST:PORT"),
-        (("--store.url=nodes://:secret@a",), "takes no login"),
-        (("--store.url=nodes", '--store.peers=["a:6379", "a:6379"]'), ""),
-    ],
-)
-def test_stores_of_nodes_are_named_by_places_of_some(
-    refusal: Refusal, load: Load, argv: tuple[str, ...], why: str
-) -> None:
-    if why:
-        assert why in refusal("--outer.type=ddp", *argv)
-    else:
-        assert load("--outer.type=ddp", *argv).store.address == "nodes://a:6379"
 
 
 def test_node_knows_its_own_store_after_those_that_it_was_told_of(load: Load) -> None:
@@ -444,22 +327,6 @@ def test_node_knows_its_own_store_after_those_that_it_was_told_of(load: Load) ->
     assert store.with_peer("10.0.0.3:6379").address == "nodes://a,b:6380,10.0.0.3:6379"
     written_out = load("--outer.type=ddp", "--store.url=nodes://a,b:6380").store
     assert written_out.with_peer("10.0.0.3:6379").address == "nodes://a,b:6380,10.0.0.3:6379"
-
-
-@pytest.mark.parametrize("given", [("--outer.type", "ddp"), ("--ckpt.path", "checkpoints")])
-def test_rollback_needs_nodes_and_checkpoints_to_go_back_to(refusal: Refusal, given: tuple[str, ...]) -> None:
-    said = refusal("--rollback.most", "2", *given, **(STORE if "ddp" in given else {}))
-    assert said.startswith("[rollback] needs [outer] and ckpt.path")
-
-
-def test_rollback_is_off_unless_there_is_a_section(load: Load) -> None:
-    assert load().rollback is None
-    given = load("--rollback.on-spike", "none", "--outer.type", "ddp", "--ckpt.path", "checkpoints", **STORE).rollback
-    assert given is not None and (given.on_spike, given.on_non_finite, given.most) == (None, True, 3)
-
-
-def test_run_does_not_start_with_fewer_nodes_than_it_needs(refusal: Refusal) -> None:
-    assert refusal("--elastic.min-nodes", "3").startswith("elastic.start_nodes=1 is below elastic.min_nodes=3")
 
 
 def test_configuration_is_frozen(load: Load) -> None:
@@ -484,35 +351,6 @@ def test_dry_run_prints_on_the_first_local_rank_only(
     assert ("seed = 8" in capsys.readouterr().out) is prints
 
 
-@pytest.mark.slow
-def test_load_config_loads_no_torch() -> None:
-    probe = "import sys; from zeroband.config import load_config; load_config([]); sys.exit('torch' in sys.modules)"
-    environ = {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src")}
-    assert subprocess.run([sys.executable, "-c", probe], env=environ, timeout=60, check=False).returncode == 0
-
-
-def test_name_of_a_section_that_is_off_switches_it_on() -> None:
-    assert load_config([], environ={}).resume is None
-    assert load_config(["--resume"], environ={}).resume == ResumeConfig()
-    assert load_config(["--resume", "--resume.step", "7"], environ={}).resume == ResumeConfig(step=7)
-    assert load_config(["--resume.path", "x/run", "--resume"], environ={}).resume == ResumeConfig(path="x/run")
-    assert load_config(["--resume", "--resume", "none"], environ={}).resume is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "tokenizer"),
-    [
-        (["--model.name", "some/model"], "some/model"),
-        (["--model.name", "some/model", "--data.tokenizer", "byte"], "byte"),
-        (["--model.config", '{"model_type": "qwen3"}'], "byte"),
-    ],
-)
-def test_model_of_the_hub_brings_its_tokenizer(flags: list[str], tokenizer: str) -> None:
-    config = load_config(["--model.type", "transformers", *flags], {})
-    assert config.data.tokenizer == tokenizer
-    assert load_config([f"--data.tokenizer={tokenizer}", "--model.type", "transformers", *flags], {}) == config
-
-
 def test_table_of_somebody_elses_keys_comes_from_files_and_flags_and_is_written_back(tmp_path: Path) -> None:
     file, again = tmp_path / "a.toml", tmp_path / "b.toml"
     file.write_text('[model]\ntype = "transformers"\n[model.config]\nmodel_type = "qwen3"\nsizes = [1, 2]\na.b = 0.5\n')
@@ -523,12 +361,5 @@ def test_table_of_somebody_elses_keys_comes_from_files_and_flags_and_is_written_
     assert load_config([f"@{again}"], {}) == config
     flagged = load_config([f"@{file}", "--model.config", '{"model_type": "llama"}'], {})
     assert isinstance(flagged.model, TransformersConfig) and flagged.model.config == {"model_type": "llama"}
-    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*is no JSON object"):
+    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*that is no JSON object"):
         load_config([f"@{file}", "--model.config", "qwen3"], {})
-
-
-def test_model_of_transformers_that_nothing_describes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs model\.name, such as .* or a table \[model\.config\]"):
-        load_config(["--model.type", "transformers"], {})
-    with pytest.raises(ConfigError, match=r"train\.init_from='x' is for model\.type='llama'.*set model\.name to it"):
-        load_config(["--model.type", "transformers", "--model.name", "m", "--train.init-from", "x"], {})

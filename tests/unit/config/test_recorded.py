@@ -9,7 +9,7 @@ import pytest
 from zeroband.config import load_config
 from zeroband.config.keys import dotted, is_shared, schema_keys, tables_of, variants_of
 from zeroband.config.presets import preset_names
-from zeroband.config.recorded import MOST_BYTES, foreign_keys, other_items, recorded_config, shared_flags, shown
+from zeroband.config.recorded import MOST_BYTES, foreign_keys, other_items, recorded_config, shared_tables, shown
 from zeroband.config.schema import Section
 from zeroband.config.shared import shared_digest, shared_items
 from zeroband.errors import ConfigError
@@ -72,7 +72,7 @@ def test_shared_keys_are_the_records_whatever_the_node_says() -> None:
 
 def test_other_items_are_what_no_configuration_has() -> None:
     assert other_items(_record(["@debug/diloco"])) == {"protocol": "10", "data.tokenizer (ids)": "bytes"}
-    assert not [flag for flag in shared_flags(_record(["@debug/diloco"])) if "protocol" in flag or "ids" in flag]
+    assert not {"protocol", "data.tokenizer (ids)"} & shared_tables(_record(["@debug/diloco"])).keys()
 
 
 @pytest.mark.parametrize("change", [{"train.total_steps": "077"}, {"train.batch_size": None}])

@@ -42,23 +42,6 @@ def test_payloads_are_clipped_wherever_they_come_from(load: Callable[..., RunCon
     assert rules_of(config).is_robust
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--outer.type=diloco", CLIP], "needs comm.sites = \"off\", not 'auto'"),
-        (["--outer.type=diloco", CLIP, "--comm.backend=gloo"], 'needs comm.backend = "native"'),
-        (["--outer.type=diloco", CLIP, "--outer.overlap=full", "--outer.merge=eager"], 'set outer.merge = "mix"'),
-        (["--outer.type=sparseloco", "--outer.robust.type=trimmed"], 'set outer.robust.type = "clip"'),
-        (["--outer.type=demo", "--outer.robust.type=centered_clip"], 'set outer.robust.type = "clip"'),
-        (["--outer.type=demo", CLIP, "--outer.aggregator=true"], "outer.robust does not trust"),
-        (["--outer.type=diloco", "--outer.clip_to_median=true"], 'it is outer.robust.type = "clip" now'),
-    ],
-    ids=["sites", "gloo", "eager", "trimmed payloads", "centred payloads", "aggregator", "the old name"],
-)
-def test_what_does_not_go_with_it_is_refused(refusal: Callable[..., str], flags: list[str], said: str) -> None:
-    assert said in refusal(*flags, **STORE)
-
-
 def test_custom_algorithms_have_it_too(load: Callable[..., RunConfig]) -> None:
     flags = ("--outer.type=custom", "--outer.algorithm=examples/fed_adam.py", "--comm.sites=off")
     config = load(*flags, CLIP, **STORE)
@@ -74,17 +57,3 @@ def test_scores_of_payloads_are_off_unless_asked_for_and_counted_only_with_robus
     counted = load("--outer.type=sparseloco", CLIP, "--outer.score.counts=true", **STORE)
     assert rules_of(counted).scoring == ScoringRule(rounds=8, members=3, counts=True)
     assert 'set outer.robust.type = "clip"' in refusal("--outer.type=sparseloco", "--outer.score.counts=true", **STORE)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--outer.type=demo", "--outer.score={}", "--outer.aggregator=true"], "outer.score needs each payload"),
-        (["--outer.type=sparseloco", "--outer.score={}", "--data.hold_out=0"], "set one of them"),
-        (["--outer.type=sparseloco", "--outer.score.members=1"], "outer.score.members"),
-        (["--outer.type=diloco", "--outer.score={}"], "outer.score"),
-    ],
-    ids=["aggregator", "no rows", "one member", "dense"],
-)
-def test_what_does_not_go_with_scores_is_refused(refusal: Callable[..., str], flags: list[str], said: str) -> None:
-    assert said in refusal(*flags, **STORE)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroband.data.index import BlockPlaces, SampleIndex
@@ -20,6 +20,7 @@ def groups_of(spans: list[tuple[int, int]]) -> set[int]:
     return {start // BLOCK for start, _ in spans}
 
 
+@settings(max_examples=50)
 @given(sizes=shards, t=st.sampled_from([4, 5, 8]))
 def test_positions_make_each_token_but_the_first_of_a_group_a_target_once(sizes: list[int], t: int) -> None:
     if max(sizes) < t + 1:
@@ -39,6 +40,7 @@ def test_positions_make_each_token_but_the_first_of_a_group_a_target_once(sizes:
         assert stop <= ends[shard] and stop - start <= t + 1
 
 
+@settings(max_examples=50)
 @given(sizes=shards, seed=st.integers(0, 5), hold_out=st.floats(0, 0.49), mixed=st.sampled_from([1, 2, 3, None]))
 def test_each_pass_visits_what_is_not_held_out_once(
     sizes: list[int], seed: int, hold_out: float, mixed: int | None
@@ -52,6 +54,7 @@ def test_each_pass_visits_what_is_not_held_out_once(
         assert sorted(trained + held_out) == list(range(one.n_samples))
 
 
+@settings(max_examples=50)
 @given(sizes=shards, mixed=st.sampled_from([1, 2, None]))
 def test_evaluation_holds_out_every_sample(sizes: list[int], mixed: int | None) -> None:
     one = SampleIndex(BlockPlaces(sizes, BLOCK, T), 0, 0.1, mixed=mixed, evaluates=True)

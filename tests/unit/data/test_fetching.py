@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ def wait_for(condition: object) -> None:
     end_s = time.monotonic() + 20.0
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end_s
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -433,34 +434,30 @@ def test_link_that_is_too_slow_for_the_loop_is_said_and_a_fast_one_is_not(
     assert 0 < fields["came_mb_s"] <= 1.5 * 2048 / block_s / 1e6 and fields["came_mb_s"] < fields["needed_mb_s"]
 
 
-RANK = """
+READER = """
 import sys
 from pathlib import Path
-import numpy as np
+sys.path[:0] = ["src", "."]
 from tests.unit.data.prepared import config_of, opened, spans_of
-url, cache, rank, ranks, tokens, want = sys.argv[1:]
-store = opened(config_of(url, Path(cache)), local_rank=int(rank), local_world_size=int(ranks))
-store.expect(spans_of(int(tokens)))
-spans = spans_of(int(tokens))
-print("open", flush=True)
-total = sum(int(store.read(*span).sum()) for span in (spans[int(rank)::int(ranks)] if want == "share" else spans))
-print(total, flush=True)
-store.close()
+store, spans = opened(config_of(sys.argv[1], Path(sys.argv[2]))), spans_of(int(sys.argv[3]))
+store.expect(spans)
+for span in spans:
+    store.read(*span)
 """
-
-
-def start_rank(server: FileServer, cache: Path, rank: int, ranks: int, want: str = "share") -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parents[3]
-    arguments = [server.url, str(cache), str(rank), str(ranks), str(TOKENS), want]
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['src', '.']\n{RANK}", *arguments]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 def test_ranks_of_a_node_fetch_each_block_once_between_them(server: FileServer, tmp_path: Path) -> None:
-    ranks = [start_rank(server, tmp_path / "cache", rank, 2) for rank in range(2)]
-    totals = [int(rank.communicate(timeout=60.0)[0].split()[1]) for rank in ranks]
-    assert sum(totals) == int(WHOLE.sum())
+    """Locks are of an opened file, so two stores of one process exclude each other as two processes do."""
+    config, spans = config_of(server.url, tmp_path / "cache"), spans_of(TOKENS)
+
+    def read(rank: int) -> int:
+        with stored(config, local_rank=rank, local_world_size=2) as store:
+            store.expect(spans)
+            return sum(int(store.read(*span).sum()) for span in spans[rank::2])
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert sum(ranks.map(read, range(2))) == int(WHOLE.sum())
     requests = block_requests(server)
     assert len(requests) == BLOCKS and set(requests.values()) == {1}
 
@@ -475,7 +472,9 @@ def test_fetcher_that_is_killed_leaves_a_cache_that_others_go_on_with(server: Fi
         return False
 
     server.fault = hold
-    killed = start_rank(server, tmp_path / "cache", 0, 1, "all")
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", READER, server.url, str(tmp_path / "cache"), str(TOKENS)]
+    killed = subprocess.Popen(command, cwd=root)
     wait_for(lambda: len(list((tmp_path / "cache").glob("blocks/*/*/*.part"))) > 4)
     killed.send_signal(signal.SIGKILL)
     killed.wait()

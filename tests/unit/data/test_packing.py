@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroband.data.packing import Span, pack_best_fit
@@ -11,6 +11,7 @@ from zeroband.data.packing import Span, pack_best_fit
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
 
+@settings(max_examples=50)
 @given(lengths=LENGTHS, size=st.integers(2, 16))
 def test_every_id_has_one_place_and_what_fits_is_not_cut(lengths: list[int], size: int) -> None:
     bins = pack_best_fit(lengths, size)
@@ -33,6 +34,7 @@ def test_long_document_lies_in_one_piece(lengths: list[int], size: int) -> None:
             assert second[0] == Span(last.document, last.stop, min(last.stop + size, lengths[last.document]))
 
 
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 16), max_size=60), size=st.just(16))
 def test_each_document_goes_where_the_least_room_holds_it(lengths: list[int], size: int) -> None:
     """Compared with the rule as it is written down: the longest first, all bins looked at."""

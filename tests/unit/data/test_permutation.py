@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroband.data.index import Permutation
 
 
+@settings(max_examples=30)
 @given(size=st.integers(1, 2000), key=st.text(max_size=8))
 def test_permutation_hits_every_value_once_for_any_size_and_key(size: int, key: str) -> None:
     assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))

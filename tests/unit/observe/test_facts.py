@@ -60,14 +60,14 @@ def test_folder_in_place_of_a_file_costs_that_file_only(source: FolderFacts) -> 
 def test_file_that_this_user_may_not_read_costs_that_file_only(
     source: FolderFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, open_file = source.folder / "a" / "events.jsonl", os.open
+    refused, open_file = source.folder / "a" / "events.jsonl", Path.open
 
-    def refuse(path: Path, flags: int) -> int:
+    def refuse(path: Path, mode: str) -> object:
         if path == refused:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return open_file(path, flags)
+        return open_file(path, mode)
 
-    monkeypatch.setattr("zeroband.observe.jsonl.os.open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     assert read(source) == [one for one in ALL if one != ("a", "left")]
     assert source.unread() == ["a/events.jsonl: Permission denied"]
     monkeypatch.undo()

@@ -6,16 +6,12 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zeroband
 from zeroband.errors import ConfigError
 from zeroband.observe.jsonl import JsonlTail, JsonlWriter, encode_line
 
@@ -96,27 +92,6 @@ def test_writer_refuses_a_folder_that_it_cannot_make(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*file/node/metrics\.jsonl: .*; set run\.dir"):
         JsonlWriter(tmp_path / "file" / "node" / "metrics.jsonl")
-
-
-@pytest.mark.slow
-def test_writer_leaves_whole_lines_when_killed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    code = (
-        "import sys, pathlib; from zeroband.observe.jsonl import JsonlWriter\n"
-        "writer = JsonlWriter(pathlib.Path(sys.argv[1])); step = 0\n"
-        "while True:\n"
-        "    step += 1; writer.append({'step': step, 'text': 'x' * 300})\n"
-        "    if step == 200: print('going', flush=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(zeroband.__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"going\n"
-        process.send_signal(signal.SIGKILL)
-    records = JsonlTail(path).read()
-    assert path.read_bytes().endswith(b"\n")
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    assert len(records) >= 200
 
 
 def test_tail_gives_nothing_before_the_file_is_there(tmp_path: Path) -> None:

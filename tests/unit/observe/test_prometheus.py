@@ -221,13 +221,13 @@ def test_node_is_ready_when_it_trains_as_a_member(node: Node) -> None:
     node.event("node_started", total_steps=10, local_world_size=1, parameters=5)
     assert node.exporter.unready() == "starting"
     node.event("join_state", state="fetching", why="join", since="wait_old_lease")
-    assert node.exporter.unready() == "starting (fetching)"
+    assert node.exporter.unready() == "joining (fetching)"
     node.event("join_state", state="member", why="admitted", since="wait_old_lease")
     node.event("joined", member_id="n0#1", round=3)
     assert node.exporter.unready() is None
     assert (node.value("node_ready"), node.value("node_state", "training")) == (1, 1)
     node.event("fenced", reason="its lease ran out")
-    assert node.exporter.unready() == "fenced"
+    assert node.exporter.unready() == "joining"
     assert (node.value("node_ready"), node.value("node_state", "training")) == (0, 0)
 
 

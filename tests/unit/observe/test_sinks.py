@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,26 +156,6 @@ def test_sink_does_not_wait_for_a_stuck_service_at_the_end(
     release.set()
     wait_until_only(others)
     assert warnings() == ["not finished after 0.02 s"]
-
-
-@pytest.mark.slow
-def test_wandb_sink_writes_an_offline_run_with_the_real_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
-) -> None:
-    pytest.importorskip("wandb", reason="needs the extra wandb")
-    (tmp_path / "run-1" / "n0").mkdir(parents=True)
-    sink = open_sink(tmp_path)
-    sink.write({"step": 5, "train/loss": 2.5, "outer/digest": "ab12"})
-    sink.write({"step": 3, "train/loss": 2.25})
-    sink.close()
-    written = list((tmp_path / "run-1" / "n0" / "wandb").glob("offline-run-*/*.wandb"))
-    assert warnings() == []
-    assert len(written) == 1
-    end_s = time.monotonic() + 20.0  # wandb's own process writes, on a busy machine after finish() has returned
-    said = (b"train/loss", b"2.5", b"2.25", b"ab12")
-    while missing := [part for part in said if part not in written[0].read_bytes()]:
-        assert time.monotonic() < end_s, missing
-        time.sleep(0.1)
 
 
 RECORDS: list[dict[str, Any]] = [

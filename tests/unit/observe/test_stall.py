@@ -116,19 +116,13 @@ def bundled(tmp_path: Path) -> Callable[..., Path]:
     return lambda *pids, **rest: _bundle(tmp_path, *pids, **rest)
 
 
-def test_bundle_holds_the_stacks_of_all_threads_of_all_ranks(start: Start, bundled: Callable[..., Path]) -> None:
+def test_bundles_hold_the_newest_stacks_of_all_threads_of_all_ranks(start: Start, bundled: Callable[..., Path]) -> None:
     ranks = [start(0), start(1)]
-    bundle = bundled(*(rank.pid for rank in ranks))
-    for local_rank in (0, 1):
-        text = _stacks(bundle, local_rank)
-        assert "where_the_trainer_hangs" in text and "where_the_watcher_waits" in text
+    for bundle in [bundled(*(rank.pid for rank in ranks)) for _ in range(2)]:
+        for local_rank in (0, 1):
+            text = _stacks(bundle, local_rank)
+            assert text.count("in where_the_trainer_hangs") == 1 and "where_the_watcher_waits" in text
     assert all(rank.poll() is None for rank in ranks)
-
-
-def test_second_bundle_holds_the_second_stacks_only(start: Start, bundled: Callable[..., Path]) -> None:
-    rank = start(0)
-    first, second = bundled(rank.pid), bundled(rank.pid)
-    assert [_stacks(bundle, 0).count("in where_the_trainer_hangs") for bundle in (first, second)] == [1, 1]
 
 
 def test_long_file_of_stacks_is_cut_and_still_answers(
@@ -172,21 +166,16 @@ def test_dead_ranks_are_noted(start: Start, bundled: Callable[..., Path], monkey
     assert _stacks(bundle, 1).startswith(f"no stacks: process {reaped.pid} is gone")
 
 
-def test_process_that_never_registered_is_not_signalled(start: Start, bundled: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("has_old_file", [False, True], ids=["never registered", "has the number of a dead rank"])
+def test_process_that_did_not_register_is_not_signalled(
+    start: Start, bundled: Callable[..., Path], tmp_path: Path, has_old_file: bool
+) -> None:
     stranger = start("none")
+    if has_old_file:
+        (tmp_path / "rank0.stacks").write_text(f"process {stranger.pid} started {int(_started(stranger.pid)) - 1}\n")
     assert "did not register" in _stacks(bundled(stranger.pid), 0)
     _proceed(stranger)
     assert stranger.wait(DEADLINE_S) == 0  # SIGUSR2 would have killed it
-
-
-def test_process_that_got_the_number_of_a_dead_rank_is_not_signalled(
-    start: Start, bundled: Callable[..., Path], tmp_path: Path
-) -> None:
-    stranger = start("none")
-    (tmp_path / "rank0.stacks").write_text(f"process {stranger.pid} started {int(_started(stranger.pid)) - 1}\n")
-    assert "did not register" in _stacks(bundled(stranger.pid), 0)
-    _proceed(stranger)
-    assert stranger.wait(DEADLINE_S) == 0
 
 
 def test_rank_that_closed_is_not_signalled_and_survives_a_late_signal(

@@ -16,7 +16,7 @@ LOST = replace(A, node_id="c", state="lost", epoch=1, loss=9.0, first_loss=6.0)
 
 def shown(*nodes: NodeView) -> Scene:
     run = RunView("r", nodes)
-    return Scene("", run, 0.0, ("a", "b"), None, (), 0, "")
+    return Scene("", run, 0.0, ("a", "b"), (), 0, "")
 
 
 def test_loss_of_a_run_is_the_mean_of_its_members_newest_ones() -> None:

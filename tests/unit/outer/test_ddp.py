@@ -8,8 +8,8 @@ from torch import Tensor
 
 from zeroband.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from zeroband.config.outer import DdpConfig
-from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.state.flat import digest_of
+from zeroband.state.round_state import RoundState
 
 DDP = DdpConfig(type="ddp")
 StartRun = Callable[..., Any]
@@ -99,7 +99,7 @@ def test_copy_is_no_view_of_the_state_that_goes_on(start_run: StartRun, noise: N
 
 def test_copies_that_joiners_ask_for_between_two_steps_are_whole(start_run: StartRun, noise: Noise) -> None:
     run = start_run(DDP, "a", total_steps=1_000_000)
-    copies: list[StateCopy] = []
+    copies: list[RoundState] = []
 
     def train() -> None:
         until_s = time.monotonic() + 20

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.rounds.interfaces import LaterPart, StateCopy
+from zeroband.elastic.rounds.interfaces import LaterPart
 from zeroband.errors import RecoveryFailed
+from zeroband.state.round_state import RoundState
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]
@@ -63,9 +64,9 @@ def algorithm(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
             return CustomConfig(type="custom", inner_steps=1, algorithm=str(tmp_path / "adamw.py"))
 
 
-def mixed(run: Any, noise: Noise) -> tuple[StateCopy, Any, Sequence[LaterPart]]:
+def mixed(run: Any, noise: Noise) -> tuple[RoundState, Any, Sequence[LaterPart]]:
     """The first of some rounds, a joiner with parts of several of them, and which those are."""
-    copies: list[StateCopy] = []
+    copies: list[RoundState] = []
     for seed in range(ROUNDS):
         run.round(a=noise(seed))
         copies.append(run["a"].outer.copy_state())

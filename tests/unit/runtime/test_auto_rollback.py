@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.loss_record import LossRecord
@@ -16,7 +17,6 @@ from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime.auto_rollback import AutoRollback
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 SPIKE = LossRecord(loss=9.0, mean=3.0, rounds=8, from_step=40)
 Asks = Callable[..., tuple[AutoRollback, list[tuple[str, dict[str, Any]]]]]

@@ -21,6 +21,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
+from zeroband.elastic.recovery.transfer import Tally
 from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
@@ -30,7 +31,7 @@ from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import NodeRuntimeSteps
 
 PATIENCE_S = 300.0
-WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
+WHOLE = FetchedState(7, {}, "digest", received_bytes={}, dropped={}, took_s=0.0)
 OPENING = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
 
 Act = Callable[["Attempts"], int | None]
@@ -47,7 +48,8 @@ class Attempts:
         self.round = -1
         self.progress = Progress.at_start()
         self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
-        self.digest = WHOLE.state_digest
+        self.digest = self.state_digest = WHOLE.state_digest
+        self.tally = Tally()
         self._replays = 0
 
     def fetch(self, donors: Sequence[Donor], count: Callable[[int, int], None]) -> FetchedState:
@@ -58,9 +60,6 @@ class Attempts:
             raise RecoveryFailed("no donor is left")
         self._replays = replays
         return WHOLE
-
-    def distrust(self) -> None:
-        """Others are asked next."""
 
     def adopt(self, round: int, payload: object, later: object) -> str:
         self.round = round
@@ -105,9 +104,11 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, mixes: attempts)
-        monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
-        committed = SimpleNamespace(round=7, opening=OPENING)
+        monkeypatch.setattr(
+            "zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, **options: attempts
+        )
+        monkeypatch.setattr(RecoveryClient, "_donors", lambda self, leads=(): [])
+        committed = SimpleNamespace(round=7, opening=OPENING, record={})
         view = SimpleNamespace(
             committed=committed,
             opening=OPENING,
@@ -117,14 +118,15 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             orders=Orders(),
         )
         anything: Any = {"params": None}
+        store: Any = SimpleNamespace(view=lambda round: view, may_found=lambda: True)
         flags = SharedFlags(tmp_path / "flags", create=True)
         parts: Any = SimpleNamespace(
             outer=attempts,
-            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(()), NoEvents().emit),
+            recovery=RecoveryClient(store, anything, anything, flags, FaultPoints(()), NoEvents().emit),
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),
-            store=SimpleNamespace(view=lambda round: view, may_found=lambda: True),
+            store=store,
             may_begin_again=lambda view: False,
             mixes_rounds=False,
             checkpoint_to_join_from=lambda: None,
@@ -193,7 +195,7 @@ def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(l
         return f"digest of {round}"
 
     outer = SimpleNamespace(round=-1, sections=("params",), state_digest="", adopt=adopt, catch_up=catch_up)
-    saved = SavedState(40, 4, {}, "another" if fault == "its digest" else "digest of 4", ())
+    saved = SavedState(4, {}, "another" if fault == "its digest" else "digest of 4", step=40)
     fetched = SimpleNamespace(round=7, record={}, state_digest="digest of 7", later=(), took_s=1.0)
     recovery = SimpleNamespace(begin=lambda *what, **how: None, fetch_state=lambda: fetched, verified_bytes=0)
     run: Any = SimpleNamespace(
@@ -324,7 +326,7 @@ class Place:
     def _read(self, step: int) -> SavedState:
         if step in self.damaged:
             raise RecoveryFailed("its hash is another one")
-        return SavedState(step, 3, {}, "digest", ())
+        return SavedState(3, {}, "digest", step=step)
 
     def _fetch(self, sections: object, agreed: RestartPoint) -> FetchedState:
         if self.served is None:

@@ -27,7 +27,7 @@ from zeroband.node.mesh import LocalMesh, clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.report import SilentReport, StepResult
 
 STEPS, BATCH = 5, 4
@@ -115,7 +115,7 @@ def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerPar
 
 
 def training_of(node: TrainerParts, outer: Any, report: Rows) -> loop.Training:
-    return loop.Training(node, MagicMock(outer=outer), MagicMock(), NoCheckpoints(), report)
+    return loop.Training(node, MagicMock(outer=outer), MagicMock(), Checkpointing(), report)
 
 
 def train(node: TrainerParts, steps: int = STEPS) -> Rows:

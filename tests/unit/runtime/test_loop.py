@@ -19,7 +19,7 @@ from zeroband.errors import Leaving
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime import loop
-from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.report import SilentReport
 
 TrainOn = Callable[..., InnerOptimizer]
@@ -61,7 +61,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
         monkeypatch.setattr(loop, "forward_backward", pass_backward)
         hooks.inner_step, hooks.progress, hooks.round = 0, SimpleNamespace(is_complete=False), 0
         hooks.is_time_over.return_value = False
-        loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), NoCheckpoints(), SilentReport()))
+        loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), Checkpointing(), SilentReport()))
         return inner
 
     return train_on
@@ -82,7 +82,7 @@ def test_inner_steps_end_where_a_round_that_travelled_completes_the_run(monkeypa
 
     hooks.inner_step, hooks.sync_parameters = 0, MagicMock(side_effect=sync)
     monkeypatch.setattr(loop, "forward_backward", lambda *_: PASSED)
-    loop.train_round(loop.Training(a_node(), MagicMock(outer=hooks), MagicMock(), NoCheckpoints(), SilentReport()))
+    loop.train_round(loop.Training(a_node(), MagicMock(outer=hooks), MagicMock(), Checkpointing(), SilentReport()))
     assert hooks.sync_parameters.call_count == 3
 
 

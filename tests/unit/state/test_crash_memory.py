@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroband.state.crash_memory import HeldState, NodeMemory
+from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.flat import digest_of
+from zeroband.state.round_state import RoundState
 
 SECTIONS = ("params", "momentum")
 NUMEL = 5
@@ -29,7 +30,7 @@ def write(folder: Path, memory: NodeMemory) -> str:
     return digest_of(*sections)
 
 
-def restart(folder: Path, **other: str) -> HeldState | None:
+def restart(folder: Path, **other: str) -> RoundState | None:
     """The next trainer claims the folder: what it does not keep is removed."""
     memory = a_memory(folder, **other, is_restart=True)
     kept = memory.set_aside(folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zeroband.observe.view import NodeView, RunView, run_view
+from zeroband.observe.view import NodeView, RunView
 from zeroband.tools.top.scene import Note, Scene
 
 NODE_IDS = ("node0", "node1", "node2", "node3")
@@ -44,8 +44,8 @@ def colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run() -> RunView:
     """Three nodes at step 40 of 120; node2 was lost at step 30 and round 3."""
-    lost = node("node2", step=30, round=3, epoch=1, digest="d3")
-    return run_view("demo", [node("node0"), node("node1"), lost, node("node3")], {"node2#a"})
+    lost = node("node2", state="lost", step=30, round=3, epoch=1, digest="d3")
+    return RunView("demo", (node("node0"), node("node1"), lost, node("node3")))
 
 
 @pytest.fixture
@@ -60,7 +60,6 @@ def make_scene(run: RunView) -> Callable[..., Scene]:
             "elapsed_s": 61.5,
             "node_ids": NODE_IDS,
             "down": frozenset(["node2"]),
-            "total_steps": 120,
             "total_rounds": 12,
             "notes": notes,
             "said": len(fields.get("notes", notes)),  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""One donor seen from a joiner: its address, its manifest, a connection to it. Believes no length that a donor says."""
+"""Donors seen from a joiner: address, manifest, a connection to one. Believes no length that a donor says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,12 +17,15 @@ from zeroband.elastic.membership.reach import Way, Ways
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.observe.log import get_logger
 
 MANIFEST_BYTES = 16 << 20
 """Largest manifest; what takes room in it is the record of a round."""
 
 _PIECE_BYTES = 1 << 18
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+_log = get_logger(__name__)
 
 DONOR_ERRORS = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
 """What reading from a donor raises where it is cut off, silent, no node of the run, or speaks no HTTP."""
@@ -48,9 +51,14 @@ class Donor:
 
 
 @dataclass(frozen=True)
-class DonorTimeouts:
-    """How much of its time a joiner gives to a donor."""
+class FetchLimits:
+    """How wide a fetch is, and how much of its time a joiner gives to a donor."""
 
+    donors_at_once: int = 3
+    connections: int = 3
+    """To each donor: one TCP stream does not fill a long link."""
+    straggler_s: float = 1.0
+    """A chunk that is longer on its way than this, and than two usual chunks, is fetched from another donor too."""
     connect_s: float = 5.0
     silent_s: float = 30.0
     """Longest silence within an answer; above the time that a member waits for a round that it is about to apply."""
@@ -64,83 +72,18 @@ class DonorTimeouts:
     """Pause before the first retry; it doubles with each."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A donor that did not give a manifest."""
-
-    why: str
-    is_other_round: bool = False
-    """It serves, but holds no copy of the round that it was asked for."""
-
-
-@dataclass(frozen=True)
-class Inquiry:
-    """What a joiner asks each of its donors for."""
-
-    kind: str
-    """`state` or `journal`."""
-    dialler: Dialler
-    lengths: Mapping[str, int] | None
-    """Bytes of each section that the joiner has room for; None if any will do."""
-    patience: DonorTimeouts
-    connections: int = 3
-    """To each donor: one TCP stream does not fill a long link."""
-
-    def path(self, round: int) -> str:
-        return f"/{self.kind}/{round}"
-
-    def round_of(self, donor: Donor) -> int:
-        """The round of a donor's newest state. Raises RecoveryFailed."""
-        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
-            try:
-                status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
-                if status != HTTPStatus.OK:
-                    raise RecoveryFailed(f"/{self.kind} answered {status}")
-                round = json.loads(body)["round"]
-                if type(round) is not int:
-                    raise ValueError("its round is no number")
-            except (*DONOR_ERRORS, LookupError, TypeError, RecursionError) as error:
-                raise RecoveryFailed(reason_of(error)) from error
-        return round
-
-    def manifest_of(self, donor: Donor, round: int, first: int) -> StateManifest | Refusal:
-        """What a donor claims of a round, once it has hashed the chunks from number `first` that it lists."""
-        path = f"{self.path(round)}/{first}"
-        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
-            try:
-                status, body = self._await_manifest(connection, path)
-                manifest = parse_manifest(body, self.lengths) if status == HTTPStatus.OK else None
-            except (*DONOR_ERRORS, RecoveryFailed) as error:
-                return Refusal(reason_of(error))
-        if manifest is None:
-            return Refusal(f"{path} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
-        if manifest.round != round:
-            return Refusal(f"it answers with round {manifest.round} where round {round} was asked for")
-        if manifest.first != first:
-            return Refusal(f"it lists chunks from {manifest.first} where those from {first} were asked for")
-        return manifest
-
-    def _await_manifest(self, connection: DonorConnection, path: str) -> tuple[int, bytes]:
-        deadline_s, pause_s = time.monotonic() + self.patience.hashing_s, _FIRST_PAUSE_S
-        while True:
-            status, body = connection.get(path, MANIFEST_BYTES)
-            if status != HTTPStatus.ACCEPTED:
-                return status, body
-            if time.monotonic() > deadline_s:
-                raise RecoveryFailed(f"it hashes its state for more than {self.patience.hashing_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+LIMITS = FetchLimits()
 
 
 class DonorConnection:
     """One connection to a donor, opened again where it broke. For one thread; any other may `abort()` it."""
 
-    def __init__(self, donor: Donor, dialler: Dialler, patience: DonorTimeouts) -> None:
+    def __init__(self, donor: Donor, dialler: Dialler, limits: FetchLimits) -> None:
         self._donor = donor
         self._dialler = dialler
         self._connection: Any = http.client.HTTPConnection(donor.host, donor.port)
         self._connection.auto_open = 0  # nothing is asked before the handshake
-        self._patience = patience
+        self._limits = limits
         self._is_aborted = False
 
     def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
@@ -172,7 +115,7 @@ class DonorConnection:
     @contextlib.contextmanager
     def _request(self, path: str) -> Generator[http.client.HTTPResponse]:
         """Ask, with a deadline for the whole answer; whatever goes wrong closes the connection."""
-        deadline = threading.Timer(self._patience.answer_s, self._cut)
+        deadline = threading.Timer(self._limits.answer_s, self._cut)
         deadline.daemon = True
         deadline.start()
         try:
@@ -190,8 +133,8 @@ class DonorConnection:
     def _open(self) -> None:
         if self._socket is None:
             donor = self._donor
-            opened = self._dialler.dial(donor.member_id, donor.ways, self._patience.connect_s)
-            opened.settimeout(self._patience.silent_s)
+            opened = self._dialler.dial(donor.member_id, donor.ways, self._limits.connect_s)
+            opened.settimeout(self._limits.silent_s)
             self._connection.sock = opened
         if self._is_aborted:
             raise ConnectionAbortedError("this joiner needs the donor no longer")
@@ -214,6 +157,105 @@ class DonorConnection:
     def close(self) -> None:
         """Give the socket up; the next request opens another."""
         self._connection.close()
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What a joiner asks each of its donors for."""
+
+    kind: str
+    """`state` or `journal`."""
+    dialler: Dialler
+    lengths: Mapping[str, int] | None
+    """Bytes of each section that the joiner has room for; None if any will do."""
+    limits: FetchLimits = LIMITS
+
+    def path(self, round: int) -> str:
+        return f"/{self.kind}/{round}"
+
+    def none_at(self, round: int, first: int) -> str:
+        """What is wrong with a donor that has no manifest of a round from this chunk on."""
+        return f"{self.path(round)}/{first} answered {HTTPStatus.NOT_FOUND}"
+
+    def connect(self, donor: Donor) -> DonorConnection:
+        """A connection, which is dialled with the first request."""
+        return DonorConnection(donor, self.dialler, self.limits)
+
+    def lead_of(
+        self,
+        donors: Sequence[Donor],
+        round: int | None,
+        first_of: Callable[[int], int] = lambda round: 0,
+        objection: Callable[[StateManifest], str] = lambda manifest: "",
+    ) -> tuple[Donor, StateManifest]:
+        """The first donor that serves, and what it claims of this round, or with None of its newest.
+
+        `first_of`: by round, the number of the first chunk that is needed of it. `objection`: why a claim is not to be
+        believed; empty where it is. Raises RecoveryFailed, which names every donor and what is wrong with it.
+        """
+        problems: dict[str, str] = {}
+        for donor in donors:
+            try:
+                with contextlib.closing(self.connect(donor)) as connection:
+                    asked = self._newest_round(connection) if round is None else round
+                    manifest = self.manifest_of(connection, asked, first_of(asked))
+            except (*DONOR_ERRORS, RecoveryFailed) as error:
+                problems[str(donor)] = reason_of(error)
+                continue
+            why = self.none_at(asked, first_of(asked)) if manifest is None else objection(manifest)
+            if manifest is not None and not why:
+                return donor, manifest
+            problems[str(donor)] = why
+            _log.debug("donor passed over", extra={"fields": {"donor": str(donor), "round": asked, "why": why}})
+        raise no_donor(problems)
+
+    def _newest_round(self, connection: DonorConnection) -> int:
+        """The round of a donor's newest state. Raises RecoveryFailed, or one of DONOR_ERRORS."""
+        status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
+        if status != HTTPStatus.OK:
+            raise RecoveryFailed(f"/{self.kind} answered {status}")
+        try:
+            round = json.loads(body)["round"]
+        except (LookupError, TypeError, RecursionError) as error:
+            raise RecoveryFailed(f"it answers nonsense: {error!r:.200}") from error
+        if type(round) is not int:
+            raise RecoveryFailed("its round is no number")
+        return round
+
+    def manifest_of(self, connection: DonorConnection, round: int, first: int) -> StateManifest | None:
+        """What a donor claims of a round, once it has hashed the chunks from number `first` that it lists.
+
+        None where it does not hold this round. Raises RecoveryFailed, or one of DONOR_ERRORS.
+        """
+        path = f"{self.path(round)}/{first}"
+        status, body = self._await_manifest(connection, path)
+        if status == HTTPStatus.NOT_FOUND:
+            return None
+        if status != HTTPStatus.OK:
+            raise RecoveryFailed(f"{path} answered {status}")
+        manifest = parse_manifest(body, self.lengths)
+        if manifest.round != round:
+            raise RecoveryFailed(f"it answers with round {manifest.round} where round {round} was asked for")
+        if manifest.first != first:
+            raise RecoveryFailed(f"it lists chunks from {manifest.first} where those from {first} were asked for")
+        return manifest
+
+    def _await_manifest(self, connection: DonorConnection, path: str) -> tuple[int, bytes]:
+        deadline_s, pause_s = time.monotonic() + self.limits.hashing_s, _FIRST_PAUSE_S
+        while True:
+            status, body = connection.get(path, MANIFEST_BYTES)
+            if status != HTTPStatus.ACCEPTED:
+                return status, body
+            if time.monotonic() > deadline_s:
+                raise RecoveryFailed(f"it hashes its state for more than {self.limits.hashing_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def no_donor(problems: Mapping[str, str]) -> RecoveryFailed:
+    """The error that names every donor and what is wrong with it."""
+    named = "; ".join(f"{donor}: {why}" for donor, why in problems.items())
+    return RecoveryFailed("no member could serve its state: " + (named or "no member is alive"))
 
 
 def _pieces(response: http.client.HTTPResponse, length: int) -> Iterator[bytes]:

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202: the joiner asks again."""
@@ -65,73 +66,7 @@ _POLL_S = 0.02
 
 _log = get_logger(__name__)
 
-Read = Callable[[Tensor, Tensor], Tensor | None]
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-class ServedState(Protocol):
-    """The outer state after a committed round: a copy, or itself as long as it is that."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def sections(self) -> Mapping[str, Tensor]: ...
-    @property
-    def record(self) -> Mapping[str, Any]: ...
-    @property
-    def state_digest(self) -> str: ...
-    @property
-    def is_gone(self) -> bool:
-        """Whether the next round was applied to it."""
-        ...
-
-    def read(self, part: Tensor, room: Tensor) -> Tensor | None:
-        """A part of a section, (n,) uint8, which nobody writes to while the caller keeps `room`; None where it is gone.
-
-        `room`: at least as many bytes, in which it may be.
-        """
-        ...
-
-
-class ServedEntry(Protocol):
-    """What one committed round did."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def update(self) -> Tensor: ...
-    @property
-    def record(self) -> Mapping[str, Any]: ...
-    @property
-    def state_digest(self) -> str: ...
-
-
-class PendingManifest:
-    """A manifest whose hashes are being computed."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._manifest: bytes | None = None
-
-    def keep(self, manifest: bytes) -> None:
-        self._manifest = manifest
-        self._done.set()
-
-    def give_up(self) -> None:
-        """What was to be hashed is gone."""
-        self._done.set()
-
-    @property
-    def is_given_up(self) -> bool:
-        return self._done.is_set() and self._manifest is None
-
-    @property
-    def is_kept(self) -> bool:
-        return self._done.is_set()
-
-    def await_json(self, patience_s: float) -> bytes | None:
-        """The manifest; None if it is not there in time, or given up."""
-        return self._manifest if self._done.wait(patience_s) else None
 
 
 def _room(nbytes: int) -> Tensor:
@@ -140,16 +75,13 @@ def _room(nbytes: int) -> Tensor:
 
 
 class Manifests:
-    """What a donor claims of one state or entry: a manifest for each stretch that is asked for, each hashed once."""
+    """What a donor claims of a state or an update: a manifest for each stretch that is asked for, each hashed once."""
 
-    def __init__(
-        self, hasher: Hasher, served: ServedState | ServedEntry, sections: Mapping[str, Tensor], read: Read
-    ) -> None:
+    def __init__(self, hasher: Hasher, served: RoundState) -> None:
         self._hasher = hasher
         self._served = served
-        self._read = read
-        self._bytes = {name: section.view(torch.uint8) for name, section in sections.items()}
-        self._promises: dict[int, PendingManifest] = {}
+        self._bytes = {name: section.view(torch.uint8) for name, section in served.sections.items()}
+        self._made: dict[int, Future[bytes | None]] = {}
         self._hashes: dict[tuple[str, int], str] = {}
         """What was hashed, by section and number; the hasher's thread alone."""
         self._lock = threading.Lock()
@@ -162,30 +94,30 @@ class Manifests:
     def is_busy(self) -> bool:
         """Whether hashes are being computed."""
         with self._lock:
-            return not all(promise.is_kept for promise in self._promises.values())
+            return not all(made.done() for made in self._made.values())
 
-    def at(self, first: int) -> PendingManifest | None:
-        """The manifest that lists the chunks from number `first`; None where there is none of that number."""
+    def at(self, first: int) -> Future[bytes | None] | None:
+        """The manifest that lists the chunks from number `first`; None where there is none of that number.
+
+        It comes to None where the state is gone before it is hashed.
+        """
         longest = max((section.numel() for section in self._bytes.values()), default=0)
         if first > 0 and first * self._hasher.chunk_bytes >= longest:
             return None
         with self._lock:
-            promise = self._promises.get(first)
-            if promise is None:
-                promise = self._promises[first] = PendingManifest()
-                self._hasher.start(lambda room: self._keep(promise, first, room))
-            return promise
+            if first not in self._made:
+                self._made[first] = self._hasher.start(lambda room: self._hash(first, room))
+            return self._made[first]
 
-    def _keep(self, promise: PendingManifest, first: int, room: Tensor) -> None:
+    def _hash(self, first: int, room: Tensor) -> bytes | None:
         hashes = {name: tuple(self._hashes_of(name, first, room)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
-            return promise.give_up()
+            return None
         served, lengths = self._served, {name: section.numel() for name, section in self._bytes.items()}
         chunk_bytes = self._hasher.chunk_bytes
-        manifest = StateManifest(
+        return StateManifest(
             served.round, served.state_digest, served.record, chunk_bytes, lengths, hashes, first=first
-        )
-        promise.keep(manifest.to_json())
+        ).to_json()
 
     def _hashes_of(self, name: str, first: int, room: Tensor) -> Iterator[str]:
         """The hashes of a stretch; an empty one where the state is gone."""
@@ -193,7 +125,7 @@ class Manifests:
         for index in stretch_of(section.numel(), size, first):
             if (name, index) not in self._hashes:
                 part = section[index * size : (index + 1) * size]
-                data = None if self._hasher.is_closed else self._read(part, room)
+                data = None if self._hasher.is_closed else self._served.read(part, room)
                 self._hashes[name, index] = "" if data is None else chunk_hash(bytes_of(data))
             yield self._hashes[name, index]
 
@@ -214,18 +146,14 @@ class Hasher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-hashes", initializer=_yield_the_cores)
         self._room = _room(chunk_bytes)
 
-    def of_state(self, served: ServedState) -> Manifests:
-        """The manifests of a state."""
-        return Manifests(self, served, served.sections, served.read)
-
-    def of_entry(self, entry: ServedEntry) -> Manifests:
-        """The manifests of an entry."""
-        return Manifests(self, entry, {"update": entry.update}, lambda part, room: part)
-
-    def start(self, hash_into: Callable[[Tensor], None]) -> None:
+    def start(self, hash_into: Callable[[Tensor], bytes | None]) -> Future[bytes | None]:
         """Begin with a stretch, after those that were asked for before. It gets room for a chunk."""
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(hash_into, self._room)
+        try:
+            return self._thread.submit(hash_into, self._room)
+        except RuntimeError:  # closed
+            never: Future[bytes | None] = Future()
+            never.cancel()
+            return never
 
     @property
     def is_closed(self) -> bool:
@@ -238,7 +166,7 @@ class Hasher:
 
 @dataclass
 class _Held:
-    copy: ServedState
+    copy: RoundState
     manifests: Manifests
     used_at_s: float = 0.0
     sending: int = 0
@@ -252,13 +180,10 @@ class _Held:
 class Copies:
     """At most two copies of the state, or of what tells where it lies. Any thread but the main one.
 
-    `current_round` tells the round of the state without copying it; without it, each request for the newest state
-    makes a copy.
+    `current_round` tells the round of the state without copying it.
     """
 
-    def __init__(
-        self, copy_state: Callable[[], ServedState], hasher: Hasher, current_round: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, copy_state: Callable[[], RoundState], hasher: Hasher, current_round: Callable[[], int]) -> None:
         self._copy_state = copy_state
         self._hasher = hasher
         self._current_round = current_round
@@ -273,7 +198,7 @@ class Copies:
         with self._making:
             with self._lock:
                 latest = self._held.get(max(self._held, default=-1))
-                is_current = latest is not None and self._is_current(latest.copy.round)
+                is_current = latest is not None and self._current_round() == latest.copy.round
                 if latest is not None and (is_current or not self._make_room()):
                     latest.used_at_s = time.monotonic()
                     return latest.manifests
@@ -281,12 +206,9 @@ class Copies:
             with self._lock:
                 held = self._held.get(copy.round)
                 if held is None:
-                    held = self._held[copy.round] = _Held(copy, self._hasher.of_state(copy))
+                    held = self._held[copy.round] = _Held(copy, Manifests(self._hasher, copy))
                 held.used_at_s = time.monotonic()
                 return held.manifests
-
-    def _is_current(self, round: int) -> bool:
-        return self._current_round is not None and self._current_round() == round
 
     def _make_room(self) -> bool:
         """Drop the copy that is unused for longest, if one is; False where all places are in use."""
@@ -317,15 +239,13 @@ class Copies:
 
     def _await(self, round: int) -> bool:
         """Whether the state may be that of the round, after a short wait where it is about to be."""
-        if self._current_round is None:
-            return True
         deadline_s = time.monotonic() + _AWAITED_S
         while (now := self._current_round()) + 1 == round and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         return now == round
 
     @contextmanager
-    def sending(self, round: int) -> Generator[ServedState | None]:
+    def sending(self, round: int) -> Generator[RoundState | None]:
         """The copy of a round while a part of it is sent; None if it is not held. No lock is held inside."""
         with self._lock:
             held = self._held.get(round)
@@ -349,7 +269,7 @@ class Copies:
 class Entries:
     """The rounds of the journal with their hashes; how long an entry lives is the journal's."""
 
-    def __init__(self, journal_entry: Callable[[int], ServedEntry | None], hasher: Hasher) -> None:
+    def __init__(self, journal_entry: Callable[[int], RoundUpdate | None], hasher: Hasher) -> None:
         self._journal_entry = journal_entry
         self._hasher = hasher
         self._lock = threading.Lock()
@@ -362,7 +282,8 @@ class Entries:
             return None
         with self._lock:
             if round not in self._manifests:
-                self._manifests[round] = self._hasher.of_entry(entry)
+                served = RoundState(entry.round, entry.record, entry.state_digest, {"update": entry.update})
+                self._manifests[round] = Manifests(self._hasher, served)
             return self._manifests[round]
 
     def sections(self, round: int) -> Mapping[str, Tensor]:
@@ -380,31 +301,29 @@ class StateServer:
     """Answers the connections that it is given, after their handshake, until `close()`.
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
-    state itself instead of a copy. `current_round` tells the round of the state without a copy of it; with it, one copy
-    of a round serves all joiners that ask for it. `needs_link`: whether training stands still until a round has
-    travelled, to which joiners make way.
+    state itself instead of a copy; one of a round serves all joiners. `current_round` tells the round of the state
+    without a copy of it. `needs_link`: whether training stands still until a round has travelled, to which joiners
+    make way.
     """
 
     def __init__(
         self,
-        copy_state: Callable[[], ServedState],
-        journal_entry: Callable[[int], ServedEntry | None],
+        copy_state: Callable[[], RoundState],
+        journal_entry: Callable[[int], RoundUpdate | None],
         *,
-        current_round: Callable[[], int] | None = None,
+        current_round: Callable[[], int],
         needs_link: Callable[[], bool] = lambda: False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._needs_link = needs_link
         self._hasher = Hasher(chunk_bytes)
-        self._copies = Copies(copy_state, self._hasher, current_round)
+        self.copies = Copies(copy_state, self._hasher, current_round)
+        self.entries = Entries(journal_entry, self._hasher)
         self._stop = threading.Event()
-        self._entries = Entries(journal_entry, self._hasher)
-        library = ServedData(self._copies, self._entries, chunk_bytes, needs_link)
 
         class Handler(_Handler):
-            chunk_bytes = self._hasher.chunk_bytes
-
-            def answer(self) -> None:
-                self.serve(library)
+            served = self
 
         self._server = _Server(Handler)
         self._sweeper = threading.Thread(target=self._sweep, name="state-copies", daemon=True)
@@ -420,27 +339,6 @@ class StateServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._server.process_request(sealed_by(connection, keys), connection.getpeername())
 
-    def _sweep(self) -> None:
-        while not self._stop.wait(COPY_LIFE_S / 4):
-            self._copies.drop_unused()
-            self._entries.drop_forgotten()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._hasher.close()
-        self._server.server_close()
-        self._server.cut()
-
-
-class ServedData:
-    """What there is to be asked for."""
-
-    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int, needs_link: Callable[[], bool]) -> None:
-        self.copies = copies
-        self.entries = entries
-        self.chunk_bytes = chunk_bytes
-        self._needs_link = needs_link
-
     def is_free(self) -> bool:
         """Whether no round needs the link; waits a moment until none does."""
         until_s = time.monotonic() + YIELD_S
@@ -455,6 +353,17 @@ class ServedData:
         data = sections[section].view(torch.uint8) if section in sections else _NOTHING
         chunk = data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
         return chunk if chunk.numel() else None
+
+    def _sweep(self) -> None:
+        while not self._stop.wait(COPY_LIFE_S / 4):
+            self.copies.drop_unused()
+            self.entries.drop_forgotten()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._hasher.close()
+        self._server.server_close()
+        self._server.cut()
 
 
 class _Server(ThreadingHTTPServer):
@@ -498,14 +407,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = 30
-    chunk_bytes = CHUNK_BYTES
     disable_nagle_algorithm = True
+    served: StateServer
 
     def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        raise NotImplementedError
+        try:
+            self._serve_path()
+        except RecoveryFailed:
+            self._send_none(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the trainer's log is the one log."""
@@ -513,48 +422,46 @@ class _Handler(BaseHTTPRequestHandler):
     @cached_property
     def _room(self) -> Tensor:
         """For the chunk that this connection is sent."""
-        return _room(self.chunk_bytes)
+        return _room(self.served.chunk_bytes)
 
-    def serve(self, library: ServedData) -> None:
-        try:
-            self._serve_path(library)
-        except RecoveryFailed:
-            self._send_none(HTTPStatus.SERVICE_UNAVAILABLE)
-
-    def _serve_path(self, library: ServedData) -> None:
+    def _serve_path(self) -> None:
+        served = self.served
         match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
-                self._send(json.dumps({"round": library.copies.newest().round}).encode())
+                self._send(json.dumps({"round": served.copies.newest().round}).encode())
             case ["state", int(round), int(first)]:
-                self._send_manifest(library.copies.at(round), first)
+                self._send_manifest(served.copies.at(round), first)
             case ["journal", int(round), int(first)]:
-                self._send_manifest(library.entries.at(round), first)
+                self._send_manifest(served.entries.at(round), first)
             case ["state", int(round), str(section), int(index)]:
-                with library.copies.sending(round) as copy:
-                    chunk = None if copy is None else library.chunk(copy.sections, section, index)
-                    self._send_chunk(library, None if copy is None or chunk is None else copy.read(chunk, self._room))
+                with served.copies.sending(round) as copy:
+                    chunk = None if copy is None else served.chunk(copy.sections, section, index)
+                    self._send_chunk(None if copy is None or chunk is None else copy.read(chunk, self._room))
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(library, library.chunk(library.entries.sections(round), section, index))
+                self._send_chunk(served.chunk(served.entries.sections(round), section, index))
             case _:
                 self._send_none(HTTPStatus.NOT_FOUND)
 
     def _send_manifest(self, manifests: Manifests | None, first: int) -> None:
-        promise = None if manifests is None else manifests.at(first)
-        manifest = None if promise is None else promise.await_json(HASHES_AWAITED_S)
-        if promise is None or promise.is_given_up:
+        made = None if manifests is None else manifests.at(first)
+        try:
+            manifest = None if made is None else made.result(HASHES_AWAITED_S)
+        except TimeoutError:
+            return self._send_none(HTTPStatus.ACCEPTED)
+        except CancelledError:
+            manifest = None
+        if manifest is None:
             self._send_none(HTTPStatus.NOT_FOUND)
-        elif manifest is None:
-            self._send_none(HTTPStatus.ACCEPTED)
         else:
             self._send(manifest)
 
-    def _send_chunk(self, library: ServedData, data: Tensor | None) -> None:
+    def _send_chunk(self, data: Tensor | None) -> None:
         if data is None:
             return self._send_none(HTTPStatus.NOT_FOUND)
         self._begin(HTTPStatus.OK, data.numel())
         rest = bytes_of(data)
         while rest:
-            size = RECORD_BYTES if library.is_free() else KEEPALIVE_BYTES
+            size = RECORD_BYTES if self.served.is_free() else KEEPALIVE_BYTES
             self.wfile.write(rest[:size])
             rest = rest[size:]
 

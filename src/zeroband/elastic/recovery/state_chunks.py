@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
+from zeroband.config.ranges import Round
 from zeroband.errors import RecoveryFailed
 
 if TYPE_CHECKING:
@@ -33,7 +35,31 @@ _HASH_BYTES = 16
 _SHOWN = 60
 """Characters of a value that a donor says which are put into a message."""
 
-_TEXT_LENGTH = 120
+
+_Text = Annotated[str, Field(max_length=120)]
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A section as a manifest lists it."""
+
+    bytes: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
+    hashes: tuple[_Text, ...]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A manifest as it crosses the wire."""
+
+    round: Round
+    state_digest: _Text
+    record: dict[str, Any]
+    chunk_bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
+    first: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
+    sections: dict[str, _Section]
+
+
+_WIRE = TypeAdapter(_Said)
 
 
 @dataclass(frozen=True, order=True)
@@ -109,16 +135,16 @@ class StateManifest:
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     def difference(self, other: StateManifest) -> str:
-        """The first value in which another manifest differs from this one, in words; empty if none does."""
+        """The first value in which another donor's manifest differs from this one, the lead's; empty if none does."""
         for name in ("round", "state_digest", "chunk_bytes", "lengths", "first"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                return f"its {name} is {theirs!r:.{_SHOWN}}, the others' is {ours!r:.{_SHOWN}}"
+                return f"its {name} is {theirs!r:.{_SHOWN}}, the lead's is {ours!r:.{_SHOWN}}"
         said = other.listed()
         for chunk, ours in self.listed().items():
             if said.get(chunk) != ours:
-                return f"its {chunk} has hash {said.get(chunk)}, the others' has {ours}"
-        return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the others'"
+                return f"its {chunk} has hash {said.get(chunk)}, the lead's has {ours}"
+        return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the lead's"
 
 
 def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:
@@ -142,18 +168,20 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
     Raises RecoveryFailed unless every value is of its type, within its bounds, and fits the others.
     """
     try:
-        record = json.loads(data)
-        manifest = StateManifest(
-            round=_number(record["round"], 0, 1 << 62),
-            state_digest=_text(record["state_digest"]),
-            record=_mapping(record["record"]),
-            chunk_bytes=_number(record["chunk_bytes"], 1, MAX_CHUNK_BYTES),
-            lengths={n: _number(s["bytes"], 0, MAX_SECTION_BYTES) for n, s in _mapping(record["sections"]).items()},
-            hashes={n: tuple(_text(h) for h in s["hashes"]) for n, s in record["sections"].items()},
-            first=_number(record["first"], 0, MAX_SECTION_BYTES),
-        )
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise RecoveryFailed(f"it answers nonsense: {error!r:.200}") from error
+        said = _WIRE.validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RecoveryFailed(f"it answers nonsense: {where:.{_SHOWN}}: {first['msg']:.200}") from error
+    manifest = StateManifest(
+        round=said.round,
+        state_digest=said.state_digest,
+        record=said.record,
+        chunk_bytes=said.chunk_bytes,
+        lengths={name: section.bytes for name, section in said.sections.items()},
+        hashes={name: section.hashes for name, section in said.sections.items()},
+        first=said.first,
+    )
     if lengths is not None and manifest.lengths != lengths:
         raise RecoveryFailed(
             f"it serves sections of {manifest.lengths!r:.{_SHOWN}} bytes, this node needs {dict(lengths)}"
@@ -165,21 +193,3 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
                 f"it lists {listed} chunks of {name!r:.{_SHOWN}} from {manifest.first}, {length} bytes have {needed}"
             )
     return manifest
-
-
-def _number(value: object, lowest: int, highest: int) -> int:
-    if type(value) is not int or not lowest <= value <= highest:
-        raise ValueError(f"{value!r:.{_SHOWN}} is no whole number from {lowest} to {highest}")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _TEXT_LENGTH:
-        raise ValueError(f"{value!r:.{_SHOWN}} is no text of at most {_TEXT_LENGTH} characters")
-    return value
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.{_SHOWN}} is no mapping")
-    return cast(dict[str, Any], value)

@@ -1,7 +1,8 @@
-"""Fetching the chunks of one state or entry from several donors at once. Owns the threads that do it.
+"""Fetching the chunks of one state or update from several donors at once. Owns the threads that do it.
 
-Every chunk is held against its hash before it is written; the hashes of the next chunks are asked for meanwhile. A
-donor that sends a wrong one is dropped; one that breaks off is tried again for a while. The target is not written to
+One donor leads: its manifest says what is fetched, and its hashes are what every chunk is held against before it is
+written. The others send chunks as long as they claim the same. Where the lead breaks off another one takes its place. A
+donor that sends a wrong chunk is dropped; one that breaks off is tried again for a while. The target is not written to
 once `StateTransfer.run` returned.
 """
 
@@ -16,14 +17,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from statistics import median
 
-from zeroband.elastic.recovery.donors import DONOR_ERRORS, Donor, DonorConnection, Inquiry, Refusal, reason_of
-from zeroband.elastic.recovery.election import no_donor
+from zeroband.elastic.recovery.donors import DONOR_ERRORS, Donor, DonorConnection, Inquiry, no_donor, reason_of
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, chunk_hash
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
-
-STRAGGLER_S = 1.0
-"""No chunk is given to a second donor before it is so long on its way."""
 
 _STRAGGLER_FACTOR = 2.0
 _MEASURED_CHUNKS = 64
@@ -39,7 +36,7 @@ class ChunkQueue:
     Hands out each chunk once, and those that take long at the end a second time to another donor.
     """
 
-    def __init__(self, chunks: Iterable[Chunk], *, straggler_s: float = STRAGGLER_S) -> None:
+    def __init__(self, chunks: Iterable[Chunk], *, straggler_s: float) -> None:
         self._waiting = deque(chunks)
         self._flights: dict[Chunk, dict[str, float]] = {}
         """Chunks on their way: since when, from which donor."""
@@ -105,48 +102,27 @@ class Tally:
     """Verified bytes that each member sent, those included that another one had sent before."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
     """Why a member was dropped."""
+    leads: set[str] = field(default_factory=set[str])
+    """Members whose hashes were believed."""
 
     def count(self, donor: Donor, sent_bytes: int) -> None:
         self.received_bytes[donor.member_id] = self.received_bytes.get(donor.member_id, 0) + sent_bytes
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    donor: Donor
-    sent_bytes: int
-    is_new: bool
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A connection ended; without a reason if there was nothing more to fetch."""
-
-    donor: Donor
-    why: str
-
-
-@dataclass(frozen=True)
-class _Enlisted:
-    donor: Donor
-    answer: StateManifest | Refusal
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """The hashes of the next chunks; none where nobody has them."""
-
-    hashes: Mapping[Chunk, str]
-
-
-@dataclass
+@dataclass(eq=False)
 class _Source:
     """A donor in use."""
 
     donor: Donor
     connections: list[DonorConnection]
     living: int
+    is_asked: bool = False
+    is_known: bool = False
+    """Whether it makes the lead's claim."""
+    is_elsewhere: bool = False
+    """It holds this round no longer, which is nothing to be dropped for."""
     why: str = ""
-    """Why it is dropped, if it is."""
+    """Why nothing more is asked of it."""
 
     def drop(self, why: str) -> None:
         self.why = self.why or why
@@ -157,184 +133,107 @@ class _Source:
 class StateTransfer:
     """One fetch of chunks. `run` is for one thread, which also gets the calls of `on_chunk`.
 
-    `manifest`: lists the hashes of the first of `missing`, which are fetched in their order. `list_from`: what is
-    believed of the hashes from a chunk's number on; called in a thread of its own, raises RecoveryFailed.
+    `lead`: made the claim `manifest`, which lists the hashes of the first of `missing`. Those are fetched in their
+    order, and their hashes stretch by stretch beside them.
     """
 
     def __init__(
         self,
+        lead: Donor,
         manifest: StateManifest,
         inquiry: Inquiry,
         targets: Mapping[str, memoryview],
         missing: Sequence[Chunk],
         tally: Tally,
-        list_from: Callable[[int], StateManifest],
-        *,
-        straggler_s: float = STRAGGLER_S,
     ) -> None:
         self._manifest = manifest
         self._inquiry = inquiry
         self._targets = targets
         self._tally = tally
-        self._list_from = list_from
         self.missing = tuple(missing)
         """What is not there, when `run` has ended."""
         self._done: set[Chunk] = set()
         self._hashes: dict[Chunk, str] = {}
         self._unlisted: Sequence[Chunk] = self.missing
         """Chunks whose hashes are not known yet."""
-        self._chunks = ChunkQueue((), straggler_s=straggler_s)
-        self._take_hashes(manifest.listed())
-        self._is_listing = False
+        self._chunks = ChunkQueue((), straggler_s=inquiry.limits.straggler_s)
+        self._lister: DonorConnection | None = None
+        """On which connection the next hashes are asked for."""
         self._total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
         self._changed = threading.Condition()
-        """Guards the queue of chunks and the targets."""
-        self._is_over = threading.Event()
-        self._events: queue.SimpleQueue[_Arrived | _Ended | _Enlisted | _Listed] = queue.SimpleQueue()
+        """Guards the queue of chunks, the sources and the targets."""
+        self._is_over = False
+        self._events: queue.SimpleQueue[int | tuple[_Source, str]] = queue.SimpleQueue()
+        """Bytes of chunks that are new here; connections that ended: of which source, and what was wrong, if it was."""
         self._sources: dict[Donor, _Source] = {}
-        self._at_other_round: set[Donor] = set()
-        """Those who hold this round no longer, which is nothing to be dropped for."""
-        self._asked = 0
         self._threads: list[threading.Thread] = []
         self._problems: dict[str, str] = {}
+        self._lead = self._source_of(lead)
+        self._lead.is_asked = self._lead.is_known = True
+        self._take_hashes(self._lead, manifest)
 
-    def run(
-        self,
-        supporters: Sequence[Donor],
-        spare: Sequence[Donor],
-        on_chunk: Callable[[int, int], None],
-        *,
-        donors_at_once: int,
-    ) -> None:
+    def run(self, others: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
         """Fetch what is missing. Raises RecoveryFailed when no donor is left.
 
-        `supporters` made the manifest's claim; `spare` donors are asked for it when these are too few. `on_chunk` gets
-        (bytes of a verified chunk, bytes that were missing at the start).
+        `others` are asked for the lead's claim, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that
+        were missing at the start).
         """
-        waiting = list(spare)
+        waiting = list(others)
         try:
-            for donor in supporters:
-                self._start(donor)
+            self._start(self._lead)
             while not self._is_complete():
-                self._list_next()
-                while waiting and len(self._sources) + self._asked < donors_at_once:
-                    self._enlist(waiting.pop(0))
-                if not self._sources and not self._asked:
+                while waiting and len(self._sources) < self._inquiry.limits.donors_at_once:
+                    self._start(self._source_of(waiting.pop(0)))
+                if not self._sources:
                     raise no_donor(self._problems)
                 self._note(self._events.get(), on_chunk)
-            self._note_last_arrivals(on_chunk)
+            while not self._events.empty():
+                self._note(self._events.get(), on_chunk)
         finally:
             self._stop()
 
     def _is_complete(self) -> bool:
         with self._changed:
-            return self._chunks.is_done and not self._unlisted
+            return self._is_fetched
 
-    def _take_hashes(self, listed: Mapping[Chunk, str]) -> None:
-        new = {chunk: listed[chunk] for chunk in self._unlisted if chunk in listed}
-        self._hashes |= new
-        self._chunks.add(new)
-        self._unlisted = tuple(chunk for chunk in self._unlisted if chunk not in new) if new else ()
+    @property
+    def _is_fetched(self) -> bool:
+        return self._chunks.is_done and not self._unlisted
 
-    def _list_next(self) -> None:
-        """Ask for the next hashes, before the fetch comes to the end of those that are known."""
-        with self._changed:
-            is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
-            is_due = is_low and self._unlisted and not self._is_listing
-        if is_due:
-            self._is_listing = True
-            first = self._unlisted[0].index
-            self._spawn(lambda: self._put_hashes(first))
-
-    def _put_hashes(self, first: int) -> None:
-        hashes: Mapping[Chunk, str] = {}
-        try:
-            hashes = self._list_from(first).listed()
-        except RecoveryFailed as error:
-            fields = {"round": self._manifest.round, "why": str(error)}
-            _log.debug("no more hashes of a round", extra={"fields": fields})
-        finally:
-            self._events.put(_Listed(hashes))
-
-    def _note(self, event: _Arrived | _Ended | _Enlisted | _Listed, on_chunk: Callable[[int, int], None]) -> None:
-        match event:
-            case _Arrived():
-                self._tally.count(event.donor, event.sent_bytes)
-                if event.is_new:
-                    on_chunk(event.sent_bytes, self._total_bytes)
-            case _Ended():
-                self._note_end(self._sources[event.donor], event.why)
-            case _Enlisted():
-                self._asked -= 1
-                self._note_answer(event.donor, event.answer)
-            case _Listed():
-                self._is_listing = False
-                with self._changed:
-                    self._take_hashes(event.hashes)
-                    self._changed.notify_all()
-
-    def _note_answer(self, donor: Donor, answer: StateManifest | Refusal) -> None:
-        if isinstance(answer, Refusal):
-            self._problems[str(donor)] = answer.why
-            if not answer.is_other_round:
-                self._drop(donor, answer.why)
-        elif answer.claim != self._manifest.claim:
-            self._drop(donor, self._manifest.difference(answer))
-        else:
-            self._start(donor)
-
-    def _note_end(self, source: _Source, why: str) -> None:
-        """A donor is dropped with its last connection."""
+    def _note(self, event: int | tuple[_Source, str], on_chunk: Callable[[int, int], None]) -> None:
+        if isinstance(event, int):
+            on_chunk(event, self._total_bytes)
+            return
+        source, why = event
         source.living -= 1
         if source.living > 0:
             return
-        del self._sources[source.donor]
-        if source.why or why:
-            self._drop(source.donor, source.why or why)
+        with self._changed:
+            del self._sources[source.donor]
+            self._changed.notify_all()  # another one may lead now
+        self._problems[str(source.donor)] = why = source.why or why
+        if why and not source.is_elsewhere:
+            self._tally.dropped[source.donor.member_id] = why
+            fields = {"donor": str(source.donor), "round": self._manifest.round, "why": why}
+            _log.warning("donor dropped", extra={"fields": fields})
 
-    def _note_last_arrivals(self, on_chunk: Callable[[int, int], None]) -> None:
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, _Arrived):
-                self._note(event, on_chunk)
+    def _source_of(self, donor: Donor) -> _Source:
+        connections = [self._inquiry.connect(donor) for _ in range(self._inquiry.limits.connections)]
+        return _Source(donor, connections, len(connections))
 
-    def _drop(self, donor: Donor, why: str) -> None:
-        self._problems[str(donor)] = why
-        if donor in self._at_other_round:
-            return
-        self._tally.dropped[donor.member_id] = why
-        fields = {"donor": str(donor), "round": self._manifest.round, "why": why}
-        _log.warning("donor dropped", extra={"fields": fields})
-
-    def _enlist(self, donor: Donor) -> None:
-        """Ask one more donor whether it makes the same claim."""
-        self._asked += 1
-        self._spawn(lambda: self._put_answer(donor))
-
-    def _put_answer(self, donor: Donor) -> None:
-        answer: StateManifest | Refusal = Refusal("this node failed to ask it")
-        try:
-            answer = self._inquiry.manifest_of(donor, self._manifest.round, self._manifest.first)
-        finally:
-            self._events.put(_Enlisted(donor, answer))
-
-    def _start(self, donor: Donor) -> None:
-        inquiry = self._inquiry
-        connections = [DonorConnection(donor, inquiry.dialler, inquiry.patience) for _ in range(inquiry.connections)]
-        source = self._sources[donor] = _Source(donor, connections, len(connections))
-        self._tally.count(donor, 0)
-        for connection in connections:
-            self._threads.append(self._spawn(lambda connection=connection: self._serve(source, connection)))
-
-    def _spawn(self, target: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=target, name="recovery", daemon=True)
-        thread.start()
-        return thread
+    def _start(self, source: _Source) -> None:
+        with self._changed:
+            self._sources[source.donor] = source
+        for connection in source.connections:
+            target: Callable[[], None] = lambda connection=connection: self._serve(source, connection)  # noqa: E731
+            thread = threading.Thread(target=target, name="recovery", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _stop(self) -> None:
         """No chunk is written after this; threads that still wait for a donor end by themselves."""
         with self._changed:
-            self._is_over.set()
+            self._is_over = True
             self.missing = tuple(chunk for chunk in self.missing if chunk not in self._done)
             self._changed.notify_all()
         for source in self._sources.values():
@@ -348,51 +247,110 @@ class StateTransfer:
     def _serve(self, source: _Source, connection: DonorConnection) -> None:
         why = "its connection ended"
         try:
-            why = self._fetch_chunks(source, connection)
+            why = self._work(source, connection)
         finally:
             connection.close()
-            self._events.put(_Ended(source.donor, why))
+            self._end_list(connection)
+            self._events.put((source, why))
 
-    def _fetch_chunks(self, source: _Source, connection: DonorConnection) -> str:
+    def _work(self, source: _Source, connection: DonorConnection) -> str:
         """Fetch until nothing is left; the reason to drop the connection, if there was one."""
-        patience, failures = self._inquiry.patience, 0
+        limits, failures = self._inquiry.limits, 0
         buffer = memoryview(bytearray(min(self._manifest.chunk_bytes, max(self._manifest.lengths.values(), default=0))))
-        while (chunk := self._take(source)) is not None:
-            why, is_final = self._fetch(source, connection, chunk, buffer)
+        while (task := self._take(source, connection)) is not None:
+            if isinstance(task, int):
+                why, is_final = self._list(source, connection, task)
+            else:
+                why, is_final = self._fetch(source, connection, task, buffer)
             failures = failures + 1 if why else 0
-            if is_final and source.donor in self._at_other_round:
+            if is_final and source.is_elsewhere:
                 source.why = source.why or why  # what its other connections are at is of this round still
             elif is_final:
                 source.drop(why)
-            if is_final or failures > patience.retries:
+            if is_final or failures > limits.retries:
                 return why
             if why:
-                self._is_over.wait(patience.backoff_s * 2 ** (failures - 1))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_over, limits.backoff_s * 2 ** (failures - 1))
         return ""
 
-    def _take(self, source: _Source) -> Chunk | None:
-        """The next chunk, waited for while others are at the last ones; None when there is nothing to do any more."""
+    def _take(self, source: _Source, connection: DonorConnection) -> Chunk | int | None:
+        """The next chunk, or the number of the first chunk whose hashes are to be asked for.
+
+        Waits while others are at the last ones; None when there is nothing to do any more.
+        """
         with self._changed:
-            while not (self._is_over.is_set() or source.why or (self._chunks.is_done and not self._unlisted)):
-                chunk = self._chunks.take(source.donor.member_id, time.monotonic())
+            while not (self._is_over or source.why or self._is_fetched):
+                if not source.is_asked:
+                    source.is_asked = True
+                    return self._manifest.first
+                if source.is_known and self._leads(source) and self._is_list_due():
+                    self._lister = connection
+                    return self._unlisted[0].index
+                chunk = self._chunks.take(source.donor.member_id, time.monotonic()) if source.is_known else None
                 if chunk is not None:
                     return chunk
                 self._changed.wait(_IDLE_POLL_S)
         return None
 
+    def _leads(self, source: _Source) -> bool:
+        """Whether this source is the first of those that make the claim."""
+        return source is next((one for one in self._sources.values() if one.is_known and not one.why), None)
+
+    def _is_list_due(self) -> bool:
+        """Whether to ask for the next hashes: before the fetch comes to the end of those that are known."""
+        is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
+        return is_low and bool(self._unlisted) and self._lister is None
+
+    def _take_hashes(self, source: _Source, manifest: StateManifest) -> None:
+        listed = manifest.listed()
+        new = {chunk: listed[chunk] for chunk in self._unlisted if chunk in listed}
+        self._hashes |= new
+        self._chunks.add(new)
+        if new:
+            self._unlisted = tuple(chunk for chunk in self._unlisted if chunk not in new)
+            self._tally.leads.add(source.donor.member_id)
+
+    def _list(self, source: _Source, connection: DonorConnection, first: int) -> tuple[str, bool]:
+        """Ask what a donor claims from a chunk on: a newcomer, or the lead for the next hashes. As `_fetch` returns."""
+        why, is_final = "", True
+        try:
+            manifest = self._inquiry.manifest_of(connection, self._manifest.round, first)
+            if manifest is None:
+                source.is_elsewhere = True
+                why = self._inquiry.none_at(self._manifest.round, first)
+            elif source.is_known:
+                why = self._manifest.whole.difference(manifest.whole)
+            else:
+                why = self._manifest.difference(manifest)
+        except DONOR_ERRORS as error:
+            manifest, why, is_final = None, reason_of(error), False
+        except RecoveryFailed as error:
+            manifest, why = None, str(error)
+        with self._changed:
+            if manifest is not None and not why and source.is_known:
+                self._take_hashes(source, manifest)
+            source.is_known = source.is_asked = source.is_known or not why
+            self._end_list(connection)
+        return why, is_final and bool(why)
+
+    def _end_list(self, connection: DonorConnection) -> None:
+        with self._changed:
+            self._lister = None if self._lister is connection else self._lister
+            self._changed.notify_all()
+
     def _fetch(
         self, source: _Source, connection: DonorConnection, chunk: Chunk, buffer: memoryview
     ) -> tuple[str, bool]:
         """Fetch and verify one chunk; otherwise give it back, and say why and whether it is no use to go on."""
-        member_id, target = source.donor.member_id, self._manifest.part(chunk, self._targets[chunk.section])
+        donor, target = source.donor, self._manifest.part(chunk, self._targets[chunk.section])
         path, data = f"{self._inquiry.path(self._manifest.round)}/{chunk.section}/{chunk.index}", buffer[: len(target)]
         why, is_final = "", False
         try:
             status = connection.read_into(path, data)
             if status != HTTPStatus.OK:
                 why, is_final = f"{path} answered {status}", status == HTTPStatus.NOT_FOUND
-                if is_final:
-                    self._at_other_round.add(source.donor)
+                source.is_elsewhere = source.is_elsewhere or is_final
         except DONOR_ERRORS as error:
             why = f"{path}: {reason_of(error)}"
         except RecoveryFailed as error:
@@ -401,12 +359,13 @@ class StateTransfer:
             why, is_final = f"{path} does not match its hash", True
         with self._changed:
             if why:
-                self._chunks.give_back(member_id, chunk)
-            elif not self._is_over.is_set():
-                is_new = self._chunks.finish(member_id, chunk, time.monotonic())
+                self._chunks.give_back(donor.member_id, chunk)
+            elif not self._is_over:
+                is_new = self._chunks.finish(donor.member_id, chunk, time.monotonic())
+                self._tally.count(donor, len(data))
                 if is_new:
                     target[:] = data
                     self._done.add(chunk)
-                self._events.put(_Arrived(source.donor, len(data), is_new))
+                    self._events.put(len(data))
             self._changed.notify_all()
         return why, is_final

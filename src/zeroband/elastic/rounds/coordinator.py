@@ -29,10 +29,9 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
-from zeroband.elastic.rounds.interfaces import LaterPart, LiveState, MissedRound, OuterParts, StateCopy, verify
-from zeroband.elastic.rounds.journal import JournalEntry
+from zeroband.elastic.rounds.interfaces import LaterPart, OuterParts, verify
 from zeroband.elastic.rounds.phase import TransferWindow
-from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
+from zeroband.elastic.rounds.rollback import RolledBack, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer, sum_known
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed, RoundsMissed, RunOver
@@ -40,6 +39,7 @@ from zeroband.kernels.scan import largest
 from zeroband.node.mesh import all_ok, barrier, max_over_ranks
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import digest_of
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 _log = get_logger(__name__)
 
@@ -167,7 +167,7 @@ class RoundCoordinator(ABC):
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
     @abstractmethod
-    def replay(self, missed: MissedRound) -> str:
+    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
         """Catch up by a round that was committed while this node was late or joining; the digest after it."""
         ...
 
@@ -541,15 +541,14 @@ class RoundCoordinator(ABC):
         for number in range(self.round + 1, round + 1):
             turn = self._turn
             fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn, room=room))
-            self.exchange.unpack(turn, fetched.update)
+            self.exchange.unpack(turn, fetched.update if self._local.rank == 0 else None)
             has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
-            result, record, digest = self.exchange.result_of(turn), fetched.record, fetched.state_digest
-            found = self.replay(MissedRound(number, result, record, digest, has_already))
+            found = self.replay(fetched, self.exchange.result_of(turn), has_already)
             update = on_disk.pop() if on_disk else None
             if self._is_one_state:
-                verify(found, digest, f"the state after round {number}", self._local)
+                verify(found, fetched.state_digest, f"the state after round {number}", self._local)
                 if update is not None:
-                    self._parts.journal.add(JournalEntry(number, update, record, digest))
+                    self._parts.journal.add(replace(fetched, update=update))
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
@@ -580,7 +579,7 @@ class RoundCoordinator(ABC):
         record = {**said, "session": uuid.uuid4().hex, **self._describe_founding()}
         return self._vote(opening, self.state_digest, costs, record=record)
 
-    def _stage(self, opening: Opening, step: int) -> StagedState:
+    def _stage(self, opening: Opening, step: int) -> RoundState:
         """The checkpoint that an opening names. Raises PeerLost where it cannot be had: the order is taken back."""
         try:
             return self._parts.stage(step)
@@ -588,7 +587,7 @@ class RoundCoordinator(ABC):
             self._parts.mesh.refuse_rollback(opening, str(error))
             raise PeerLost(f"round {opening.round} does not go back: {error}") from error
 
-    def _describe_return(self, staged: StagedState, opening: Opening) -> Mapping[str, Any]:
+    def _describe_return(self, staged: RoundState, opening: Opening) -> Mapping[str, Any]:
         before = {"state_before": self.state_digest, "session": self.record["session"]}
         return describe_return(staged, opening, self._parts.shape, self.progress, before)
 
@@ -649,13 +648,13 @@ class RoundCoordinator(ABC):
         with self.state_lock:
             sections = {name: self._buffers[name] for name in self.sections}
             now: Callable[[], int] = lambda: self.round  # noqa: E731
-            return LiveState(self.round, sections, self.record, self.state_digest, self.state_lock, now)
+            return LiveState(self.round, self.record, self.state_digest, sections, lock=self.state_lock, round_now=now)
 
-    def copy_state(self) -> StateCopy:
+    def copy_state(self) -> RoundState:
         """A copy of the outer state. Any thread of local rank 0."""
         with self.state_lock:
             sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(self.round, sections, self.record, self.state_digest)
+            return RoundState(self.round, self.record, self.state_digest, sections)
 
     def _keep_in_journal(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from torch import Tensor
 
 from zeroband.data.ledger import SHARED, Range
@@ -20,7 +18,6 @@ from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.phase import PhaseLength
-from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
@@ -32,78 +29,13 @@ from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import ShardMap, SharedBuffers
 from zeroband.state.fragments import Fragment
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class StateCopy:
-    """The outer state after a committed round, copied so that training goes on while a joiner fetches it."""
-
-    round: int
-    sections: Mapping[str, Tensor]
-    record: Mapping[str, Any]
-    """The verdict's record, which holds the run's progress."""
-    state_digest: str
-    is_gone = False
-
-    def read(self, part: Tensor, room: Tensor) -> Tensor:
-        """A part of a section, where it lies."""
-        return part
-
-
-@dataclass(frozen=True)
-class LiveState:
-    """The outer state after a committed round, not copied: gone when the next round is applied. Any thread."""
-
-    round: int
-    sections: Mapping[str, Tensor]
-    record: Mapping[str, Any]
-    state_digest: str
-    lock: threading.Lock
-    """Held by whoever changes the sections."""
-    round_now: Callable[[], int]
-
-    @property
-    def is_gone(self) -> bool:
-        return self.round_now() != self.round
-
-    def read(self, part: Tensor, room: Tensor) -> Tensor | None:
-        """A part of a section, (n,) uint8, copied into `room`; None where it is gone."""
-        copy = room[: part.numel()]
-        with self.lock:
-            if self.is_gone:
-                return None
-            np.copyto(copy.numpy(), part.numpy())  # by this thread alone: torch would have several of its own for each
-        return copy
-
-
 LaterPart = tuple[int, int, int]
 """Values [start, stop) of all sections that are of a later round than the rest, and that round."""
-
-
-@dataclass(frozen=True)
-class FetchedRound:
-    """A journal entry that came from the others."""
-
-    record: Mapping[str, Any]
-    state_digest: str
-    update: Tensor | None
-    """(nbytes,) uint8, on local rank 0."""
-
-
-@dataclass(frozen=True)
-class MissedRound:
-    """A committed round that this node was not in."""
-
-    round: int
-    result: Tensor
-    """(n,) float32 on CPU, shared by the local ranks."""
-    record: Mapping[str, Any]
-    state_digest: str
-    """Digest of the outer state after it."""
-    has_already: Sequence[tuple[int, int]] = ()
-    """Values [start, stop) of the sections that have it already, ascending."""
 
 
 class Inner(Protocol):
@@ -187,9 +119,9 @@ class OuterParts:
     phase_length: PhaseLength
     departure: Departure
     faults: FaultPoints
-    fetch_entry: Callable[[int, Callable[[int], Tensor]], FetchedRound]
+    fetch_entry: Callable[[int, Callable[[int], Tensor]], RoundUpdate]
     """Has the journal's entry of a round fetched from the others, into the room that local rank 0 has for its bytes."""
-    stage: Callable[[int], StagedState]
+    stage: Callable[[int], RoundState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     corpus: str = SHARED
     """Name of the corpus that this node's samples are of."""
@@ -334,8 +266,12 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
-    def replay(self, missed: MissedRound) -> str:
-        """Catch up by one committed round; returns the digest of the state after it."""
+    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
+        """Catch up by a round that this node was not in; returns the digest of the state after it.
+
+        `result`: of the round, (n,) float32 on CPU, shared by the local ranks. `has_already`: values [start, stop) of
+        the sections that have it already, ascending.
+        """
         ...
 
     def join(self) -> RoundReport:
@@ -357,7 +293,7 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
         ...
 
-    def copy_state(self) -> StateCopy:
+    def copy_state(self) -> RoundState:
         """A copy of the outer state. Any thread of local rank 0."""
         ...
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.observe.log import get_logger
+from zeroband.state.round_state import RoundUpdate
 
 AWAITED_S = 20.0
 """Longest wait for an entry; below the time-out of the joiners' requests."""
@@ -33,19 +34,6 @@ Allocator = Callable[[int], Tensor]
 """Gives (nbytes,) uint8 for an update of so many bytes."""
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """What a committed round did to the state."""
-
-    round: int
-    update: Tensor
-    """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; nobody writes to it any more."""
-    record: Mapping[str, Any]
-    """The verdict's record."""
-    state_digest: str
-    """Digest of the outer state after the round."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Journal:
         self._folder = folder
         self._bounds = bounds
         self._clock = clock
-        self._entries: OrderedDict[int, tuple[JournalEntry, float]] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[RoundUpdate, float]] = OrderedDict()
         """By round, with the time at which they came."""
         self._changed = threading.Condition()
         self._newest = -1
@@ -99,7 +87,7 @@ class Journal:
             _log.warning("the journal cannot be written, so nobody joins by this round", extra={"fields": fields})
             self._clear(round)
         else:
-            self.add(JournalEntry(round, update, record, state))
+            self.add(RoundUpdate(round, update, record, state))
 
     def room(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8 on disk, after making way for it. Raises OSError where the disk is full. Any thread."""
@@ -112,7 +100,7 @@ class Journal:
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here and not a bus error later
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
-    def add(self, entry: JournalEntry) -> None:
+    def add(self, entry: RoundUpdate) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
         with self._changed:
             self._forget(entry.round)
@@ -147,7 +135,7 @@ class Journal:
             self._newest = round
             self._changed.notify_all()
 
-    def await_entry(self, round: int, *, patience_s: float = AWAITED_S) -> JournalEntry | None:
+    def await_entry(self, round: int, *, patience_s: float = AWAITED_S) -> RoundUpdate | None:
         """The entry of a round; one that is newer than all entries is awaited. Any thread but the main one.
 
         Joiners learn of a verdict from the store, often before their donor has applied it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range, holes, settle
@@ -12,6 +12,7 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ZerobandError
+from zeroband.state.round_state import RoundState
 
 
 class RolledBack(ZerobandError):
@@ -27,23 +28,14 @@ class RolledBack(ZerobandError):
         self.record = record
 
 
-@dataclass(frozen=True)
-class StagedState:
-    """The outer state of a checkpoint, read by this node."""
-
-    round: int
-    record: Mapping[str, Any]
-    """What the checkpoint recorded."""
-    state_digest: str
-
-
 def describe_return(
-    staged: StagedState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
+    staged: RoundState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What the verdict says that goes back: progress and data ledgers as of the checkpoint, dealt out anew.
 
     Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
-    `current`: the progress that is left. `before`: what the verdict before it adds.
+    `staged`: the state of the checkpoint, read by this node. `current`: the progress that is left. `before`: what the
+    verdict before it adds.
     """
     saved, progress = staged.record, Progress.from_record(staged.record["progress"])
     skipped = learned_since(progress, current) if opening.skips_data else {}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zeroband.config.outer import Uneven
 from zeroband.outer.compression.sizes import ALIGNMENT
-from zeroband.state.flat import FlatLayout, Slot
+from zeroband.state.flat import FlatLayout
+from zeroband.state.slot import Slot
 
 
 def chunk_length(length: int, most: int, uneven: Uneven) -> int:

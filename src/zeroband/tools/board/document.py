@@ -19,9 +19,11 @@ from typing import Any, Generic, TypeVar
 
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
-from zeroband.observe.history import Axis, JoinView, LinkView, Promise, RoundView, RunHistory, Span, WaitingFor
+from zeroband.observe.history import Axis, RunHistory, Span
+from zeroband.observe.lines import RoundView
+from zeroband.observe.node_history import LinkView
 from zeroband.observe.status import human_count, lacking_in_words, strangers_in_words
-from zeroband.observe.view import EventView, NodeView, RunView
+from zeroband.observe.view import AT_WORK, EventView, JoinView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
 SHOWN_ROUNDS = 120
@@ -29,9 +31,9 @@ SHOWN_EVENTS = 200
 SHOWN_CHECKPOINTS = 20
 _PACE_ROUNDS = 20
 """Newest rounds by which the time that is left is told."""
+_PARTS = ("end_s", "compute_s", "wait_s", "transfer_s", "apply_s")
 _STALLED_S = 60.0
 """How long all members must be silent for the run to be called stalled."""
-_AT_WORK = ("training", "late", "paused", "leaving")
 _GZIP_HEAD = bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 0xFF])
 _GZIP_END = bytes([3, 0])
 """An empty last block."""
@@ -182,10 +184,9 @@ def state_document(
     """The document of /api/state as a dictionary, without its long lists."""
     to_s = known.to_s
     view = known.view(at_s)
-    spans = {node.node_id: known.standing(node.node_id, at_s) for node in view.nodes}
     waiting = known.waiting_for(to_s + age_s) if at_s is None and to_s is not None and age_s is not None else None
-    state, words = _run_state(view, spans, None if at_s is not None else age_s, waiting is not None)
-    if not spans and problem is not None:
+    state, words = _run_state(view, None if at_s is not None else age_s, waiting is not None)
+    if not view.nodes and problem is not None:
         words = "Nothing of this run could be read yet."
     if view.strangers:
         words += f" {strangers_in_words(view)}."
@@ -202,67 +203,48 @@ def state_document(
         "to_s": to_s,
         "age_s": age_s,
         "problem": problem,
-        "run": {"state": state, "words": words, **_numbers(known, view, spans, setting, at_s)},
-        "nodes": [_node(known, node, spans[node.node_id], at_s) for node in view.nodes],
-        "waiting_for": None if waiting is None else _waiting(waiting),
-        "promises": [_promise(one) for one in known.promises(at_s)],
+        "run": {"state": state, "words": words, **_numbers(known, view, setting, at_s)},
+        "nodes": [_node(known, node, at_s) for node in view.nodes],
+        "waiting_for": None if waiting is None else _chosen(waiting, "nodes", "since_s", "words"),
+        "guarantees": [_chosen(one, "key", "title", "state", "words", "evidence") for one in known.guarantees(at_s)],
         "checkpoints": [
-            {"step": one.step, "round": one.round, "at_s": _ms(one.at_s), "bytes": one.bytes, "took_s": one.took_s}
+            {**_chosen(one, "step", "round", "bytes", "took_s"), "at_s": _ms(one.at_s)}
             for one in known.checkpoints(at_s)[-SHOWN_CHECKPOINTS:]
         ],
-        "sample": None if sample is None else {"node_id": sample.node_id, "at_s": sample.at_s, "text": sample.text},
+        "sample": None if sample is None else _chosen(sample, "node_id", "at_s", "text"),
         "orders": {"allowed": setting.orders_allowed, "why": setting.orders_why},
     }
 
 
-def _waiting(waiting: WaitingFor) -> dict[str, Any]:
-    return {"nodes": waiting.nodes, "since_s": waiting.since_s, "words": waiting.words}
-
-
-def _promise(one: Promise) -> dict[str, Any]:
-    return {"key": one.key, "title": one.title, "state": one.state, "words": one.words, "evidence": one.evidence}
+def _chosen(view: object, *names: str) -> dict[str, Any]:
+    """Fields of a view under their own names."""
+    return {name: getattr(view, name) for name in names}
 
 
 def _stays(node_id: str, spans: Sequence[Span]) -> dict[str, Any]:
-    return {"id": node_id, "spans": [[_ms(span.from_s), _ms(span.to_s), span.standing] for span in spans]}
+    return {"id": node_id, "spans": [[_ms(span.from_s), _ms(span.to_s), span.state] for span in spans]}
 
 
 def _event(event: EventView) -> dict[str, Any]:
     return {
+        **_chosen(event, "node_id", "kind"),
         "at_s": _ms(event.at_s),
-        "node_id": event.node_id,
-        "kind": event.kind,
         "words": event_in_words(event),
         "level": level_of(event.kind),
     }
 
 
 def _link(link: LinkView) -> dict[str, Any]:
-    return {
-        "from": link.from_id,
-        "to": link.to_id,
-        "mbit_s": link.mbit_s,
-        "rtt_ms": link.rtt_ms,
-        "is_cut_off": link.is_cut_off,
-    }
+    return {"from": link.from_id, "to": link.to_id, **_chosen(link, "mbit_s", "rtt_ms", "is_cut_off")}
 
 
 def round_document(view: RoundView) -> dict[str, Any]:
     """A round as the page draws it."""
     return {
-        "round": view.round,
-        "epoch": view.epoch,
+        **_chosen(view, "round", "epoch", "members", "retries"),
         "committed_at_s": _ms(view.committed_at_s),
-        "members": view.members,
-        "retries": view.retries,
         "nodes": {
-            node_id: {
-                "end_s": _ms(part.end_s),
-                "compute_s": _ms(part.compute_s),
-                "wait_s": _ms(part.wait_s),
-                "transfer_s": _ms(part.transfer_s),
-                "apply_s": _ms(part.apply_s),
-            }
+            node_id: {name: _ms(seconds) for name, seconds in _chosen(part, *_PARTS).items()}
             for node_id, part in view.nodes.items()
         },
     }
@@ -271,8 +253,7 @@ def round_document(view: RoundView) -> dict[str, Any]:
 def series_document(history: RunHistory | None, by: Axis, points: int) -> bytes:
     """The document of /api/series."""
     found = () if history is None else history.series(by, points=points)
-    series = [{"key": one.key, "title": one.title, "unit": one.unit, "x": one.x, "y": one.y} for one in found]
-    return encode({"by": by, "series": series})
+    return encode({"by": by, "series": [_chosen(one, "key", "title", "unit", "x", "y") for one in found]})
 
 
 def level_of(kind: str) -> str:
@@ -285,31 +266,28 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _run_state(
-    view: RunView, spans: Mapping[str, Span | None], age_s: float | None, is_waiting: bool
-) -> tuple[str, str]:
+def _run_state(view: RunView, age_s: float | None, is_waiting: bool) -> tuple[str, str]:
     """The state of the run in one word, and in a sentence."""
-    own = {node.node_id: spans[node.node_id] for node in view.own}
-    standings = [span.standing for span in own.values() if span is not None]
-    at_work = [standing for standing in standings if standing in _AT_WORK]
-    if not standings:
+    states = [node.state for node in view.own if node.last_at_s is not None]
+    at_work = [state for state in states if state in AT_WORK]
+    if not states:
         return "waiting", "No node has recorded anything yet."
     if "paused" in at_work:
         return "paused", f"{at_work.count('paused')} nodes wait at their boundary, as an operator ordered."
     if at_work and is_waiting and age_s is not None and age_s > _STALLED_S:
         return "stalled", f"No node has recorded anything for {age(age_s)}."
     if at_work:
-        return "training", f"{_nodes(len(at_work))} in, {_nodes(len(standings))} seen."
-    if "finished" in standings:  # one that died as it started says nothing more
+        return "training", f"{_nodes(len(at_work))} in, {_nodes(len(states))} seen."
+    if "finished" in states:  # one that died as it started says nothing more
         return "finished", "All inner steps are done."
-    if "joining" in standings or "starting" in standings:
+    if "joining" in states or "starting" in states:
         return "waiting", "Nodes are on their way in; none trains yet."
-    if "failed" in standings:
-        failed = sorted(node_id for node_id, span in own.items() if span is not None and span.standing == "failed")
+    if "failed" in states:
+        failed = [node.node_id for node in view.own if node.state == "failed"]
         return "failed", f"No node trains any more; {listed(failed)} failed."
     return (
         "stalled",
-        f"No node trains any more: all {len(standings)} left or were lost; round {view.round} is the newest.",
+        f"No node trains any more: all {len(states)} left or were lost; round {view.round} is the newest.",
     )
 
 
@@ -317,14 +295,11 @@ def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def _numbers(
-    known: RunHistory, view: RunView, spans: Mapping[str, Span | None], setting: Setting, at_s: float | None
-) -> dict[str, Any]:
+def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | None) -> dict[str, Any]:
     """The numbers of the run."""
     current = view.current or view.own
-    at_work = [node for node in view.own if (span := spans[node.node_id]) and span.standing in _AT_WORK]
-    step = max((node.step for node in current), default=None)
-    total = max((node.total_steps for node in view.own if node.total_steps is not None), default=None)
+    at_work = [node for node in view.own if node.is_at_work]
+    step, total = max((node.step for node in current), default=None), view.total_steps
     rates = [node.tokens_per_s for node in at_work if node.tokens_per_s is not None]
     mfus = [node.mfu for node in at_work if node.mfu is not None]
     held_out = [node.evaluation for node in current if node.evaluation is not None]
@@ -378,25 +353,16 @@ def _join(join: JoinView) -> dict[str, Any]:
     return {"state": JOIN_WORDS.get(join.state, join.state), "percent": percent, "bytes_per_s": join.bytes_per_s}
 
 
-def _node(known: RunHistory, node: NodeView, span: Span | None, at_s: float | None) -> dict[str, Any]:
-    standing = "starting" if span is None else span.standing
-    join = known.join_of(node.node_id) if at_s is None and standing in ("joining", "starting") else None
-    is_at_work = standing in _AT_WORK
+def _node(known: RunHistory, node: NodeView, at_s: float | None) -> dict[str, Any]:
+    span = known.standing(node.node_id, at_s)
+    is_on_its_way = node.state in ("joining", "starting") and at_s is None
     return {
         "id": node.node_id,
-        "key": node.key,
-        "state": standing,
         "why": "" if span is None else span.why,
-        "join": None if join is None else _join(join),
-        "step": node.step,
-        "loss": node.loss,
-        "tokens_per_s": node.tokens_per_s if is_at_work else None,
-        "mfu": node.mfu if is_at_work else None,
-        "round": node.round,
-        "digest": node.digest,
-        "sent_bytes": node.sent_bytes,
-        "received_bytes": node.received_bytes,
-        "memory_bytes": node.memory_bytes,
+        "join": _join(node.join) if node.join is not None and is_on_its_way else None,
+        "tokens_per_s": node.tokens_per_s if node.is_at_work else None,
+        "mfu": node.mfu if node.is_at_work else None,
         "last_at_s": None if node.last_at_s is None else node.last_at_s - known.offsets().get(node.node_id, 0.0),
-        "starts": node.starts,
+        **_chosen(node, "key", "state", "step", "loss", "round", "digest", "starts"),
+        **_chosen(node, "sent_bytes", "received_bytes", "memory_bytes"),
     }

@@ -152,19 +152,15 @@ class RunWatch:
             with self._lock:
                 self._history, self._arrived_s = RunHistory(self._source.run_id), None
             self._version += 1
+        history = self._history
+        assert history is not None, "there is one for each source"
         try:
-            facts = self._source.read()
-            node_ids = self._source.node_ids()
+            facts, node_ids = self._source.read(), self._source.node_ids()
         except (ConfigError, StoreLost, OSError) as error:
             self._note(str(error))
             return False
-        history = self._history
-        assert history is not None, "there is one for each source"
         with self._lock:
-            for node_id in node_ids:
-                history.appeared(node_id)
-            for fact in facts:
-                history.add(fact)
+            history.take(node_ids, facts)
             self._to_s = history.to_s
         if facts:
             self._arrived_s = self._clock() if self._has_caught_up else None

@@ -29,7 +29,7 @@ from zeroband.tools.chaos.meddling import Meddling
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
 from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault, PlanRules, plan
 from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed, SoakRules
-from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
+from zeroband.tools.chaos.soak_report import SoakSetting, render
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
@@ -111,8 +111,9 @@ def soak(
         outcome.conduct(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
-    judgement = outcome.judge(is_interrupted=is_stopped())
-    report = outcome.report(judgement)
+    seen = outcome.evidence()
+    judgement = outcome.judge(seen, is_interrupted=is_stopped())
+    report = outcome.report(seen, judgement)
     cluster.run_dir.mkdir(parents=True, exist_ok=True)
     (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
     return SoakOutcome(report, judgement, cluster.run_dir)
@@ -259,61 +260,43 @@ class _Conducted:
             fences += of_node[1]
         return compare(costs, fences, course.struck, course.calm, course.end_s)
 
-    def judge(self, *, is_interrupted: bool) -> Judgement:
-        """What may be concluded from all that was seen."""
-        course, watch = self._course, self._watch
-        evidence = Evidence(
+    def evidence(self) -> Evidence:
+        """All that was seen."""
+        course, watch, audit = self._course, self._watch, self._audit
+        calm_s = course.calm[1] - course.calm[0]
+        events = [record for records in self._files.records.values() for record in records if "kind" in record]
+        return Evidence(
             run_dir=str(self._cluster.run_dir),
-            rounds=self._audit.rounds,
-            samples=self._audit.trained,
+            rounds=audit.rounds,
+            samples=audit.trained,
             compared=len(watch.agreement.compared),
             calm_rounds=min(course.calm_rounds, self._compare().undisturbed.rounds),
-            calm_s=course.calm[1] - course.calm[0],
+            calm_s=calm_s,
             planned=len(self._plan),
             struck=len(course.planned),
             later_rounds=course.later_rounds,
             complete_s=watch.complete_s,
             unseen=tuple(kind.value for kind in self._options.kinds if not course.has_struck(kind)),
-        )
-        found = self._violations
-        return Judgement(tuple(found.found), tuple(evidence.lacking()), tuple(found.starved), is_interrupted)
-
-    def _counts(self) -> Counts:
-        course, audit = self._course, self._audit
-        calm_s = course.calm[1] - course.calm[0]
-        events = [record for records in self._files.records.values() for record in records if "kind" in record]
-        return Counts(
-            rounds=audit.rounds,
             retries=len({(e["round"], e["reason"]) for e in events if e["kind"] == "round_retried"}),
             fences=sum(e["kind"] == "fenced" for e in events),
-            mismatches=self._watch.agreement.mismatches,
-            hangs=self._watch.hangs,
-            planned=len(self._plan),
-            struck=len(course.planned),
+            mismatches=watch.agreement.mismatches,
+            hangs=watch.hangs,
             audit=_data_line(audit),
             cpu_share=course.calm_cpu_s / calm_s / (os.cpu_count() or 1) if calm_s else 0.0,
-            calm_starved=self._watch.starvation.share(*course.calm),
-            starved=self._watch.starvation.share(course.calm[1], course.end_s),
+            calm_starved=watch.starvation.share(*course.calm),
+            starved=watch.starvation.share(course.calm[1], course.end_s),
             restart_cpu_s=tuple(one.restart_cpu_s for one in course.struck if one.restart_cpu_s is not None),
         )
 
-    def report(self, judgement: Judgement) -> str:
+    def judge(self, seen: Evidence, *, is_interrupted: bool) -> Judgement:
+        """What may be concluded from it."""
+        found = self._violations
+        return Judgement(tuple(found.found), tuple(seen.lacking()), tuple(found.starved), is_interrupted)
+
+    def report(self, seen: Evidence, judgement: Judgement) -> str:
         """The page."""
-        options = self._options
-        setting = SoakSetting(
-            machine=_machine(),
-            command=options.command,
-            config=_summary(self._config),
-            seed=options.seed,
-            nodes=options.nodes,
-            minutes=options.minutes,
-            baseline_minutes=options.calm_minutes,
-            mtbf_s=options.mtbf_s,
-            stores=options.stores,
-            behind=options.behind,
-            left_out=self._left_out,
-        )
-        return render(setting, self._course.struck, self._compare(), self._counts(), judgement)
+        setting = SoakSetting(self._options, _machine(), _summary(self._config), self._left_out)
+        return render(setting, self._course.struck, self._compare(), seen, judgement)
 
 
 def _data_line(audit: Audit) -> str:

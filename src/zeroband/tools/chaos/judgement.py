@@ -48,7 +48,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How much a soak saw."""
+    """What a soak saw, over the whole of it."""
 
     run_dir: str
     rounds: int
@@ -62,12 +62,27 @@ class Evidence:
     calm_s: float
     planned: int
     struck: int
+    """Number of planned faults that struck."""
     later_rounds: int
     """Committed after the first fault."""
     complete_s: float | None = None
     """When the run was complete, which ends a soak; None: it was not."""
     unseen: tuple[str, ...] = ()
     """Kinds of faults that were asked for by name, of which none struck."""
+    retries: int = 0
+    fences: int = 0
+    mismatches: int = 0
+    hangs: int = 0
+    audit: str = ""
+    """What became of the data."""
+    cpu_share: float = 0.0
+    """Part of all cores that the nodes and the store took in the undisturbed phase."""
+    calm_starved: float = 0.0
+    """Part of the undisturbed phase in which some member waited for a processor."""
+    starved: float = 0.0
+    """Part of the phase with faults in which some member waited for a processor."""
+    restart_cpu_s: tuple[float, ...] = ()
+    """CPU time that each restarted node needed until it was a member."""
 
     def lacking(self) -> list[str]:
         """What is missing for a conclusion, and how to get it; empty where nothing is."""

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zeroband.config import RunConfig
 from zeroband.config.store_url import NODES
@@ -81,21 +82,23 @@ class ChaosOptions:
     @property
     def command(self) -> str:
         """What has the same faults strike the same nodes again."""
-        flags = {
-            "--nodes": self.nodes,
-            "--minutes": self.minutes,
-            "--baseline-minutes": self.calm_minutes,
-            "--mtbf-s": self.mtbf_s,
-            "--seed": self.seed,
-            "--behind": self.behind,
-            "--keep-undisturbed": self.keep_undisturbed,
-            "--slack-s": self.slack_s,
-        }
-        given = [text for flag, value in flags.items() for text in (flag, f"{value:g}")]
-        given += ["--stores", str(self.stores or NODES)]
+        given = [text for flag, name, _ in _NUMBERS for text in (flag, f"{getattr(self, name):g}")]
+        given += ["--baseline-minutes", f"{self.calm_minutes:g}", "--stores", str(self.stores or NODES)]
         given += ["--shared-host"] if self.is_host_shared else []
         kinds = ["--kinds", ",".join(kind.value for kind in self.kinds)] if self.kinds else []
         return shlex.join(["zeroband", "chaos", *self.arguments, *given, *kinds])
+
+
+_NUMBERS = (
+    ("--nodes", "nodes", "how many train together"),
+    ("--mtbf-s", "mtbf_s", "mean gap of faults"),
+    ("--minutes", "minutes", "with faults"),
+    ("--seed", "seed", "of the faults"),
+    ("--behind", "behind", "nodes that cannot be dialled"),
+    ("--keep-undisturbed", "keep_undisturbed", "nodes left in peace; with several stores more than half at least"),
+    ("--slack-s", "slack_s", "beyond fault.detect_s before a node counts as hanging"),
+)
+"""Flags that set a number of the options, by its name."""
 
 
 def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
@@ -104,23 +107,9 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
     if not any(argument.startswith("@") for argument in arguments):
         arguments.insert(0, f"@{_CONFIG}")
     directory, run_id = asked_run(arguments, f"chaos-{os.getpid()}")
-    options = ChaosOptions(
-        arguments=tuple(arguments),
-        nodes=known.nodes,
-        mtbf_s=known.mtbf_s,
-        minutes=known.minutes,
-        baseline_minutes=known.baseline_minutes,
-        seed=known.seed,
-        stores=known.stores,
-        behind=known.behind,
-        kinds=_kinds(known.kinds),
-        keep_undisturbed=known.keep_undisturbed,
-        slack_s=known.slack_s,
-        is_host_shared=known.shared_host,
-        directory=directory,
-        run_id=run_id,
-    )
-    return options, known.report
+    given: dict[str, Any] = vars(known) | {"kinds": _kinds(known.kinds)}
+    report = given.pop("report")
+    return ChaosOptions(tuple(arguments), directory=directory, run_id=run_id, **given), report
 
 
 def _kinds(text: str | None) -> tuple[Kind, ...]:
@@ -142,32 +131,22 @@ def _parser() -> argparse.ArgumentParser:
         f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=int, default=default.nodes, help="default: %(default)s")
-    parser.add_argument("--mtbf-s", type=float, default=default.mtbf_s, help="mean gap of faults, default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=default.minutes, help="with faults, default: %(default)s")
+    for flag, name, what in _NUMBERS:
+        value = getattr(default, name)
+        parser.add_argument(flag, type=type(value), default=value, help=f"{what}, default: %(default)s")
     parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
     parser.add_argument(
         "--stores",
         type=_stores,
         default=default.stores,
         help="of which one is in use, default: %(default)s; nodes: each node holds one",
     )
-    parser.add_argument(
-        "--behind", type=int, default=default.behind, help="nodes that cannot be dialled, default: %(default)s"
-    )
     parser.add_argument("--kinds", help="kinds of faults with commas between them, default: all that are possible")
     parser.add_argument(
-        "--keep-undisturbed",
-        type=int,
-        default=default.keep_undisturbed,
-        help="nodes left in peace, default: %(default)s; with several stores more than half at least",
-    )
-    parser.add_argument(
-        "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
-    )
-    parser.add_argument(
-        "--shared-host", action="store_true", help="nodes start at the usual priority, since others keep this host busy"
+        "--shared-host",
+        dest="is_host_shared",
+        action="store_true",
+        help="nodes start at the usual priority, since others keep this host busy",
     )
     parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
     return parser

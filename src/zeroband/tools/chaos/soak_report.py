@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroband.tools.chaos.fault_costs import InjectedFault, KindRow, PhaseComparison, Share, percentile, rows_of
-from zeroband.tools.chaos.judgement import Judgement
+from zeroband.tools.chaos.judgement import Evidence, Judgement
+from zeroband.tools.chaos.options import ChaosOptions
 
 _TITLE = "# Chaos soak"
 
@@ -15,95 +16,64 @@ _TITLE = "# Chaos soak"
 class SoakSetting:
     """What was run, where."""
 
+    options: ChaosOptions
     machine: str
-    command: str
     config: str
     """The settings that matter, on one line."""
-    seed: int
-    nodes: int
-    minutes: float
-    baseline_minutes: float
-    mtbf_s: float
-    left_out: str
+    left_out: str = ""
     """Kinds that were impossible here, and why; empty where all were possible."""
-    stores: int = 1
-    """0: each node holds one."""
-    behind: int = 0
-    """Number of nodes that cannot be dialled."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What happened, over the whole soak."""
-
-    rounds: int
-    retries: int
-    fences: int
-    mismatches: int
-    hangs: int
-    planned: int
-    struck: int
-    """Number of planned faults that struck."""
-    audit: str
-    cpu_share: float
-    """Part of all cores that the nodes and the store took in the undisturbed phase."""
-    calm_starved: float
-    """Part of the undisturbed phase in which some member waited for a processor."""
-    starved: float
-    """Part of the phase with faults in which some member waited for a processor."""
-    restart_cpu_s: tuple[float, ...]
-    """CPU time that each restarted node needed until it was a member."""
 
 
 def render(
     setting: SoakSetting,
     struck: Sequence[InjectedFault],
     comparison: PhaseComparison,
-    counts: Counts,
+    seen: Evidence,
     judgement: Judgement,
 ) -> str:
     """The whole page."""
     parts = [
         f"{_TITLE}: {judgement.headline}",
-        _setting(setting, counts),
-        "## Invariants\n\n" + _invariants(counts, judgement),
-        "## Faults\n\n" + _faults(rows_of(struck), counts),
+        _setting(setting, seen),
+        "## Invariants\n\n" + _invariants(seen, judgement),
+        "## Faults\n\n" + _faults(rows_of(struck), seen),
         "## What survivors lost\n\n" + _survivors(comparison),
-        "## How to read this\n\n" + _NOTES.format(cpu=_restart_cpu(counts.restart_cpu_s)),
+        "## How to read this\n\n" + _NOTES.format(cpu=_restart_cpu(seen.restart_cpu_s)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(setting: SoakSetting, counts: Counts) -> str:
+def _setting(setting: SoakSetting, seen: Evidence) -> str:
+    options = setting.options
     lines = [
         f"- machine: {setting.machine}",
-        f"- run: `{setting.command}`",
+        f"- run: `{options.command}`",
         f"- config: {setting.config}",
-        f"- seed {setting.seed}, {setting.nodes} nodes{_special(setting)}, mean time between faults "
-        f"{setting.mtbf_s:g} s, {setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes "
+        f"- seed {options.seed}, {options.nodes} nodes{_special(options)}, mean time between faults "
+        f"{options.mtbf_s:g} s, {options.calm_minutes:g} minutes undisturbed, then {options.minutes:g} minutes "
         "with faults",
-        f"- CPU of all nodes and the store in the undisturbed phase: {counts.cpu_share:.0%} of all cores",
-        f"- some member waited for a processor for {counts.calm_starved:.0%} of the undisturbed phase, and for "
-        f"{counts.starved:.0%} of the phase with faults",
+        f"- CPU of all nodes and the store in the undisturbed phase: {seen.cpu_share:.0%} of all cores",
+        f"- some member waited for a processor for {seen.calm_starved:.0%} of the undisturbed phase, and for "
+        f"{seen.starved:.0%} of the phase with faults",
     ]
     return "\n".join([*lines, *([f"- left out: {setting.left_out}"] if setting.left_out else [])])
 
 
-def _special(setting: SoakSetting) -> str:
-    behind = f", of which {setting.behind} cannot be dialled" if setting.behind else ""
-    return behind + {0: ", each with a store", 1: ""}.get(setting.stores, f", {setting.stores} stores")
+def _special(options: ChaosOptions) -> str:
+    behind = f", of which {options.behind} cannot be dialled" if options.behind else ""
+    return behind + {0: ", each with a store", 1: ""}.get(options.stores, f", {options.stores} stores")
 
 
-def _invariants(counts: Counts, judgement: Judgement) -> str:
+def _invariants(seen: Evidence, judgement: Judgement) -> str:
     lines = [
-        f"{counts.rounds} rounds committed, {counts.retries} openings of a round retried, {counts.fences} fences, "
-        f"{counts.mismatches} digest mismatches, {counts.hangs} hangs; data: {counts.audit}.",
+        f"{seen.rounds} rounds committed, {seen.retries} openings of a round retried, {seen.fences} fences, "
+        f"{seen.mismatches} digest mismatches, {seen.hangs} hangs; data: {seen.audit}.",
     ]
     found = [f"- {line}" for line in judgement.lines]
     return "\n".join([*lines, *([""] if found else []), *found])
 
 
-def _faults(rows: Sequence[KindRow], counts: Counts) -> str:
+def _faults(rows: Sequence[KindRow], seen: Evidence) -> str:
     head = (
         "| fault | count | detected | p50 s | p99 s | max s | back after p50 s | max s |\n"
         "|---|---|---|---|---|---|---|---|"
@@ -114,7 +84,7 @@ def _faults(rows: Sequence[KindRow], counts: Counts) -> str:
     lines.append(f"| all | {sum(row.count for row in rows)} | {len(detected)} | {_three(detected)} | {_two(back)} |")
     lines += [
         "",
-        f"{counts.struck} of {counts.planned} planned faults struck; one waits while too few nodes are in peace.",
+        f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace.",
     ]
     return "\n".join(lines)
 

@@ -7,8 +7,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from zeroband.config.keys import dotted, schema_keys
-from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, layer_of_environment, layer_of_flags, parse_command_line
+from zeroband.config.load import given_settings
+from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO, new_run_name
 
@@ -19,8 +22,8 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
     Files do not count: every start of one is another run. `prefix`: before the time in a new name; None: it is one of
     words. Raises: ConfigError.
     """
-    asked = _asked(arguments)
-    directory, run_id = Path(asked.get("run.dir", "runs")), asked.get("run.id")
+    asked = given_settings(arguments, os.environ, with_files=False)
+    directory, run_id = Path(asked.get(("run", "dir")) or "runs"), asked.get(("run", "id"))
     if run_id == AUTO:
         raise ConfigError("run.id='auto': this command names its run by itself; drop it")
     if run_id is None:
@@ -31,14 +34,7 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
 
 def asked_store(arguments: Sequence[str]) -> str | None:
     """`store.url` of nodes with these arguments, by flags or by the environment; None: a server is started for them."""
-    return _asked(arguments).get("store.url")
-
-
-def _asked(arguments: Sequence[str]) -> dict[str, str]:
-    schema = schema_keys()
-    flags = parse_command_line(arguments, schema).flags
-    settings = [*layer_of_environment(os.environ, schema), *layer_of_flags(flags, schema)]
-    return {dotted(setting.path): setting.value for setting in settings}
+    return given_settings(arguments, os.environ, with_files=False).get(("store", "url"))
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -46,7 +42,8 @@ def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str
 
     Every user of the machine sees command lines.
     """
-    names = {dotted(path): path for path, keys in schema_keys().keys.items() if any(key.is_secret for key in keys)}
+    schema = schema_keys()
+    names = {dotted(path): path for path in schema.keys if SecretStr in schema.kinds(path)}
     kept: list[str] = []
     secrets: dict[str, str] = {}
     left = [*arguments]

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from zeroband.config import load_config
@@ -20,13 +19,10 @@ from zeroband.tools.cluster.local import TRAINER, LocalCluster
 _POLL_S = 0.1
 _GRACE_S = 10.0
 _EXIT_CONFIG = 2
-_VIRTUAL = "--virtual"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the worst node's exit code; 2 for wrong arguments, 130 after Ctrl-C."""
-    if argv[:1] == [_VIRTUAL]:
-        return import_module("zeroband.tools.virtual.command").main(argv[1:])
     arguments = _parser().parse_args(argv)
     try:
         ranks = ranks_of_nodes(arguments.nodes, arguments.ranks)
@@ -42,8 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband simulate",
         description="Start several nodes of one run on this machine, with a Redis of their own unless "
-        "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store. With --virtual instead, none: a "
-        "run in virtual time, for planning; `zeroband simulate --virtual --help` says more.",
+        "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store.",
         epilog="example: zeroband simulate 2 2 @debug/diloco --train.micro_bs 4",
     )
     parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")

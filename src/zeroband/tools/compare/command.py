@@ -75,7 +75,7 @@ class Comparison:
         self._read = [one.model_dump() for one in self._config.data.sources] or self._config.data.source.model_dump()
         self._texts = cut(self._config.data, self._config.run.seed, shared_folder("texts"))
         if self._texts is not None:
-            options = replace(options, arguments=self._texts.arguments(options.arguments))
+            options = options.model_copy(update={"arguments": self._texts.arguments(options.arguments)})
         self._options, self._text_digest = options, "" if self._texts is None else self._texts.digest
         self._lrs = options.lrs or (self._config.optim.adamw.lr,)
         self._files = ResultFiles(shared_folder("results"))

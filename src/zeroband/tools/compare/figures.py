@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +88,10 @@ def write_pngs(charts: Sequence[Chart], folder: Path) -> tuple[Path, ...]:
     return tuple(_write(chart, folder / f"{chart.name}.png", figures) for chart in charts if chart.series)
 
 
+def _label(place: float, _number: int) -> str:
+    return human_count(place)
+
+
 def _write(chart: Chart, path: Path, figures: Any) -> Path:
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -99,30 +102,11 @@ def _write(chart: Chart, path: Path, figures: Any) -> Path:
     axes.set_ylabel(chart.y_label)
     if chart.is_log:
         axes.set_xscale("log")
-        xs = [x for series in chart.series for x in series.xs]
-        axes.xaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
-        places = ticks(min(xs), max(xs), is_log=True)
-        axes.set_xticks(places, [human_count(place) for place in places])
+        ticker: Any = importlib.import_module("matplotlib.ticker")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(_label)
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=120)
     return path
-
-
-def ticks(low: float, high: float, *, is_log: bool) -> tuple[float, ...]:
-    """Round numbers that lie in a range, about five of them."""
-    if not low < high:
-        return (low,)
-    if is_log:
-        decades = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        if len(decades) >= 2:
-            return tuple(10.0**d for d in decades)
-        steps = (
-            m * 10.0**d for d in range(math.floor(math.log10(low)), math.ceil(math.log10(high))) for m in (1, 2, 5)
-        )
-        return tuple(t for t in steps if low <= t <= high)
-    raw = (high - low) / 5
-    unit = 10 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw)
-    first = math.ceil(low / step - 1e-9)
-    return tuple(round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1))

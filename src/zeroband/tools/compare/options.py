@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from zeroband.config.layers import parse_toml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
 from zeroband.config.load import load_config
 from zeroband.config.presets import config_file
+from zeroband.config.section import Section
+from zeroband.config.sources import parse_toml
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms
@@ -21,41 +31,79 @@ from zeroband.tools.plan.units import parse_positive, parse_rate
 TABLE = "compare"
 
 
-@dataclass(frozen=True)
-class Options:
+def _listed(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _arms(value: Any) -> tuple[Arm, ...]:
+    return parse_arms(_listed(value))
+
+
+def _seeds(value: Any) -> Any:
+    """`2` means seeds 0 and 1; a list names them."""
+    is_number = isinstance(value, int) or (isinstance(value, str) and value.isdigit())
+    return range(int(value)) if is_number else _listed(value)
+
+
+def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"{TABLE}.seeds={seeds}: name each seed once, at least one, from 0 on")
+    return seeds
+
+
+Rates = Annotated[
+    tuple[PositiveFloat, ...], BeforeValidator(_listed), AfterValidator(lambda rates: tuple(sorted(set(rates))))
+]
+Seeds = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_seeds), AfterValidator(_each_once)]
+
+
+class Options(Section):
     """A whole comparison. The names of the fields are the keys of [compare], and with - for _ the flags."""
 
-    methods: tuple[Arm, ...]
     arguments: tuple[str, ...] = ()
     """Flags of every run, without [outer]: the model, the data, the number of steps."""
+    methods: Annotated[tuple[Arm, ...], BeforeValidator(_arms)]
+    """ddp,diloco,demo:k=8: each a name of the table of methods, settings behind it."""
     title: str = "Methods between nodes"
-    seeds: tuple[int, ...] = (0,)
-    """run.seed of the runs: the order of the data. The learning rate is chosen with the first one."""
-    nodes: int = 2
-    inner_steps: int = 20
+    """Title of the page."""
+    seeds: Seeds = (0,)
+    """run.seed of the runs, the order of the data: how many (2), or which (0,7). The learning rate is chosen with the
+    first one."""
+    nodes: PositiveInt = 2
+    """Nodes of each run but `single`."""
+    inner_steps: PositiveInt = 20
     """Inner steps of a round, for methods that have rounds."""
-    lrs: tuple[float, ...] = ()
-    """Peak learning rates of the inner optimizer to try for every method; empty: the configuration's alone."""
-    tries: int = 5
+    lrs: Rates = ()
+    """1e-3,2e-3: peak learning rates of the inner optimizer to try for every method; empty: the configuration's."""
+    tries: PositiveInt = 5
     """Most learning rates for one method, with those that are added until the best one is bracketed."""
-    warm_steps: int = 0
+    warm_steps: NonNegativeInt = 0
     """Steps of the common start, with the batch of all nodes together; 0: from random weights."""
     warm_lr: float | None = None
-    """Peak learning rate of the common start; None: the configuration's."""
-    points: int = 4
+    """Peak learning rate of the common start; left out: the configuration's."""
+    points: PositiveInt = 4
     """Places of a run at which the outer state is kept and evaluated, its end among them."""
-    samples: int = 512
+    samples: PositiveInt = 512
     """Held-out samples to evaluate on."""
     link: str = "100mbit,80ms"
     """Link of the simulated wall-clock: the rate of a node's access and the round trip between two."""
     step_s: float | None = None
-    """Seconds of an inner step for the simulated wall-clock; None: as measured here."""
-    limit_minutes: float = 60.0
+    """Seconds of an inner step for the simulated wall-clock; left out: as measured here."""
+    limit_minutes: PositiveFloat = 60.0
     """Longest time of one run; one that takes longer has failed."""
-    claims: tuple[Claim, ...] = field(default=())
-    """What the figures should show, checked at the end."""
+    claims: Annotated[tuple[Claim, ...], BeforeValidator(parse_claims)] = ()
+    """What the figures should show, checked at the end; in a file alone."""
     out: Path = Path("runs/compare")
-    """Where the page, the figures and the files of the runs go."""
+    """Folder of the page, the figures and the files of the runs."""
+
+    @model_validator(mode="after")
+    def _make_sense(self) -> Options:
+        if len(self.lrs) > self.tries:
+            raise ConfigError(f"{TABLE}.tries={self.tries} is below the {len(self.lrs)} learning rates of lrs")
+        if self.nodes < 2 and not all(arm.is_alone for arm in self.methods):
+            raise ConfigError(f"{TABLE}.nodes={self.nodes}: methods between nodes need two")
+        parse_link(self.link)
+        return self
 
     @property
     def wan(self) -> Link:
@@ -97,7 +145,7 @@ def read_options(argv: Sequence[str]) -> Options:
     given = {name: value for name, value in vars(known).items() if value is not None}
     if inner_steps is not None:
         table = {"inner_steps": inner_steps} | table
-    options = replace(_options(table | given), arguments=tuple(arguments))
+    options = _options(table | given).model_copy(update={"arguments": tuple(arguments)})
     load_config(options.arguments, {})
     return options
 
@@ -125,91 +173,22 @@ def _parser() -> argparse.ArgumentParser:
         "comparison goes on where it was. Options may stand in a [compare] table of a file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--methods", help="ddp,diloco,demo:k=8: each a name of the table, settings behind it")
-    parser.add_argument("--seeds", help="how many (2), or which (0,7)")
-    parser.add_argument("--nodes", help="of each run but `single`")
-    parser.add_argument("--inner-steps", help="of a round, where there are rounds")
-    parser.add_argument("--lrs", help="1e-3,2e-3,4e-3: learning rates to try for every method")
-    parser.add_argument("--tries", help="most learning rates for one method")
-    parser.add_argument("--warm-steps", help="of the common start; 0: none")
-    parser.add_argument("--warm-lr", help="its learning rate")
-    parser.add_argument("--points", help="evaluations along a run")
-    parser.add_argument("--samples", help="held-out samples of an evaluation")
-    parser.add_argument("--link", help="100mbit,80ms: for the simulated wall-clock")
-    parser.add_argument("--step-s", help="seconds of an inner step for it")
-    parser.add_argument("--limit-minutes", help="of one run")
-    parser.add_argument("--title", help="of the page")
-    parser.add_argument("--out", help="folder for the page and the runs")
+    for name, field in Options.model_fields.items():
+        if name not in ("arguments", "claims"):
+            parser.add_argument(f"--{name.replace('_', '-')}", help=field.description)
     return parser
 
 
 def _options(values: Mapping[str, Any]) -> Options:
     """Make options of TOML values or texts of flags. Raises ConfigError."""
-    names = {entry.name for entry in fields(Options)} - {"arguments"}
-    if unknown := sorted(set(values) - names):
+    names = Options.model_fields.keys() - {"arguments"}
+    if unknown := sorted(values.keys() - names):
         raise ConfigError(f"[{TABLE}] has no key {', '.join(unknown)}; there are {', '.join(sorted(names))}")
     if "methods" not in values:
         raise ConfigError("--methods is missing: for example ddp,diloco")
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        try:
-            read[name] = _READERS[name](value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{TABLE}.{name}={value!r}: {error}") from error
-    options = Options(**read)
-    _require_sense(options)
-    return options
-
-
-def _require_sense(options: Options) -> None:
-    for name in ("nodes", "inner_steps", "tries", "points", "samples"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{TABLE}.{name}={getattr(options, name)}: it is a number of things, 1 or more")
-    if options.warm_steps < 0 or options.limit_minutes <= 0 or min(options.lrs, default=1.0) <= 0:
-        raise ConfigError(f"[{TABLE}]: warm_steps is 0 or more, limit_minutes and lrs are above 0")
-    if not options.seeds or len(set(options.seeds)) < len(options.seeds) or min(options.seeds) < 0:
-        raise ConfigError(f"{TABLE}.seeds={options.seeds}: name each seed once, at least one, from 0 on")
-    if len(options.lrs) > options.tries:
-        raise ConfigError(f"{TABLE}.tries={options.tries} is below the {len(options.lrs)} learning rates of lrs")
-    if options.nodes < 2 and not all(arm.is_alone for arm in options.methods):
-        raise ConfigError(f"{TABLE}.nodes={options.nodes}: methods between nodes need two")
-    parse_link(options.link)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value.split(",") if isinstance(value, str) else list(value)
-
-
-def _arms(value: Any) -> tuple[Arm, ...]:
-    return parse_arms(_listed(value))
-
-
-def _lrs(value: Any) -> tuple[float, ...]:
-    return tuple(sorted({float(part) for part in _listed(value)}))
-
-
-def _seeds(value: Any) -> tuple[int, ...]:
-    """`2` means seeds 0 and 1; a list names them."""
-    if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
-        return tuple(range(int(value)))
-    return tuple(int(part) for part in _listed(value))
-
-
-_READERS: Mapping[str, Any] = {
-    "methods": _arms,
-    "title": str,
-    "seeds": _seeds,
-    "nodes": int,
-    "inner_steps": int,
-    "lrs": _lrs,
-    "tries": int,
-    "warm_steps": int,
-    "warm_lr": float,
-    "points": int,
-    "samples": int,
-    "link": str,
-    "step_s": float,
-    "limit_minutes": float,
-    "claims": parse_claims,
-    "out": Path,
-}
+    try:
+        return Options.model_validate(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        why = f"{wrong['msg'][0].lower()}{wrong['msg'][1:]}"
+        raise ConfigError(f"{TABLE}.{wrong['loc'][0]}={wrong['input']!r}: {why}") from error

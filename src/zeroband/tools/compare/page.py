@@ -110,7 +110,7 @@ def document(report: ComparisonResult, figures: Sequence[str]) -> str:
         "Held-out loss": "\n\n".join(images),
         "What the columns mean": _bullets(meanings),
         report.title: "\n".join(["```bash", report.command, "```", "", _table(("name", "value"), report.setting)]),
-        "StoreCache of these settings": _bullets(report.cautions),
+        "Known of these settings": _bullets(report.cautions),
         "All runs": runs,
     }
     shown = [f"## {title}\n\n{text}" for title, text in parts.items() if text]

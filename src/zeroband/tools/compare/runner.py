@@ -131,7 +131,7 @@ class Runner:
     def _evaluate(self, run_id: str) -> tuple[tuple[Point, ...], float | None]:
         """Loss of every outer state that was kept, in the order of the steps, and that of the last one for tuning."""
         from zeroband.export.opened import open_trained  # torch, as above
-        from zeroband.tools.offline.device import device_of
+        from zeroband.tools.offline.opened import device_of
 
         steps = sorted(steps_in_order(open_storage(str(self._checkpoints), run_id)))
         if not steps:

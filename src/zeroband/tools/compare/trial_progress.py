@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.tools.compare.results import Outcome
 
-
-def remaining_s(elapsed_s: float, done: float, total: float) -> float | None:
-    """Seconds to go at the mean rate so far; None before anything is done."""
-    return elapsed_s * (total - done) / done if done > 0 else None
-
-
-def said(seconds: float | None) -> str:
-    """A time to go in words: minutes, as it is no better known."""
-    if seconds is None:
-        return "?"
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+_RATE_OVER_S = 3600.0
+"""Time behind the rate by which the time to go is told: runs begin slowly, and differ."""
 
 
 class Bar:
     """Work done of all work, in samples. `total` may grow when runs are added. One thread; a `with` block."""
 
-    def __init__(self, total: float, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._done, self._now = total, 0.0, now
-        self._began_s = now()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %, {task.fields[eta]}"),
-        )
-        self._progress = Progress(*columns, console=console)
-        self._task: TaskID = self._progress.add_task("", total=total, eta="")
+    def __init__(self, total: float, console: Console) -> None:
+        self._total, self._done = total, 0.0
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, speed_estimate_period=_RATE_OVER_S)
+        self._task = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -50,7 +35,7 @@ class Bar:
     def add(self, work: float) -> None:
         """Count more work than was known."""
         self._total += work
-        self._show(0.0)
+        self._progress.update(self._task, total=self._total)
 
     def drop(self, work: float, line: str) -> None:
         """Count less work: it was done before, or is given up."""
@@ -60,21 +45,16 @@ class Bar:
     def running(self, name: str, work: float) -> Callable[[float], None]:
         """A run of so much work begins; what is returned takes the part of it that is done."""
         self._progress.update(self._task, description=name)
-        return lambda share: self._show(share * work)
+        return lambda share: self._progress.update(self._task, completed=self._done + share * work)
 
     def over(self, work: float, line: str) -> None:
         """Count work as done."""
         self._done += work
-        self._show(0.0)
+        self._progress.update(self._task, completed=self._done)
         self._say(line)
 
     def _say(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _show(self, more: float) -> None:
-        done = self._done + more
-        eta = f"{said(remaining_s(self._now() - self._began_s, done, self._total))} to go"
-        self._progress.update(self._task, completed=done, total=self._total, eta=eta)
 
 
 def line_of(outcome: Outcome, *, is_kept: bool) -> str:

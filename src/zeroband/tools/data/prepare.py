@@ -15,7 +15,9 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 
 from zeroband.checkpoint.storage import LocalStorage
@@ -29,10 +31,10 @@ from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
-from zeroband.tools.data.plan import Looking, Options, differences, make_plan, size_of
+from zeroband.tools.data.plan import Looking, Options, Plan, differences, make_plan, size_of
 from zeroband.tools.data.progress import Shown, say_warning, warnings_to
 from zeroband.tools.data.units import Task
-from zeroband.tools.data.workers import OpenWorkers, Pool, Workers
+from zeroband.tools.data.workers import Pool
 
 _EXIT_INTERRUPTED = 130
 _WORDS = {
@@ -53,8 +55,11 @@ _WORDS = {
 }
 """What this command calls what a configuration names otherwise, in messages that both have."""
 
+OpenPool = Callable[[Plan, str, int, float], AbstractContextManager[Pool]]
+"""Opens the workers of a plan: where OUT is, how many, and how long a storage of sources that fails is asked again."""
 
-def main(argv: Sequence[str], open_workers: OpenWorkers = Pool) -> int:
+
+def main(argv: Sequence[str], open_workers: OpenPool = Pool) -> int:
     """Prepare, and print what came of it. Returns the exit code."""
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
@@ -124,14 +129,13 @@ def _options(given: argparse.Namespace) -> Options:
         raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
     if given.binary and given.tokenizer != "byte":
         raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
-    names = ("field", "column", "binary", "unit_mb", "dedup", "min_tokens", "max_tokens", "pack", "seq_length")
-    return Options(**{name: getattr(given, name) for name in (*names, "allow_empty", "skip_bad_rows")})
+    return Options(**{option.name: getattr(given, option.name) for option in fields(Options)})
 
 
 class _Preparation:
     """One call of the command, from its arguments to the finished set."""
 
-    def __init__(self, given: argparse.Namespace, sources: Sequence[str], out: str, open_workers: OpenWorkers) -> None:
+    def __init__(self, given: argparse.Namespace, sources: Sequence[str], out: str, open_workers: OpenPool) -> None:
         self._given = given
         self._open_workers = open_workers
         self._out = out
@@ -227,7 +231,7 @@ class _Preparation:
         self._report(made, ordered, (made.tokens - before) / took_s)
         return 0
 
-    def _hash_all(self, pool: Workers, scratch: Path) -> Mapping[int, tuple[int, int]]:
+    def _hash_all(self, pool: Pool, scratch: Path) -> Mapping[int, tuple[int, int]]:
         """Have all documents hashed, and find copies. Returns where the flags of each unit begin and end."""
         plan, there = self._plan, self._folder.hashed()
         done = sum(size_of(plan.units[unit]) for unit in there)
@@ -238,7 +242,7 @@ class _Preparation:
         return find_duplicates(self._folder, self._folder.hashed(), scratch)
 
     def _tokenize_all(
-        self, pool: Workers, records: dict[int, UnitRecord], spans: Mapping[int, tuple[int, int]] | None, scratch: Path
+        self, pool: Pool, records: dict[int, UnitRecord], spans: Mapping[int, tuple[int, int]] | None, scratch: Path
     ) -> None:
         """Have all units made that are not finished, and add their records."""
         plan = self._plan

@@ -6,16 +6,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.observe.log import ROOT, format_fields
 from zeroband.observe.status import human_count
 
 _LINE_EVERY_S = 10.0
+_RATE_OVER_S = 600.0
+"""Time behind the rate by which the time to go is told."""
 
 
 class Shown:
@@ -25,24 +27,27 @@ class Shown:
     """
 
     def __init__(self, what: str, total: int, done: int, stream: TextIO, now: Callable[[], float] = time.monotonic):
-        self._what = what
+        self._what, self._stream, self._now = what, stream, now
         self._total = max(total, 1)
-        self._finished = self._begun_at = done
-        self._read = 0
-        self._tokens = 0
-        self._now = now
-        self._began_s = self._line_s = now()
-        self._stream = stream
+        self._finished, self._read, self._tokens = done, 0, 0
+        self._line_s = now()
         console = Console(file=stream)
-        self._bar = _bar(console, now) if stream.isatty() and not console.is_dumb_terminal else None
-        self._task = (
-            TaskID(0) if self._bar is None else self._bar.add_task(what, total=self._total, completed=done, counts="")
+        self._is_live = stream.isatty() and not console.is_dumb_terminal
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[counts]}"),
         )
-
-    @property
-    def block(self) -> AbstractContextManager[object]:
+        self.block = Progress(
+            *(*columns, TimeRemainingColumn()),
+            console=console,
+            get_time=now,
+            disable=not self._is_live,
+            speed_estimate_period=_RATE_OVER_S,
+        )
         """The time in which it is shown."""
-        return self._bar or nullcontext()
+        self.block.add_task(what, total=self._total, completed=done, counts="")
 
     def advance(self, size_bytes: int, tokens: int) -> None:
         """Take note of text that was read."""
@@ -56,35 +61,15 @@ class Shown:
         self._read = max(0, self._read - planned_bytes)
         self._show()
 
-    @property
-    def share(self) -> float:
-        """What is done, in 0..1."""
-        return min(1.0, (self._finished + self._read) / self._total)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._tokens / max(self._now() - self._began_s, 1e-9)
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Seconds until all is done, if it goes on like this; None where nothing says."""
-        here = self.share - self._begun_at / self._total
-        return None if here <= 0 else (1 - self.share) / here * (self._now() - self._began_s)
-
     def _show(self) -> None:
-        counts = f"{human_count(self._tokens)} tokens, {human_count(self.tokens_per_s)}/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.share * self._total, counts=counts)
-        elif self._now() - self._line_s >= _LINE_EVERY_S:
+        (task,) = self.block.tasks
+        rate = self._tokens / max(task.elapsed or 0.0, 1e-9)
+        counts = f"{human_count(self._tokens)} tokens, {human_count(rate)}/s"
+        self.block.update(task.id, completed=min(self._total, self._finished + self._read), counts=counts)
+        if not self._is_live and self._now() - self._line_s >= _LINE_EVERY_S:
             self._line_s = self._now()
-            left = "" if self.remaining_s is None else f", {self.remaining_s:.0f} s left"
-            print(f"{self._what}: {self.share:.0%}, {counts}{left}", file=self._stream, flush=True)
-
-
-def _bar(console: Console, now: Callable[[], float]) -> Progress:
-    text, counts = TextColumn("{task.description}"), TextColumn("{task.fields[counts]}")
-    share = TextColumn("{task.percentage:>3.0f}%")
-    return Progress(text, BarColumn(), share, counts, TimeRemainingColumn(), console=console, get_time=now)
+            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+            print(f"{self._what}: {task.percentage:.0f}%, {counts}{left}", file=self._stream, flush=True)
 
 
 def say_warning(text: str) -> None:

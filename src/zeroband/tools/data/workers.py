@@ -16,10 +16,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
@@ -37,20 +36,11 @@ OnDone = Callable[[Task, UnitRecord | None], None]
 """Told each task that is finished, and the record of its unit if it made one."""
 
 
-class Workers(Protocol):
-    """Who does the work of a preparation."""
+class Pool:
+    """Processes of this module, each with a tokenizer of its own that runs on one thread.
 
-    def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
-        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError, StorageLost."""
-        ...
-
-
-OpenWorkers = Callable[[Plan, str, int, float], AbstractContextManager[Workers]]
-"""Opens workers for a plan: where OUT is, how many, and how long a storage of sources that fails is asked again."""
-
-
-class Pool(Workers):
-    """Processes of this module, each with a tokenizer of its own that runs on one thread."""
+    workers: how many. retry_s: how long a storage of sources that fails is asked again.
+    """
 
     def __init__(self, plan: Plan, out: str, workers: int, retry_s: float) -> None:
         self._begin = (plan, out, retry_s)
@@ -58,6 +48,7 @@ class Pool(Workers):
         self._processes: dict[Pipe, subprocess.Popen[bytes]] = {}
 
     def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
+        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError, StorageLost."""
         waiting, idle = iter(tasks), list(self._processes)
         busy = dict[Pipe, Task]()
         for task in itertools.islice(waiting, self._workers):

@@ -21,7 +21,7 @@ from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
-from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
+from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen
 from zeroband.tools.top.starting import process_words
 
@@ -129,7 +129,7 @@ class Story:
             if is_over:
                 return
             self._check(scene.run)
-            self._advance(scene.step)
+            self._advance(scene.run.step)
             time.sleep(_FRAME_S)
 
     def _scene(self) -> Scene:
@@ -141,12 +141,10 @@ class Story:
             elapsed_s=time.monotonic() - self._from_s,
             node_ids=NODES,
             down=frozenset([VICTIM]) if self._act is Act.WITHOUT else frozenset(),
-            total_steps=self._total_steps,
             total_rounds=self._total_rounds,
             notes=self._chronicle.notes,
             said=self._chronicle.said,
             starting=self._starting(view),
-            waits=in_words(waited_for(view)),
             footer=self._act.value.format(
                 kill_step=self._kill_step, restart_step=self._restart_step, total_steps=self._total_steps
             ),

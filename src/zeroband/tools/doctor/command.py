@@ -6,37 +6,37 @@ likely not reach its end.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from zeroband.checks.checklist import all_checks, asked_config
 from zeroband.checks.finding import Finding
-from zeroband.checks.quick import asked_config
+from zeroband.config import RunConfig
 from zeroband.errors import ConfigError
+from zeroband.tools.arguments import bounded, parser_of, run_command
 
-_EXIT_CONFIG, _EXIT_PROBLEM = 2, 3
+_EXIT_PROBLEM = 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Look, print what was seen and what to do about it. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zeroband doctor", description=__doc__)
-    parser.add_argument("--nodes", type=int, default=1, help="how many nodes are examined at the same time")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="how long to wait for the others")
+    parser = parser_of("doctor", __doc__)
+    add = parser.add_argument
+    add("--nodes", type=bounded(int, ge=1), default=1, help="how many nodes are examined at the same time")
+    add("--wait-s", type=bounded(float, ge=0), default=60.0, help="how long to wait for the others")
     options, rest = parser.parse_known_args(argv)
-    try:
-        config = asked_config(rest)
-        if config.store.address is None and options.nodes > 1:
-            raise ConfigError("--nodes needs store.url, through which the nodes find each other")
-    except ConfigError as error:
-        print(f"zeroband doctor: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    from zeroband.tools.doctor.machine import look_at_machine  # torch, for right arguments only
-    from zeroband.tools.doctor.outside import look_outside
+    return run_command("doctor", lambda: _examine(asked_config(rest), options.nodes, options.wait_s))
 
-    findings = list(look_at_machine(config, os.environ, options.nodes if options.nodes > 1 else None))
+
+def _examine(config: RunConfig, nodes: int, wait_s: float) -> int:
+    if config.store.address is None and nodes > 1:
+        raise ConfigError("--nodes needs store.url, through which the nodes find each other")
+    from zeroband.tools.doctor.outside import look_outside  # torch, for right arguments only
+
+    findings = list(all_checks(config, os.environ, nodes if nodes > 1 else None))
     if config.store.address is not None:
-        findings += look_outside(config, options.nodes, options.wait_s)
+        findings += look_outside(config, nodes, wait_s)
     _show(findings)
     return _EXIT_PROBLEM if any(finding.is_fatal for finding in findings) else 0
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 
 from zeroband.checks.finding import Finding
+from zeroband.checks.machine import look_at_address
 from zeroband.config import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
@@ -23,7 +24,6 @@ from zeroband.node.identity import node_id_of
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.folder import folder_check
-from zeroband.tools.doctor.machine import look_at_address
 from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
 
 _STORE_PATIENCE_S = 5.0

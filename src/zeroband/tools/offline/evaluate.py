@@ -12,12 +12,11 @@ Exit codes: 0 done, 2 wrong arguments.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeroband.errors import ZerobandError
-from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
+from zeroband.tools.arguments import bounded, run_command
+from zeroband.tools.offline.opened import device_of, open_asked, parser_for_checkpoint
 
 if TYPE_CHECKING:
     from zeroband.data.index import SampleIndex
@@ -26,28 +25,16 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate and print. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="zeroband eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_checkpoint(parser)
-    add_device(parser)
+    parser = parser_for_checkpoint("eval", __doc__)
+    positive = bounded(int, ge=1)
     parser.add_argument("--samples", type=positive, default=512, help="most held-out samples to use (default: 512)")
     parser.add_argument("--batch-size", type=positive, default=8, help="samples in one forward pass (default: 8)")
     options, rest = parser.parse_known_args(argv)
-    try:
-        _evaluate(options, rest)
-    except ZerobandError as error:
-        print(f"zeroband eval: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    return 0
+    return run_command("eval", lambda: _evaluate(options, rest))
 
 
-def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    from zeroband.export.held_out import losses_of, open_held_out
-    from zeroband.tools.offline.device import device_of  # torch, for right arguments only
+def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from zeroband.export.held_out import losses_of, open_held_out  # torch, for right arguments only
 
     device = device_of(options.device)
     opened = open_asked(options, "eval")
@@ -58,6 +45,7 @@ def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
         if source.name:
             print(f"source           {source.name}")
         _show(source.index, results[source.name])
+    return 0
 
 
 def _show(index: SampleIndex, result: Evaluation) -> None:

@@ -8,32 +8,24 @@ Exit codes: 0 exported, 1 exported but transformers computes something else, 2 w
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroband.config.schema import EXPORT_DTYPES
-from zeroband.errors import ZerobandError
-from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, open_asked
+from zeroband.tools.arguments import run_command
+from zeroband.tools.offline.opened import open_asked, parser_for_checkpoint
 
 _EXIT_DIFFERS = 1
 
 
 def main(argv: Sequence[str]) -> int:
     """Export, compare and print. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="zeroband export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_checkpoint(parser)
+    parser = parser_for_checkpoint("export", __doc__, computes=False)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
     parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
     parser.add_argument("--no-parity", action="store_true", help="do not compare with transformers")
     options = parser.parse_args(argv)
-    try:
-        return _export(options)
-    except ZerobandError as error:
-        print(f"zeroband export: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    return run_command("export", lambda: _export(options))
 
 
 def _export(options: argparse.Namespace) -> int:

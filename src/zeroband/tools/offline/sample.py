@@ -7,48 +7,31 @@ The prompt begins a document, as in training; sampling ends with the document. E
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 from collections.abc import Sequence
 
-from zeroband.errors import ZerobandError
-from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
+from zeroband.tools.arguments import bounded, run_command
+from zeroband.tools.offline.opened import device_of, open_asked, parser_for_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
     """Generate and print. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="zeroband sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_checkpoint(parser)
-    add_device(parser)
+    parser = parser_for_checkpoint("sample", __doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a document from its start)")
-    parser.add_argument("--tokens", type=positive, default=256, help="most tokens to generate (default: 256)")
-    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0: the likeliest token (default: 0.8)")
+    add = parser.add_argument
+    add("--tokens", type=bounded(int, ge=1), default=256, help="most tokens to generate (default: 256)")
+    add("--temperature", type=bounded(float, ge=0), default=0.8, help="0: the likeliest token (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     options = parser.parse_args(argv)
-    try:
-        text = _sample(options)
-    except ZerobandError as error:
-        print(f"zeroband sample: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    print(f"{options.prompt}{text}")
-    return 0
+    return run_command("sample", lambda: _sample(options))
 
 
-def _sample(options: argparse.Namespace) -> str:
+def _sample(options: argparse.Namespace) -> int:
     from zeroband.tools.offline.continuation import continuation  # torch, for right arguments only
-    from zeroband.tools.offline.device import device_of
 
     device = device_of(options.device)
     model = open_asked(options, "sample").model
-    return continuation(
+    text = continuation(
         model, options.prompt, device, tokens=options.tokens, temperature=options.temperature, seed=options.seed
     )
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or a number above it")
-    return value
+    print(f"{options.prompt}{text}")
+    return 0

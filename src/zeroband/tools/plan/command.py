@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
@@ -30,6 +31,7 @@ from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forec
 from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
 from zeroband.tools.plan.recorded import Recorded, read_run
 from zeroband.tools.plan.units import (
+    argument,
     human_time,
     parse_count,
     parse_positive,
@@ -58,14 +60,12 @@ _COLUMNS = {
 }
 """Columns of the table, and what they mean."""
 
-_T = TypeVar("_T")
-
 
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for. Returns the exit code."""
     parser = _parser()
-    options, of_run = parser.parse_known_args(argv)
     try:
+        options, of_run = parser.parse_known_args(argv)
         recorded = read_run(options.from_run) if options.from_run else None
         if recorded is not None:
             parser.set_defaults(**_defaults_from(recorded, is_up_given=options.up is not None))
@@ -77,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"zeroband plan: {error}", file=sys.stderr)
         return _EXIT_CONFIG
+    except argparse.ArgumentError as error:
+        print(f"zeroband plan: {error.argument_name}: {error.message}", file=sys.stderr)
+        return _EXIT_CONFIG
     return 0 if fits else _EXIT_UNFIT
 
 
@@ -85,16 +88,16 @@ def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
     config = planned_config(of_run)
     if options.gpu_memory is None:
         raise ConfigError("--gpu-memory is missing: that of one GPU, such as 80GB")
-    gpus = Gpus(_named("--gpus", parse_whole, options.gpus), _named("--gpu-memory", parse_size, options.gpu_memory))
+    gpus = Gpus(options.gpus, options.gpu_memory)
     vocab_size = vocabulary_of(config)
     plan = memory_plan(config, vocab_size, gpus)
     print(plan.text)
     if options.gpu_tflops is not None:
-        flops = _named("--gpu-tflops", parse_positive, options.gpu_tflops) * 1e12
+        flops = options.gpu_tflops * 1e12
         step_s = step_seconds(config, vocab_size, gpus=gpus.count, flops=flops, mfu=options.mfu)
-        options.step_s = options.step_s or str(step_s)
+        options.step_s = options.step_s or step_s
         print(f"\nan inner step takes {step_s:.3g} s at an MFU of {100 * options.mfu:g} %, predicted")
-    options.params = str(plan.params)
+    options.params = plan.params
     return plan.fits
 
 
@@ -106,12 +109,18 @@ def _plan_link(options: argparse.Namespace) -> None:
     print(render(job, found, advise(found, job, knobs, target), knobs, target))
 
 
+_COUNT, _WHOLE, _POSITIVE, _SHARE, _RATE, _SIZE = map(
+    argument, (parse_count, parse_whole, parse_positive, parse_share, parse_rate, parse_size)
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        exit_on_error=False,
         usage="zeroband plan [@FILE] [--key value ...] [options]",
     )
     parser.add_argument(
@@ -125,41 +134,48 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     """What a node is, and how many there are."""
-    parser.add_argument("--gpus", default="1", help="of one node, a rank on each; default: %(default)s")
-    parser.add_argument("--gpu-memory", help="of one GPU: 80GB, 79.6GiB")
-    parser.add_argument("--gpu-tflops", help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
-    parser.add_argument("--mfu", default=0.4, type=float, help="part of them that training uses; default: %(default)s")
-    parser.add_argument("--params", help="of the model: 1e9, 150M, 7B")
-    parser.add_argument("--nodes", help="machines that train together")
-    parser.add_argument("--step-s", help="seconds of an inner step of one node")
-    parser.add_argument("--slowest-step-s", help="the same of the slowest node; default: --step-s")
-    parser.add_argument("--grace-s", help="most seconds that others wait for it (outer.straggler_deadline_s)")
-    parser.add_argument("--quorum", help="part of the nodes that must be there before the grace begins; default: any")
-    parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--gpus", type=_WHOLE, default=1, help="of one node, a rank on each; default: %(default)s")
+    add("--gpu-memory", type=_SIZE, help="of one GPU: 80GB, 79.6GiB")
+    add("--gpu-tflops", type=_POSITIVE, help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
+    add("--mfu", type=float, default=0.4, help="part of them that training uses; default: %(default)s")
+    add("--params", type=_COUNT, help="of the model: 1e9, 150M, 7B")
+    add("--nodes", type=_WHOLE, help="machines that train together")
+    add("--step-s", type=_POSITIVE, help="seconds of an inner step of one node")
+    add("--slowest-step-s", type=_POSITIVE, help="the same of the slowest node; default: --step-s")
+    add("--grace-s", type=_POSITIVE, help="most seconds that others wait for it (outer.straggler_deadline_s)")
+    add(
+        "--quorum", type=_SHARE, default=0.0,
+        help="part of the nodes that must be there before the grace begins; default: any",
+    )  # fmt: skip
+    add("--cores", type=_POSITIVE, default=4.0, help="of a node for its part of a round; default: %(default)s")
+    add(
         "--device", choices=("cpu", "gpu"), default="cpu",
         help="where state and codec are; gpu: on --gpus as far as they can be, by counted bytes; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument(
-        "--own-factor", default="1",
+    add(
+        "--own-factor", type=_POSITIVE, default=1.0,
         help="times as long as the constants say a node's own part takes; default: %(default)s",
     )  # fmt: skip
 
 
 def _add_link(parser: argparse.ArgumentParser) -> None:
     """What lies between the nodes."""
-    parser.add_argument("--up", help="rate at which the slowest node sends: 20mbit, 1gbit")
-    parser.add_argument("--down", help="rate at which it receives; default: --up")
-    parser.add_argument("--efficiency", default="1", help="part of the rates that transfers get; default: %(default)s")
-    parser.add_argument("--rtt-ms", default="100", help="round trip between the nodes; default: %(default)s")
-    parser.add_argument("--store-rtt-ms", help="round trip to the store; default: --rtt-ms")
-    parser.add_argument(
-        "--store-trips", default=str(STORE_TRIPS), help="to the store in a synchronisation; default: %(default)s"
-    )
-    parser.add_argument(
-        "--sites", help="of nodes with a network of their own (node.site); what moves inside a site is not counted"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--up", type=_RATE, help="rate at which the slowest node sends: 20mbit, 1gbit")
+    add("--down", type=_RATE, help="rate at which it receives; default: --up")
+    add("--efficiency", type=_SHARE, default=1.0, help="part of the rates that transfers get; default: %(default)s")
+    add("--rtt-ms", type=_POSITIVE, default=100.0, help="round trip between the nodes; default: %(default)s")
+    add("--store-rtt-ms", type=_POSITIVE, help="round trip to the store; default: --rtt-ms")
+    add(
+        "--store-trips", type=_POSITIVE, default=STORE_TRIPS,
+        help="to the store in a synchronisation; default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--sites", type=_WHOLE,
+        help="of nodes with a network of their own (node.site); what moves inside a site is not counted",
+    )  # fmt: skip
+    add(
         "--relay", choices=("none", "store", "aggregator"), default="none",
         help="sparse payloads go to each node, or up once to where all read them, as in an object store, or to one "
         "that combines them (outer.aggregator, which demo has)",
@@ -168,20 +184,20 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
     """The knobs of the methods, and what they are judged by."""
-    parser.add_argument("--inner-steps", default="100", help="of diloco, streaming, eager; default: %(default)s")
-    parser.add_argument("--sparse-steps", default="30", help="inner steps of sparseloco; default: %(default)s")
-    parser.add_argument("--fragments", default="5", help="of streaming; default: %(default)s")
-    parser.add_argument("--overlap", default="5", help="inner steps that a fragment may travel; default: %(default)s")
-    parser.add_argument("--k", default="4", help="coefficients of 4096 that demo sends; default: %(default)s")
-    parser.add_argument(
-        "--demo-overlap", type=int, choices=(0, 1), default=0, help="steps that demo's payload may travel"
-    )
-    parser.add_argument("--outer-lr", help="to judge; default: what is safe for each method")
-    parser.add_argument("--outer-momentum", default=0.9, type=float, help="default: %(default)s")
-    parser.add_argument("--total-steps", help="inner steps of the run, to judge whether the rounds are enough")
-    parser.add_argument(
-        "--target", default=0.95, type=float, help="part of the time to compute in; default: %(default)s"
-    )
+    add = parser.add_argument
+    add("--inner-steps", type=_WHOLE, default=100, help="of diloco, streaming, eager; default: %(default)s")
+    add("--sparse-steps", type=_WHOLE, default=30, help="inner steps of sparseloco; default: %(default)s")
+    add("--fragments", type=_WHOLE, default=5, help="of streaming; default: %(default)s")
+    add(
+        "--overlap", type=lambda text: 0 if text == "0" else _WHOLE(text), default=5,
+        help="inner steps that a fragment may travel; default: %(default)s",
+    )  # fmt: skip
+    add("--k", type=_WHOLE, default=4, help="coefficients of 4096 that demo sends; default: %(default)s")
+    add("--demo-overlap", type=int, choices=(0, 1), default=0, help="steps that demo's payload may travel")
+    add("--outer-lr", type=_POSITIVE, help="to judge; default: what is safe for each method")
+    add("--outer-momentum", type=float, default=0.9, help="default: %(default)s")
+    add("--total-steps", type=_WHOLE, help="inner steps of the run, to judge whether the rounds are enough")
+    add("--target", type=float, default=0.95, help="part of the time to compute in; default: %(default)s")
 
 
 def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
@@ -189,82 +205,39 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
         raise ConfigError(f"--target: {options.target:g} is outside 0 to 1; write 95 % as 0.95")
     if not 0 <= options.outer_momentum < 1:
         raise ConfigError(f"--outer-momentum: {options.outer_momentum:g} is outside 0 to 1")
-    up = _named("--up", parse_rate, options.up)
-    down = _named("--down", parse_rate, options.down) if options.down else up
-    job = Job(
-        params=_named("--params", parse_count, options.params),
-        nodes=_named("--nodes", parse_whole, options.nodes),
-        step_s=_named("--step-s", parse_positive, options.step_s),
-        inner_steps=_named("--inner-steps", parse_whole, options.inner_steps),
-        sparse_steps=_named("--sparse-steps", parse_whole, options.sparse_steps),
-        fragments=_named("--fragments", parse_whole, options.fragments),
-        overlap=_named("--overlap", parse_whole, options.overlap) if options.overlap != "0" else 0,
-        k=_named("--k", parse_whole, options.k),
-        demo_overlap=options.demo_overlap,
-        relay=options.relay,
-        cores=_named("--cores", parse_positive, options.cores),
-        device=options.device,
-        gpus=_named("--gpus", parse_whole, options.gpus),
-        own_factor=_named("--own-factor", parse_positive, options.own_factor),
-        sites=_given("--sites", parse_whole, options.sites),
-        slowest_step_s=_given("--slowest-step-s", parse_positive, options.slowest_step_s),
-        grace_s=_given("--grace-s", parse_positive, options.grace_s),
-        quorum=_given("--quorum", parse_share, options.quorum) or 0.0,
-    )
+    given = vars(options)
+    job = Job(**{field.name: given[field.name] for field in fields(Job)})
     if job.sites is not None and job.sites > job.nodes:
         raise ConfigError(f"--sites: {job.sites} sites need a node each, and there are {job.nodes}")
-    store_rtt_ms = _given("--store-rtt-ms", parse_positive, options.store_rtt_ms)
     link = Link(
-        up,
-        down,
-        rtt_s=_named("--rtt-ms", parse_positive, options.rtt_ms) / 1e3,
-        store_rtt_s=None if store_rtt_ms is None else store_rtt_ms / 1e3,
-        store_trips=_named("--store-trips", parse_positive, options.store_trips),
-        efficiency=_named("--efficiency", parse_share, options.efficiency),
+        options.up,
+        options.down or options.up,
+        rtt_s=options.rtt_ms / 1e3,
+        store_rtt_s=None if options.store_rtt_ms is None else options.store_rtt_ms / 1e3,
+        store_trips=options.store_trips,
+        efficiency=options.efficiency,
     )
-    knobs = OuterKnobs(
-        _given("--outer-lr", parse_positive, options.outer_lr),
-        options.outer_momentum,
-        _given("--total-steps", parse_whole, options.total_steps),
-    )
-    return job, link, knobs, options.target
+    return job, link, OuterKnobs(options.outer_lr, options.outer_momentum, options.total_steps), options.target
 
 
-def _named(flag: str, parse: Callable[[str], _T], text: str) -> _T:
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None
-
-
-def _given(flag: str, parse: Callable[[str], _T], text: str | None) -> _T | None:
-    return None if text is None else _named(flag, parse, text)
-
-
-def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, str]:
+def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
     """What the options stand for that are left out, as a run measured it; --down follows an --up that is given."""
     job, link = recorded.job, recorded.link
     steps = job.inner_steps
     fragments = next(count for count in (job.fragments if job.fragments > 1 else 5, 4, 3, 2, 1) if steps % count == 0)
     overlap = job.overlap if recorded.method == "streaming" else min(5, steps // fragments - 1)
-    found = {
-        "params": f"{job.params:.0f}",
-        "nodes": str(job.nodes),
-        "step_s": f"{job.step_s:.6f}",
-        "rtt_ms": f"{1e3 * link.rtt_s:.6f}",
-        "store_rtt_ms": f"{1e3 * (link.store_rtt_s or link.rtt_s):.6f}",
-        "cores": f"{job.cores:g}",
-        "own_factor": f"{job.own_factor:.6f}",
-        "k": str(job.k),
-        "relay": job.relay,
-        "slowest_step_s": f"{job.slowest_step_s or job.step_s:.6f}",
+    alike = ("params", "nodes", "step_s", "cores", "own_factor", "k", "relay")
+    found: dict[str, Any] = {
+        **{name: getattr(job, name) for name in alike},
+        "rtt_ms": 1e3 * link.rtt_s,
+        "store_rtt_ms": 1e3 * (link.store_rtt_s or link.rtt_s),
+        "slowest_step_s": job.slowest_step_s or job.step_s,
     }
     if not is_up_given:
-        for name, rate in (("up", link.up_bytes_per_s), ("down", link.down_bytes_per_s)):
-            found[name] = f"{rate * 8 / 1e6:.6f}mbit"
+        found |= {"up": link.up_bytes_per_s, "down": link.down_bytes_per_s}
     if recorded.method in ("diloco", "streaming", "eager"):
-        return found | {"inner_steps": str(steps), "fragments": str(fragments), "overlap": str(overlap)}
-    return found | ({"sparse_steps": str(steps)} if recorded.method == "sparseloco" else {})
+        return found | {"inner_steps": steps, "fragments": fragments, "overlap": overlap}
+    return found | ({"sparse_steps": steps} if recorded.method == "sparseloco" else {})
 
 
 def _what_was_measured(recorded: Recorded) -> str:

@@ -37,7 +37,6 @@ once, and down one payload that combines all of them."""
 Device = Literal["cpu", "gpu", "gpu-only"]
 """Where state and codec are. gpu: there as far as this package has them there, the rest on the host. gpu-only: all of
 it, as of other implementations."""
-"""Where a node does its own part of a round."""
 
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "ddp": ("fp32", "fp16", "bf16", "int8"),

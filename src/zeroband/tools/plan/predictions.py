@@ -45,9 +45,10 @@ _CASES = (
 )
 
 
-def document() -> str:
-    """The section of docs/gpu.md."""
-    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in _CASES for row in _rows(case))
+def document(*presets: str) -> str:
+    """Return the section of docs/gpu.md with the rows of these presets; none: of all."""
+    cases = [case for case in _CASES if not presets or case.preset in presets]
+    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in cases for row in _rows(case))
 
 
 def _rows(case: _Case) -> Iterator[tuple[str, ...]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from zeroband.errors import ConfigError
 
@@ -12,6 +15,20 @@ _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SIZES = {"mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+_T = TypeVar("_T")
+
+
+def argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return the type of an argument that is read as `parse` does."""
+
+    def read(text: str) -> _T:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def parse_count(text: str) -> float:

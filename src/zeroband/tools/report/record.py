@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from zeroband.config.problems import MASK
+from zeroband.config.section import MASK
 from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import FolderFacts
@@ -66,13 +66,9 @@ def read_record(
     """Read all of it. `now_s`: wall clock, shown as when the report was made."""
     history, configs = RunHistory(run_dir.name), dict[str, FlatConfig]()
     facts = FolderFacts(run_dir, most_bytes=_CHUNK_BYTES)
-    for node_id in facts.node_ids():
-        history.appeared(node_id)
-    is_read = False
-    while not is_read:
-        for fact in facts.read():
-            history.add(fact)
-        is_read = not facts.has_more
+    history.take(facts.node_ids(), facts.read())
+    while facts.has_more:
+        history.take((), facts.read())
     problems = list(facts.unread())
     folders = [run_dir / node_id for node_id in facts.node_ids()]
     for folder in folders:

@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 from zeroband.data.ledger import SHARED, Range, count
 from zeroband.observe.commands import command
-from zeroband.observe.history import Axis, RoundView
+from zeroband.observe.history import Axis
+from zeroband.observe.lines import RoundView
 from zeroband.observe.status import lacking_in_words
 from zeroband.tools.board.document import Encoder, series_document
 from zeroband.tools.report.record import RunRecord, without_secrets
@@ -35,7 +36,7 @@ def saved_data(record: RunRecord) -> dict[str, Any]:
         problem=None,
     )  # fmt: skip
     state: dict[str, Any] = json.loads(encoded.body)
-    state["promises"] = [_audited(one, record) for one in state["promises"]]
+    state["guarantees"] = [_audited(one, record) for one in state["guarantees"]]
     series = {axis: json.loads(series_document(record.history, axis, _POINTS)) for axis in get_args(Axis)}
     last = [_phases(record), _audit(record), _cost(record), _configuration(record), _remarks(record)]
     first = [_part("What to do next", lines=next_steps(record, state))]
@@ -54,19 +55,19 @@ def _table(
     return {"title": title, "columns": columns, "rows": rows, "is_folded": is_folded, "is_marked": is_marked}
 
 
-def _audited(promise: dict[str, Any], record: RunRecord) -> dict[str, Any]:
-    """A promise as the board says it; that of the data by the audit where it could be made."""
+def _audited(guarantee: dict[str, Any], record: RunRecord) -> dict[str, Any]:
+    """A guarantee as the board says it; that of the data by the audit where it could be made."""
     audit = record.audit
-    if promise["key"] != "ledger" or audit is None or not audit.trained or promise["state"] == "bad":
-        return promise
+    if guarantee["key"] != "ledger" or audit is None or not audit.trained or guarantee["state"] == "bad":
+        return guarantee
     if audit.is_exact:
         words = f"{audit.trained} samples of {audit.rounds} rounds were replayed: each was trained once."
-        evidence = [*promise["evidence"][:1], "replayed for this report"]
-        return {**promise, "state": "good", "words": words, "evidence": evidence}
+        evidence = [*guarantee["evidence"][:1], "replayed for this report"]
+        return {**guarantee, "state": "good", "words": words, "evidence": evidence}
     if audit.missing_rounds and all(account.is_exact for account in audit.accounts.values()):
         words = f"{len(audit.missing_rounds)} rounds were recorded by no node here, so that nothing is known of them."
-        return {**promise, "state": "unknown", "words": words}
-    return {**promise, "state": "bad", "words": "Samples were repeated or skipped, as the audit below lists."}
+        return {**guarantee, "state": "unknown", "words": words}
+    return {**guarantee, "state": "bad", "words": "Samples were repeated or skipped, as the audit below lists."}
 
 
 # -- what to do next ------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def next_steps(record: RunRecord, state: dict[str, Any]) -> list[str]:
 
 def _urgent(record: RunRecord, state: dict[str, Any]) -> list[str]:
     place = record.setting.place
-    broken = [one for one in state["promises"] if one["state"] == "bad"]
+    broken = [one for one in state["guarantees"] if one["state"] == "bad"]
     stop = f"Keep {place} as it is, and do not go on with this model before the cause is known."
     said = [
         f"{one['title']}: {one['words']} {stop if one['key'] in ('divergence', 'ledger') else 'See docs/faults.md.'}"

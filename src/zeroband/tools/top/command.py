@@ -23,7 +23,7 @@ from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import ENDED, RunView
 from zeroband.tools.arguments import add_source, is_in_store, open_source
 from zeroband.tools.runs import newest_run
-from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
+from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
 from zeroband.tools.top.starting import folder_words
 
@@ -111,12 +111,10 @@ class Watch:
             run=run,
             elapsed_s=self._now(),
             node_ids=tuple(sorted({*known, *starting})),
-            total_steps=max((node.total_steps for node in run.own if node.total_steps is not None), default=None),
             notes=self._chronicle.notes,
             said=self._chronicle.said,
             footer="; ".join(filter(None, [problem or self._hint, *problems_of(run)])),
             starting=starting,
-            waits=in_words(waited_for(run)),
             is_wall_clock=True,
         )
 

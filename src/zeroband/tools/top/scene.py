@@ -9,13 +9,12 @@ from itertools import pairwise
 from statistics import fmean
 
 from zeroband.observe.view import EventView, NodeView, RunView
-from zeroband.observe.words import JOIN_WORDS, fields_in_words
+from zeroband.observe.words import JOIN_WORDS, event_in_words
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _KEPT_NOTES = 500
 _KEPT_TOLD = 20_000
 """Things that are not told twice; more than the newest events of a hundred nodes."""
-_STILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class Scene:
     """Now, as notes count."""
     node_ids: tuple[str, ...]
     """Nodes that belong to the run, whether or not they have written anything yet."""
-    total_steps: int | None
-    """None: no node has said yet."""
     notes: tuple[Note, ...]
     """Newest last; the oldest may be missing."""
     said: int
@@ -50,15 +47,14 @@ class Scene:
     """Nodes that were killed and not started again."""
     starting: Mapping[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """What nodes do that have not written an event since they were started, in words, and for how many seconds."""
-    waits: str = ""
-    """Whom everybody waits for, in words; empty: nobody waits."""
     is_wall_clock: bool = False
     """Whether times are those of the wall clock. False: they count from the beginning."""
 
     @property
-    def step(self) -> int:
-        """Inner steps of the node that is furthest."""
-        return max((node.step for node in self.run.own), default=0)
+    def waits(self) -> str:
+        """Whom the others wait for, and for how long; empty: for none of the nodes."""
+        waiting = self.run.waiting
+        return f"{', '.join(waiting.nodes)}, for {waiting.for_s:.0f} s" if waiting is not None and waiting.nodes else ""
 
     @property
     def undisturbed(self) -> list[NodeView]:
@@ -89,15 +85,12 @@ class Chronicle:
         return tuple(self._notes)
 
     def add(self, events: Iterable[EventView]) -> None:
-        """Tell of those events that were not told yet. One that lacks a field is passed over."""
+        """Tell of those events that were not told yet."""
         for event in events:
-            if event.kind not in _WORDS:
+            if event.kind not in _TOLD:
                 continue
             is_founding = event.kind == "joined" and event.fields.get("round") == 0
-            try:
-                text = _FOUNDED if is_founding else _WORDS[event.kind].format_map(fields_in_words(event))
-            except KeyError:  # of another version
-                continue
+            text = _FOUNDED if is_founding else event_in_words(event)
             returned = event.fields.get("member_id") if event.kind == "joined" and not is_founding else None
             if (text, returned) not in self._told:
                 self._told[text, returned] = None
@@ -111,67 +104,25 @@ class Chronicle:
         self.said += 1
 
 
-_FOUNDED = "the nodes agree on the initial state and found the run"
-_WORDS: Mapping[str, str] = {
-    "epoch_changed": "epoch {epoch}: {members} are in",
-    "peer_lost": "outer step {round} goes on without {member_ids}; the others lose no inner step",
-    "joined": "{node} is in: outer step {round} counts it as a member",
-    "recovered": "{node} fetched the state of outer step {round} and verified it: {digest:.8}",
-    "fenced": "{node} was away too long and comes back by the join path",
-    "run_failed": "{node} failed: {error}",
-    "round_retried": "outer step {round} is tried again: {reason}",
-    "transfer_stalled": "{node} gets nothing from {waiting_for} for {since_s} s, in outer step {round}",
-    "blamed": "outer step {round} failed because of {member_ids} ({consequence}): {reason}",
-    "update_refused": "outer step {round} leaves out what {node} learned: {reason}",
-    "payload_refused": "outer step {round} leaves out what {member_id} learned: {reason}",
-    "impostor": "another node posed as {member_id} ({where}), without effect",
-    "paused": "paused before outer step {round}, as was ordered",
-    "resumed": "goes on with outer step {round}",
-    "drained": "{node} leaves after outer step {round}, as was ordered",
-    "rolled_back": "the run went back to the checkpoint of step {step}",
-    "resumed_from": "the run begins again on the checkpoint of step {step}",
-    "run_abandoned": "no member of the run lives; {node} waits {wait_s} s",
-    "checkpoint_committed": "checkpoint of step {step} is durable, {bytes}",
-    "checkpoint_failed": "checkpoint of step {step} failed on {node}: {reason}",
-    "evaluated": "held out at step {step}: loss {loss}",
-    "left": "{node} left: {reason}",
-    "run_finished": "finished: all {step} inner steps are done",
-}
-"""A note for each kind of event that a screen tells of; fields as `observe/words.py` shows them."""
+_FOUNDED = "The nodes agree on the initial state and found the run."
+_TOLD = frozenset(
+    [
+        *("epoch_changed", "peer_lost", "joined", "recovered", "fenced", "run_failed", "round_retried"),
+        *("transfer_stalled", "blamed", "update_refused", "payload_refused", "impostor", "paused", "resumed"),
+        *("drained", "rolled_back", "resumed_from", "run_abandoned", "checkpoint_committed", "checkpoint_failed"),
+        *("evaluated", "left", "run_finished"),
+    ]
+)
+"""Events that a screen tells of; the others are rounds, and steps to one of these."""
 
 
 def on_its_way(node: NodeView) -> str | None:
     """What a node does that has not finished an inner step of this start, as its own events say; None: it trains."""
-    if node.join_state is not None and node.state in ("starting", "recovering", "fenced"):
-        return JOIN_WORDS.get(node.join_state, node.join_state)
+    if node.join is not None and node.state in ("starting", "joining"):
+        return JOIN_WORDS.get(node.join.state, node.join.state)
     if node.state == "starting" and node.starts:
         return "knows its model and data"
     return "in; first inner step" if node.state == "training" and node.step == 0 else None
-
-
-def waited_for(run: RunView) -> tuple[tuple[str, ...], float] | None:
-    """Find whom the others wait for: the members behind, where those in front stand still. With the seconds so far.
-
-    In front: most inner steps. Still: nothing came from them for three of their steps, and for 5 s.
-    """
-    known = {node.node_id: node for node in run.own}
-    training = [known[node_id] for node_id in run.members if node_id in known and known[node_id].state == "training"]
-    most = max((node.step for node in training), default=0)
-    front = [node for node in training if node.step == most]
-    behind = tuple(node.node_id for node in training if node.step < most)
-    if not behind:
-        return None
-    silent_s = min(node.silent_s for node in front)
-    return (behind, silent_s) if silent_s >= max(_STILL_S, *(3 * _step_s(node) for node in front)) else None
-
-
-def _step_s(node: NodeView) -> float:
-    return node.tokens / node.step / node.tokens_per_s if node.step and node.tokens_per_s else 0.0
-
-
-def in_words(waits: tuple[tuple[str, ...], float] | None) -> str:
-    """Whom the others wait for, as a screen shows it."""
-    return "" if waits is None else f"{', '.join(waits[0])}, for {waits[1]:.0f} s"
 
 
 def mean_curve(curves: Sequence[Sequence[float]], width: int) -> list[float]:

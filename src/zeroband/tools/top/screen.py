@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Self, TextIO
 
 from rich import box
 from rich.cells import cell_len
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count
-from zeroband.observe.view import NodeView
+from zeroband.observe.view import AT_WORK, NodeView
 from zeroband.tools.top.scene import Scene, bars, mean_curve, on_its_way
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
@@ -44,24 +44,31 @@ _SPINS_PER_S = 4
 _STATE_STYLES = {
     "training": "green",
     "finished": "bold green",
-    "recovering": "yellow",
-    "fenced": "yellow",
+    "joining": "yellow",
+    "late": "yellow",
+    "paused": "yellow",
+    "leaving": "yellow",
     "lost": "red",
     "failed": "bold red",
     "killed": "bold white on red",
 }
 
 
-class Screen(Protocol):
+class Screen(ABC):
     """Where scenes are shown, from the first to the last of a `with` block."""
 
+    @abstractmethod
     def show(self, scene: Scene) -> None: ...
 
-    def __enter__(self) -> Screen: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End after the last scene."""
 
 
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
@@ -76,7 +83,7 @@ def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     return LiveScreen(console, alternate=alternate) if can_redraw and is_wanted else PlainScreen(stream)
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """One screen, redrawn in place."""
 
     def __init__(self, console: Console, *, alternate: bool = False) -> None:
@@ -87,17 +94,15 @@ class LiveScreen:
         size = self._live.console.size
         self._live.update(draw(scene, size.width, size.height), refresh=True)
 
-    def __enter__(self) -> LiveScreen:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._live.stop()
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """A line for each note, each outer step and each thing that a node begins to do; nothing drawn twice."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -131,12 +136,7 @@ class PlainScreen:
     def _line(self, scene: Scene, at_s: float, text: str) -> None:
         print(f"{_stamp(scene, at_s)}  {text}", file=self._stream, flush=True)
 
-    def __enter__(self) -> PlainScreen:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stream.flush()
 
 
@@ -165,7 +165,7 @@ def progress_line(scene: Scene) -> str:
     run = scene.run
     loss = "no loss yet" if run.loss is None else f"loss {run.loss:.3f}"
     return (
-        f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(scene.step, scene.total_steps)}  {loss}  "
+        f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(run.step, run.total_steps)}  {loss}  "
         f"epoch {'-' if run.epoch is None else run.epoch}  {len(run.members)} nodes in  {traffic(scene)}"
     )
 
@@ -283,7 +283,7 @@ def _doing_cell(scene: Scene, words: str, for_s: float | None) -> Text:
 
 
 def _bar(node: NodeView, scene: Scene) -> ProgressBar:
-    state, total = _state(node, scene), scene.total_steps or node.total_steps
+    state, total = _state(node, scene), scene.run.total_steps or node.total_steps
     return ProgressBar(
         total=total or 1,
         completed=node.step if total else 0,
@@ -294,9 +294,9 @@ def _bar(node: NodeView, scene: Scene) -> ProgressBar:
 
 def _node_cells(node: NodeView, scene: Scene) -> list[Text]:
     """What stands behind a node's bar."""
-    is_fast = node.tokens_per_s is not None and _state(node, scene) == "training"
+    is_fast = node.tokens_per_s is not None and _state(node, scene) in AT_WORK
     return [
-        Text(_of(node.step, scene.total_steps or node.total_steps)),
+        Text(_of(node.step, scene.run.total_steps or node.total_steps)),
         Text("" if node.loss is None else f"loss {node.loss:.2f}"),
         Text(f"{human_count(node.tokens_per_s or 0.0)} tok/s" if is_fast else ""),
         Text((node.digest or "")[:_DIGEST_CHARS], style="magenta"),
@@ -332,7 +332,7 @@ def _facts(scene: Scene) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
-    speeds = [node.tokens_per_s for node in run.own if node.state == "training" and node.tokens_per_s is not None]
+    speeds = [node.tokens_per_s for node in run.own if node.is_at_work and node.tokens_per_s is not None]
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, next_opening, next_verdict
 from zeroband.elastic.membership.records import Opening, Peer, Ready, StoreTerm, Verdict, View
@@ -31,7 +32,6 @@ from zeroband.elastic.membership.succession import (
     meeting_of,
     next_step,
 )
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 NODES, STORES, STEPS = 5, 3, 1200
 RULES = Rules(has_several_stores=True)

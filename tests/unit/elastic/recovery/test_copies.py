@@ -4,8 +4,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +12,13 @@ from torch import Tensor
 from zeroband.elastic.recovery import serving, state_chunks
 from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Manifests
 from zeroband.elastic.recovery.state_chunks import StateManifest, chunk_hash, parse_manifest
-from zeroband.elastic.rounds.interfaces import LiveState, StateCopy
-from zeroband.elastic.rounds.journal import JournalEntry
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Copy(StateCopy):
-    round: int
-    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(5.0)})
-    record: dict[str, Any] = field(default_factory=dict)
-    state_digest: str = "digest"
+def state_of(round: int, **sections: Tensor) -> RoundState:
+    return RoundState(round, {}, "digest", sections or {"params": torch.arange(5.0)})
 
 
 class Clock:
@@ -45,9 +38,9 @@ class Trainer:
         self.round = 3
         self.copied: list[int] = []
 
-    def copy_state(self) -> Copy:
+    def copy_state(self) -> RoundState:
         self.copied.append(self.round)
-        return Copy(self.round)
+        return state_of(self.round)
 
 
 @pytest.fixture
@@ -77,9 +70,9 @@ def copies(clock: Clock, hasher: Hasher, trainer: Trainer) -> Copies:
 def manifest_of(manifests: Manifests | None, first: int = 0) -> StateManifest:
     """What they say from a chunk on, once it is hashed."""
     assert manifests is not None
-    promise = manifests.at(first)
-    assert promise is not None
-    data = promise.await_json(PATIENCE_S)
+    made = manifests.at(first)
+    assert made is not None
+    data = made.result(PATIENCE_S)
     assert data is not None
     return parse_manifest(data, None)
 
@@ -134,19 +127,18 @@ def test_copies_in_use_are_not_given_up_for_a_third(copies: Copies, trainer: Tra
     assert trainer.copied == [3, 4, 5]
 
 
-def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher) -> None:
+def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher, trainer: Trainer) -> None:
     is_copying, go_on = threading.Event(), threading.Event()
-    rounds = iter((3, 4))
 
-    def copy_state() -> Copy:
-        copy = Copy(next(rounds))
-        if copy.round == 4:
+    def copy_state() -> RoundState:
+        if trainer.round == 4:
             is_copying.set()
             go_on.wait(PATIENCE_S)
-        return copy
+        return trainer.copy_state()
 
-    copies = Copies(copy_state, hasher)
+    copies = Copies(copy_state, hasher, lambda: trainer.round)
     manifest_of(copies.newest())
+    trainer.round = 4
     thread = threading.Thread(target=copies.newest)
     thread.start()
     assert is_copying.wait(PATIENCE_S)
@@ -191,19 +183,6 @@ def test_round_that_is_about_to_come_is_awaited(
     assert manifest_of(copies.at(4)).round == 4
 
 
-def test_round_is_found_out_by_a_copy_where_nothing_tells_it(hasher: Hasher, trainer: Trainer) -> None:
-    copies = Copies(trainer.copy_state, hasher)
-    assert copies.at(2) is None
-    assert manifest_of(copies.at(3)).round == 3
-    assert trainer.copied == [3]
-
-
-def test_manifest_is_of_the_copy(copies: Copies) -> None:
-    manifest = manifest_of(copies.newest())
-    assert (manifest.round, manifest.state_digest, manifest.chunk_bytes) == (3, "digest", 8)
-    assert len(manifest.hashes["params"]) == 3
-
-
 class Training:
     """A state that changes where it lies."""
 
@@ -213,7 +192,7 @@ class Training:
         self.sections = {"params": torch.arange(5.0)}
 
     def live_state(self) -> LiveState:
-        return LiveState(self.round, self.sections, {}, "digest", self.lock, lambda: self.round)
+        return LiveState(self.round, {}, "digest", self.sections, lock=self.lock, round_now=lambda: self.round)
 
 
 def test_state_itself_is_served_until_its_next_round_and_makes_room_at_once(clock: Clock, hasher: Hasher) -> None:
@@ -236,7 +215,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
     hashed = list[bytes]()
     monkeypatch.setattr(serving, "chunk_hash", lambda view: (hashed.append(bytes(view)), chunk_hash(view))[1])
     data = torch.arange(10.0).view(torch.uint8).numpy().tobytes()
-    state = hasher.of_state(Copy(3, {"params": torch.arange(10.0), "short": torch.arange(3.0)}))
+    state = Manifests(hasher, state_of(3, params=torch.arange(10.0), short=torch.arange(3.0)))
     assert hashed == []
     for first, seen in ((0, [(0, 8), (8, 16), (0, 8), (8, 12)]), (1, [(16, 24)]), (0, []), (4, [(32, 40)])):
         hashed.clear()
@@ -263,12 +242,12 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
-    promise = hasher.of_state(training.live_state()).at(0)
-    assert promise is not None and promise.await_json(PATIENCE_S) is None and promise.is_given_up
+    made = Manifests(hasher, training.live_state()).at(0)
+    assert made is not None and made.result(PATIENCE_S) is None
 
 
 def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
-    journal = {5: JournalEntry(5, torch.ones(2).view(torch.uint8), {}, "digest")}
+    journal = {5: RoundUpdate(5, torch.ones(2).view(torch.uint8), {}, "digest")}
     entries, lives = Entries(journal.get, hasher), weakref.ref(journal[5])
     assert manifest_of(entries.at(5)).round == 5
     assert entries.at(5) is entries.at(5)
@@ -292,9 +271,12 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)
-    states = [hasher.of_state(Copy(round)) for round in (3, 4)]
-    promises = [state.at(0) for state in states]
-    assert [promise and promise.await_json(0.02) for promise in promises] == [None, None]
+    states = [Manifests(hasher, state_of(round)) for round in (3, 4)]
+    for state in states:
+        made = state.at(0)
+        assert made is not None
+        with pytest.raises(TimeoutError):
+            made.result(0.02)
     assert len(begun) == 1
     go_on.set()
     assert [manifest_of(state).round for state in states] == [3, 4]
@@ -303,5 +285,5 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
 def test_closed_hasher_promises_nothing_more() -> None:
     hasher = Hasher(chunk_bytes=8)
     hasher.close()
-    promise = hasher.of_state(Copy(3)).at(0)
-    assert promise is not None and promise.await_json(0.02) is None
+    made = Manifests(hasher, state_of(3)).at(0)
+    assert made is not None and made.cancelled()

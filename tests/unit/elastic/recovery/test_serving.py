@@ -1,52 +1,33 @@
-import hmac
 import json
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.unit.elastic.recovery.open_server import DIALLER, WRONG_TOKEN, OpenServer, ask
-from torch import Tensor
 
-from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery import serving
-from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.state_chunks import chunk_hash, parse_manifest
-from zeroband.elastic.rounds.interfaces import StateCopy
-from zeroband.elastic.transport.handshake import HELLO_BYTES, OPEN, Callee
-from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.elastic.transport.handshake import OPEN
+from zeroband.errors import HandshakeFailed
+from zeroband.state.round_state import RoundState, RoundUpdate
 
 DATA = torch.arange(1000.0).numpy().tobytes()
 
 
-@dataclass(frozen=True)
-class Copy(StateCopy):
-    round: int = 7
-    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(1000.0)})
-    record: dict[str, Any] = field(default_factory=dict)
-    state_digest: str = "digest"
-
-
-@dataclass(frozen=True)
-class Entry:
-    round: int = 4
-    update: Tensor = field(default_factory=lambda: torch.arange(1000.0).view(torch.uint8))
-    record: dict[str, Any] = field(default_factory=dict)
-    state_digest: str = "digest"
+STATE = RoundState(7, {}, "digest", {"params": torch.arange(1000.0)})
+ENTRY = RoundUpdate(4, torch.arange(1000.0).view(torch.uint8), {}, "digest")
 
 
 @pytest.fixture
 def server() -> Iterator[OpenServer]:
     server = OpenServer(
         "honest",
-        Copy,
-        lambda round: Entry() if round == 4 else None,
+        lambda: STATE,
+        lambda round: ENTRY if round == 4 else None,
         current_round=lambda: 7,
         chunk_bytes=1024,
     )
@@ -81,34 +62,6 @@ def test_nothing_is_served_without_a_handshake(server: OpenServer) -> None:
         stranger.sendall(b"GET /state HTTP/1.1\r\n\r\n".ljust(1000))
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-
-
-def test_joiner_with_the_wrong_token_is_refused_everywhere(server: OpenServer) -> None:
-    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
-        StateFetch(WRONG_TOKEN, {"params": torch.zeros(1000)}).fetch([server.donor])
-    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
-        fetch_entry([server.donor], WRONG_TOKEN, 4, torch.empty)
-
-
-def test_donor_that_does_not_know_the_token_gets_no_request() -> None:
-    """Whoever redirects a joiner to a machine of its own learns only that it wanted to join."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-
-        def pretend() -> bytes:
-            with listener.accept()[0] as joiner:
-                hello = joiner.recv(HELLO_BYTES, socket.MSG_WAITALL)
-                joiner.sendall(Callee(RunKey(b"o" * 32), re_proven(hello)).answer)
-                return joiner.recv(1)
-
-        heard = threads.submit(pretend)
-        with pytest.raises(HandshakeFailed, match="does not know the run's token"):
-            DIALLER.dial("honest", (Way(*listener.getsockname()),), 5.0)
-        assert heard.result() == b""
-
-
-def re_proven(hello: bytes) -> bytes:
-    """The call with the proof of somebody who knows another token."""
-    return hello[:-32] + hmac.digest(b"o" * 32, hello[:-32], "sha256")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +105,6 @@ def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, se
         assert listed == chunk_hash(data)
 
 
-def test_copy_is_made_when_it_is_asked_for_and_not_before(server: OpenServer) -> None:
-    assert get(server, "/state/7/params/0")[0] == 404
-    get(server, "/state")
-    assert get(server, "/state/7/params/0")[0] == 200
-
-
 def test_round_is_told_without_hashes_and_a_manifest_when_these_are_there(
     server: OpenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,21 +132,12 @@ def test_joiner_gets_some_bytes_now_and_then_while_a_round_needs_the_link(
         asked.append(not is_patient or len(asked) < 3)
         return asked[-1]
 
-    server = OpenServer("honest", Copy, lambda round: Entry(), current_round=lambda: 7, needs_link=needs_link)
+    server = OpenServer("honest", lambda: STATE, lambda round: ENTRY, current_round=lambda: 7, needs_link=needs_link)
     get(server, "/state")
     assert asked == []
     for path in ("/state/7/params/0", "/journal/4/update/0"):
         assert get(server, path) == (200, DATA)
     assert asked == ([True] * 3 + [False] * 32 if is_patient else [True] * 64)
-    server.close()
-
-
-def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
-    def copy_state() -> Copy:
-        raise RecoveryFailed("no step ended")
-
-    server = OpenServer("honest", copy_state, lambda round: None)
-    assert get(server, "/state") == (503, b"")
     server.close()
 
 

@@ -7,11 +7,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.errors import ConfigError
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
 
 OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
 LEASE_MS = 5000

@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from zeroband.elastic.rounds import journal as journal_module
-from zeroband.elastic.rounds.journal import Allocator, Journal, JournalBounds, JournalEntry
+from zeroband.elastic.rounds.journal import Allocator, Journal, JournalBounds
+from zeroband.state.round_state import RoundUpdate
 
 HOUR_S = 3600.0
 MANY_BYTES = 1 << 30
 
 
-def entry(round: int, nbytes: int = 40) -> JournalEntry:
-    return JournalEntry(round, torch.full((nbytes,), round, dtype=torch.uint8), {"round": round}, f"digest {round}")
+def entry(round: int, nbytes: int = 40) -> RoundUpdate:
+    return RoundUpdate(round, torch.full((nbytes,), round, dtype=torch.uint8), {"round": round}, f"digest {round}")
 
 
 def kept(journal: Journal) -> list[int]:

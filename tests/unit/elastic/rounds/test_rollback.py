@@ -19,10 +19,10 @@ from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import RestartPoint, Verdict
-from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import LocalMesh
+from zeroband.state.round_state import RoundState
 from zeroband.tools.data.audit import AuditedRound, audit
 
 Noise = Callable[..., Tensor]
@@ -210,5 +210,5 @@ def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
     assert [r.progress.assigned for r in again] == [r.progress.assigned for r in reports]
 
 
-def first_assigned(copy: StateCopy) -> dict[str, tuple[tuple[int, int], ...]]:
+def first_assigned(copy: RoundState) -> dict[str, tuple[tuple[int, int], ...]]:
     return dict(Progress.from_record(copy.record["progress"]).assigned)

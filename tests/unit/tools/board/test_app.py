@@ -25,24 +25,11 @@ NODES = ("a", "b", "c")
 TOKEN = "a-long-secret"
 STATE_KEYS = {
     *("run_id", "place", "version", "now_s", "at_s", "from_s", "to_s", "age_s", "problem", "run", "nodes", "links"),
-    *("waiting_for", "promises", "rounds", "membership", "events", "checkpoints", "sample", "orders"),
+    *("waiting_for", "guarantees", "rounds", "membership", "events", "checkpoints", "sample", "orders"),
 }
 RUN_KEYS = {
-    *(
-        "state",
-        "words",
-        "step",
-        "total_steps",
-        "round",
-        "epoch",
-        "store",
-        "tokens",
-        "tokens_per_s",
-        "mfu",
-        "left_s",
-        "loss",
-    ),
-    *("parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
+    *("state", "words", "step", "total_steps", "round", "epoch", "store", "tokens", "tokens_per_s", "mfu"),
+    *("left_s", "loss", "parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
 }
 NODE_KEYS = {
     *("id", "state", "why", "join", "step", "loss", "tokens_per_s", "mfu", "round", "digest", "sent_bytes", "starts"),
@@ -93,7 +80,7 @@ def test_state_has_every_key_of_the_page(page: TestClient) -> None:
     assert set(state) == STATE_KEYS
     assert set(state["run"]) == RUN_KEYS
     assert [set(node) for node in state["nodes"]] == [NODE_KEYS] * 3
-    assert [one["key"] for one in state["promises"]] == ["divergence", "ledger", "checkpoint", "detection"]
+    assert [one["key"] for one in state["guarantees"]] == ["divergence", "ledger", "checkpoint", "detection"]
     assert set(state["rounds"][0]) == {"round", "epoch", "committed_at_s", "members", "retries", "nodes"}
     assert set(state["rounds"][0]["nodes"]["a"]) == {"end_s", "compute_s", "wait_s", "transfer_s", "apply_s"}
     assert state["membership"][0] == {

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from zeroband.tools.chaos.fault_costs import InjectedFault, compare, percentile, round_costs, rows_of
-from zeroband.tools.chaos.judgement import Judgement
+from zeroband.tools.chaos.judgement import Evidence, Judgement
+from zeroband.tools.chaos.options import ChaosOptions
 from zeroband.tools.chaos.plan import Kind, PlannedFault
-from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
+from zeroband.tools.chaos.soak_report import SoakSetting, render
 
-SETTING = SoakSetting("2 cores", "zeroband chaos", "outer.type diloco", 1, 3, 1.0, 0.2, 20.0, left_out="")
-COUNTS = Counts(9, 1, 0, 0, 0, 4, 3, "9 samples trained", 0.3, 0.1, 0.2, (5.0, 7.0))
+SETTING = SoakSetting(ChaosOptions(()), "2 cores", "outer.type diloco")
+SEEN = Evidence("runs/x", 9, 9, 8, 4, 60.0, 4, 3, later_rounds=7, audit="9 samples trained", restart_cpu_s=(5.0, 7.0))
 
 
 def event(kind: str, at_s: float, **fields: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def test_survivors_lose_the_whole_round_in_which_a_healthy_node_was_left_out() -
 def test_survivors_of_a_soak_without_rounds_are_unknown() -> None:
     result = compare([], [], [], calm=(0.0, 30.0), end_s=60.0)
     assert math.isnan(result.survivors.lost)
-    assert "unknown" in render(SETTING, [], result, COUNTS, Judgement())
+    assert "unknown" in render(SETTING, [], result, SEEN, Judgement())
 
 
 def test_rows_have_the_times_of_each_kind_and_none_of_faults_that_the_next_one_superseded() -> None:
@@ -139,7 +140,7 @@ def test_percentile_is_a_value_that_the_share_is_not_above(share: float, value: 
 
 def test_report_says_first_whether_all_held_and_lists_what_did_not() -> None:
     result = compare([], [], [], calm=(0.0, 30.0), end_s=60.0)
-    assert render(SETTING, [], result, COUNTS, Judgement()).startswith("# Chaos soak: all invariants held\n")
-    broken = render(SETTING, [], result, COUNTS, Judgement(["round 4: digest differs\n  context"]))
+    assert render(SETTING, [], result, SEEN, Judgement()).startswith("# Chaos soak: all invariants held\n")
+    broken = render(SETTING, [], result, SEEN, Judgement(["round 4: digest differs\n  context"]))
     assert broken.startswith("# Chaos soak: 1 VIOLATION")
     assert "- VIOLATION: round 4: digest differs\n" in broken

@@ -31,12 +31,12 @@ def test_plan_is_the_same_for_the_same_seed_and_another_for_another() -> None:
 
 
 def test_gaps_of_a_plan_have_the_mean_that_was_asked_for_where_nobody_must_wait() -> None:
-    rules = replace(RULES, kinds=(Kind.MACHINE_FROZEN,), nodes=tuple(map(str, range(100))), duration_s=30_000.0)
+    rules = replace(RULES, kinds=(Kind.MACHINE_FROZEN,), nodes=tuple(map(str, range(100))), duration_s=15_000.0)
     faults = plan(rules, seed=1)
-    assert faults[-1].at_s / len(faults) == pytest.approx(rules.mtbf_s, rel=0.05)
+    assert faults[-1].at_s / len(faults) == pytest.approx(rules.mtbf_s, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("keep", [1, 2, 4])
 def test_plan_leaves_enough_nodes_undisturbed_at_every_time(seed: int, keep: int) -> None:
     rules = replace(RULES, keep_undisturbed=keep, mtbf_s=5.0)
@@ -52,7 +52,7 @@ def test_plan_leaves_enough_nodes_undisturbed_at_every_time(seed: int, keep: int
         assert len(NODES) - len(disturbed) >= keep
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_plan_strikes_no_node_and_no_store_whose_last_fault_lasts(seed: int) -> None:
     faults = plan(replace(RULES, mtbf_s=3.0), seed)
     ends_s: dict[str, float] = {}
@@ -105,7 +105,7 @@ def in_peace_at(at_s: float, rules: PlanRules, faults: Sequence[PlannedFault]) -
     return {*rules.nodes} - {node for fault in struck for node in fault.nodes}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("keep", [1, 3])
 def test_plan_leaves_a_node_in_peace_through_which_two_talk_that_cannot_be_dialled(seed: int, keep: int) -> None:
     rules = replace(BEHIND, keep_undisturbed=keep, mtbf_s=5.0)

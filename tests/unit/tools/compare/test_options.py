@@ -107,9 +107,9 @@ def test_common_start_is_one_node_with_the_batch_of_all(file: str) -> None:
     [
         (["--methods=ddp", "--nodes=1"], "methods between nodes need two"),
         (["--methods=ddp", "--nodes=x"], r"compare\.nodes='x'"),
-        (["--methods=ddp", "--points=0"], "1 or more"),
+        (["--methods=ddp", "--points=0"], "greater than 0"),
         (["--methods=ddp", "--lrs=1,2,3", "--tries=2"], "below the 3 learning rates"),
-        (["--methods=ddp", "--lrs=0,1"], "above 0"),
+        (["--methods=ddp", "--lrs=0,1"], "greater than 0"),
         (["--methods=ddp", "--seeds=1,1"], "name each seed once"),
         (["--methods=ddp", "--seeds=0"], "name each seed once"),
         (["--methods=ddp", "--link=fast"], "like 100mbit,80ms"),

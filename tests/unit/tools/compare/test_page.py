@@ -15,7 +15,7 @@ from tests.unit.tools.compare.outcomes import counted, failed, outcome
 
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, check, interval_of, parse_claims
-from zeroband.tools.compare.figures import charts, ticks, write_pngs
+from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.compare.page import COLUMNS, UNITS, ComparisonResult, cells, document, table
 from zeroband.tools.compare.results import Outcome
@@ -208,7 +208,7 @@ def test_document_has_the_table_first_and_everything_that_was_compared() -> None
     told = document(report(), ["loss-tokens.png", "loss-time.png"])
     assert told.startswith(table(report())) and "cannot tell: ppl_ratio" in told
     assert re.findall(r"^## (.*)", told, re.MULTILINE) == [
-        *("Held-out loss", "What the columns mean", "A & B", "StoreCache of these settings", "All runs"),
+        *("Held-out loss", "What the columns mean", "A & B", "Known of these settings", "All runs"),
     ]
     assert re.findall(r"!\[(.*?)\]\((.*?)\)", told) == [
         ("held-out loss, nats per token against tokens of all nodes", "loss-tokens.png"),
@@ -247,20 +247,6 @@ def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
     row = row_of(parse_arms(["ddp"])[0], [first, second], LINK, overlap_steps=0, step_s=None)
     (line,) = charts([row], "8mbit,50ms")[0].series
     assert (line.xs, line.ys) == ((20_000,), (pytest.approx(1.7),))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "is_log", "expected"),
-    [
-        (0.0, 10.0, False, (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)),
-        (1.52, 1.71, False, (1.55, 1.6, 1.65, 1.7)),
-        (30.0, 2e5, True, (100.0, 1e3, 1e4, 1e5)),
-        (150.0, 900.0, True, (200.0, 500.0)),
-        (3.0, 3.0, False, (3.0,)),
-    ],
-)
-def test_ticks_are_round_numbers_in_range(low: float, high: float, is_log: bool, expected: tuple[float, ...]) -> None:
-    assert ticks(low, high, is_log=is_log) == pytest.approx(expected)
 
 
 def test_figures_are_written_where_matplotlib_is_installed(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from zeroband.tools.compare.command import Comparison
 from zeroband.tools.compare.options import read_options
 from zeroband.tools.compare.results import Outcome, Point, ResultFiles
 from zeroband.tools.compare.runner import Stopped
-from zeroband.tools.compare.trial_progress import remaining_s, said
 from zeroband.tools.compare.trials import Trial
 
 
@@ -61,10 +60,16 @@ class Machine:
         return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, **shown)
 
 
-def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, *flags: str) -> Comparison:
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Have comparisons make their runs by a machine; no text is cut, and no figure is drawn."""
     monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
     monkeypatch.setattr(command, "cut", lambda *_: None)
+    monkeypatch.setattr(command, "write_pngs", lambda *_: ())
+
+
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, *flags: str) -> Comparison:
+    pretend(tmp_path, monkeypatch, machine)
     options = read_options(["--methods=ddp,diloco", "--lrs=1e-3,2e-3", f"--out={tmp_path}", "--seeds=2", *flags])
     comparison = Comparison(options, "zeroband compare ...")
     comparison.run(Console(quiet=True))
@@ -151,16 +156,7 @@ def test_comparison_fails_where_its_claims_are_not_met_or_not_measured(
     code: int,
     said: str,
 ) -> None:
-    monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
-    machine = Machine(fails=fails)
-    monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
-    monkeypatch.setattr(command, "cut", lambda *_: None)
+    pretend(tmp_path, monkeypatch, Machine(fails=fails))
     (tmp_path / "claims.toml").write_text(CLAIM.format(of=of, at_most=at_most, seeds=1 if fails == "one seed" else 2))
     assert command.main([f"@{tmp_path / 'claims.toml'}", f"--out={tmp_path / 'out'}"]) == code
     assert said in capsys.readouterr().err
-
-
-def test_time_to_go_follows_the_mean_rate() -> None:
-    assert remaining_s(10.0, 0, 100) is None
-    assert remaining_s(10.0, 25, 100) == 30.0
-    assert [said(seconds) for seconds in (None, 30.4, 600.0)] == ["?", "30 s", "10 min"]

@@ -120,10 +120,10 @@ def test_broken_file_of_a_set_is_named(name: str, cache: Path, tmp_path: Path) -
         prepare(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the Hub"), TimeoutError("read timed out")])
 def test_hub_that_is_away_is_waited_for(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    error = ConnectionError("Couldn't reach the Hub")
     load, failures = datasets.load_dataset, [error, error]
 
     def fail(*arguments: Any, **options: Any) -> Any:

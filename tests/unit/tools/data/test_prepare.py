@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.buckets import gcs_server, reach_s3, s3_server
+from tests.buckets import gcs_server
 from tests.text_server import refusing, text_server, without_sizes
 from tests.unit.data.prepared import FileServer
 from tests.unit.tools.data.preparations import END, bytes_of, ids_of, manifest_of, prepare, texts_of, write_lines
@@ -250,13 +250,6 @@ def memory() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with s3_server() as endpoint:
-        reach_s3(endpoint, "prepared", monkeypatch)
-        yield "s3://prepared"
-
-
-@pytest.fixture
 def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with gcs_server("prepared", monkeypatch):
         yield "gs://prepared"
@@ -270,24 +263,10 @@ def stored(url: str) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "writes"),
-    [
-        ("memory", ("plan.json", "0-40.npy", "00000.npy", "0.json", "hashes.npy", "manifest.json")),
-        ("s3", ("1.json", "manifest.json")),
-        ("gs", ("0-40.npy", "1.json", "manifest.json")),
-    ],
-)
 def test_preparation_to_a_url_that_is_cut_in_a_write_goes_on_to_the_same_bytes(
-    lines: Path,
-    tmp_path: Path,
-    place: str,
-    writes: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    lines: Path, tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written of a file up to there lies at its place."""
-    url = request.getfixturevalue(place)
     arguments = (lines, "--dedup", "--pack", "best-fit", "--seq-length", "16", "--unit-mb", "0.0012")
     assert prepare(*arguments, tmp_path / "whole") == 0
     expected = bytes_of(tmp_path / "whole")
@@ -303,12 +282,12 @@ def test_preparation_to_a_url_that_is_cut_in_a_write_goes_on_to_the_same_bytes(
         raise Killed
 
     monkeypatch.setattr(ObjectStorage, "write", write_half)
-    for name in writes:
+    for name in ("plan.json", "0-40.npy", "00000.npy", "0.json", "hashes.npy", "manifest.json"):
         cut.append(name)
         with pytest.raises(Killed):
-            prepare(*arguments, f"{url}/{name}")
-        assert prepare(*arguments, f"{url}/{name}") == 0
-        assert stored(f"{url}/{name}") == expected
+            prepare(*arguments, f"{memory}/{name}")
+        assert prepare(*arguments, f"{memory}/{name}") == 0
+        assert stored(f"{memory}/{name}") == expected
 
 
 def test_what_an_earlier_preparation_left_behind_counts_for_no_other_one(lines: Path, out: Path) -> None:

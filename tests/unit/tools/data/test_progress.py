@@ -54,5 +54,19 @@ def test_lines_of_a_file_show_share_rate_and_time_left() -> None:
     clock, out = Clock(), io.StringIO()
     work(Shown("tokens", 1000, 0, out, clock), clock)
     assert out.getvalue().splitlines() == [
-        *("tokens: 25%, 75k tokens, 5k/s, 45 s left", "tokens: 50%, 150k tokens, 5k/s, 30 s left"),
+        *("tokens: 25%, 75k tokens, 5k/s", "tokens: 50%, 150k tokens, 5k/s, 30 s left"),
+    ]
+
+
+def test_progress_counts_what_was_finished_before_but_not_its_speed() -> None:
+    clock, out = Clock(), io.StringIO()
+    shown = Shown("tokens", total=1000, done=500, stream=out, now=clock)
+    for _ in range(2):
+        assert out.getvalue() == ""
+        clock.now_s += 5.0
+        shown.advance(100, 50)
+    clock.now_s += 10.0
+    shown.finish(250)
+    assert out.getvalue().splitlines() == [
+        *("tokens: 70%, 100 tokens, 10/s, 15 s left", "tokens: 75%, 100 tokens, 5/s, 25 s left"),
     ]

@@ -6,13 +6,15 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made_runs import BEGIN_S, event, history_of, run_of, step, write
 
 import zeroband.cli
+from zeroband.observe.facts import Fact
 from zeroband.observe.history import RunHistory
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.saved import saved_page
@@ -20,7 +22,6 @@ from zeroband.tools.report.command import write_report
 from zeroband.tools.report.record import RunRecord, is_secret
 from zeroband.tools.report.sections import saved_data
 
-AT_S = 1_700_000_000.0
 PASSWORD = "hunter2"
 EVIL = '<script>alert("x")</script>'
 
@@ -37,8 +38,8 @@ class Saved:
     def part(self, title: str) -> dict[str, Any]:
         return next(part for part in (*self.data["first"], *self.data["last"]) if part["title"] == title)
 
-    def promise(self, key: str) -> dict[str, Any]:
-        return next(promise for promise in self.data["state"]["promises"] if promise["key"] == key)
+    def guarantee(self, key: str) -> dict[str, Any]:
+        return next(guarantee for guarantee in self.data["state"]["guarantees"] if guarantee["key"] == key)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -57,54 +58,17 @@ def saved(run_dir: Path, **options: Any) -> Saved:
     return Saved((run_dir / "report.html").read_text())
 
 
-def committed(round: int, members: Sequence[str], at_s: float, *, used: int = 4, skip: int = 0) -> dict[str, Any]:
-    """A round in which each member trained `used` samples; `skip`: samples that nobody got."""
-    dealt = round * (used * len(members) + skip)
-    spans = {member: [[dealt + used * n, dealt + used * (n + 1)]] for n, member in enumerate(members)}
-    ledger = {"next": dealt + used * len(members), "assigned": spans, "returned": []}
-    progress = {"inner_step": 10 * round, "tokens": 100 * round, "founding": "f", "follows": None}
-    return {
-        "at_s": at_s,
-        "kind": "round_committed",
-        "round": round,
-        "epoch": 1,
-        "members": list(members),
-        "digest": f"digest-{round}",
-        "weights": [1.0] * len(members),
-        "samples": [used if round else 0] * len(members),
-        "late": [],
-        "progress": {**progress, "ledgers": {"": ledger}},
-    }
-
-
-def step(number: int, at_s: float, *, round: int | None = None, loss: float | None = None) -> dict[str, Any]:
-    record: dict[str, Any] = {"step": number, "at_s": at_s, "train/loss": 5 - number / 10 if loss is None else loss}
-    record |= {"train/tokens": 100 * number, "train/tokens_per_s": 50.0, "train/step_s": 2.0}
-    if round is not None:
-        record |= {"outer/round": round, "outer/nodes": 2, "outer/digest": f"digest-{round}"}
-        record |= {"outer/wait_s": 0.5, "outer/transfer_s": 0.25, "outer/apply_s": 0.125, "outer/retries": 0}
-        record |= {"outer/sent_bytes": 1000, "outer/ddp_bytes": 50_000, "eval/step": number, "eval/loss": 4.25}
-    return record
-
-
-def node_files(name: str, *, rounds: int = 3, is_finished: bool = True) -> dict[str, list[dict[str, Any]]]:
-    members = ["a#1", "b#1"]
-    events = [
-        {"at_s": AT_S, "kind": "node_started", "total_steps": 30, "local_world_size": 1, "parameters": 1234},
-        {"at_s": AT_S + 1, "kind": "joined", "member_id": f"{name}#1", "round": 0},
-        *(committed(number, members, AT_S + 2 + 25 * number) for number in range(rounds + 1)),
-    ]
-    if name == "a":
-        saved = {"round": 2, "step": 20, "bytes": 4096, "took_s": 1.5}
-        events.append({"at_s": AT_S + 60, "kind": "checkpoint_committed", **saved})
+def run_of_two(rounds: int = 3, *, is_finished: bool = True) -> list[Fact]:
+    """A run of a and b, with a loss that falls by 1 each step and a checkpoint after round 2."""
+    facts = [fact for one in run_of(("a", "b"), rounds, round_s=25.0) for fact in one]
+    for _, record in facts:
+        if "kind" not in record:
+            record |= {"train/loss": 5.0 - record["step"], "eval/step": record["step"], "eval/loss": 4.25}
+    facts.append(event("a", 60, "checkpoint_committed", round=2, step=2, bytes=4096, took_s=1.5))
     if is_finished:
-        end_s = AT_S + 100
-        events += [
-            {"at_s": end_s, "kind": "run_finished", "step": 30},
-            {"at_s": end_s, "kind": "left", "reason": "done"},
-        ]
-    metrics = [step(n, AT_S + 2 + 2.4 * n, round=n // 10 if n % 10 == 0 else None) for n in range(1, 10 * rounds + 1)]
-    return {"events.jsonl": sorted(events, key=lambda event: event["at_s"]), "metrics.jsonl": metrics}
+        ends = {"run_finished": {"step": 3}, "left": {"reason": "done"}}
+        facts += [event(node_id, 100, kind, **fields) for node_id in ("a", "b") for kind, fields in ends.items()]
+    return sorted(facts, key=lambda fact: fact.record["at_s"])
 
 
 CONFIG = f"""log_level = "INFO"
@@ -125,26 +89,23 @@ tokens = "https://host/x?X-Amz-Signature={PASSWORD}&a=1"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run of two nodes that finished."""
+    write(tmp_path / "r", run_of_two())
     for name in ("a", "b"):
-        place = tmp_path / "r" / name
-        place.mkdir(parents=True)
-        for file, records in node_files(name).items():
-            (place / file).write_text("".join(json.dumps(record) + "\n" for record in records))
-        (place / "config.toml").write_text(CONFIG + f'[node]\nid = "{name}"\n')
+        (tmp_path / "r" / name / "config.toml").write_text(CONFIG + f'[node]\nid = "{name}"\n')
     return tmp_path / "r"
 
 
 def test_report_has_the_figures_of_the_run(folder: Path) -> None:
     told = saved(folder)
     run = told.data["state"]["run"]
-    assert (run["state"], run["step"], run["total_steps"], run["round"]) == ("finished", 30, 30, 3)
-    assert (run["loss"], run["held_out"], run["parameters"], run["sent_bytes"]) == (2.0, 4.25, 1234, 6000)
-    assert [one["step"] for one in told.data["state"]["checkpoints"]] == [20]
-    assert told.promise("ledger")["words"] == "24 samples of 3 rounds were replayed: each was trained once."
+    assert (run["state"], run["step"], run["total_steps"], run["round"]) == ("finished", 3, 100, 3)
+    assert (run["loss"], run["held_out"], run["parameters"], run["sent_bytes"]) == (2.0, 4.25, 1000, 60)
+    assert [one["step"] for one in told.data["state"]["checkpoints"]] == [2]
+    assert told.guarantee("ledger")["words"] == "24 samples of 3 rounds were replayed: each was trained once."
     assert told.data["series"].keys() == {"tokens", "time", "bytes", "step"}
     loss = next(one for one in told.data["series"]["step"]["series"] if one["key"] == "loss")
-    assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.9, 2.0)
-    assert "zeroband export" in told.text and "a has done all 30 steps." in told.text
+    assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.0, 2.0)
+    assert "zeroband export" in told.text and "a has done all 3 steps." in told.text
 
 
 def test_page_needs_no_other_file_and_runs_its_own_scripts_alone(folder: Path) -> None:
@@ -159,9 +120,7 @@ def test_page_needs_no_other_file_and_runs_its_own_scripts_alone(folder: Path) -
 
 
 def test_secrets_are_in_no_part_of_it(folder: Path) -> None:
-    failure = {"at_s": AT_S + 101, "kind": "run_failed", "error": f"StoreLost: redis://u:{PASSWORD}@host:6379 is away"}
-    with (folder / "b" / "events.jsonl").open("a") as file:
-        file.write(json.dumps(failure) + "\n")
+    write(folder, [event("b", 101, "run_failed", error=f"StoreLost: redis://u:{PASSWORD}@host:6379 is away")])
     told = saved(folder)
     assert PASSWORD not in told.html
     assert "@host:6379 is away" in told.text and "byte" in told.text
@@ -177,17 +136,15 @@ def test_secret_keys_are_told_by_their_names(name: str, expected: bool) -> None:
 
 
 def test_whatever_nodes_wrote_ends_no_element_and_is_data(tmp_path: Path) -> None:
-    place = tmp_path / "r<b>" / "node<i>"
-    place.mkdir(parents=True)
-    files = node_files("a")
-    files["events.jsonl"].append({"at_s": AT_S + 200, "kind": "run_failed", "error": EVIL})
-    files["events.jsonl"].append({"at_s": AT_S + 201, "kind": f"kind{EVIL}", "x": EVIL})
-    sample = {"path": "x", "text": f"{EVIL}\x00\x1b["}
-    files["events.jsonl"].append({"at_s": AT_S + 202, "kind": "sample_written", **sample})
-    files["metrics.jsonl"][-1][f"train/loss/{EVIL}"] = 1.0
-    for file, records in files.items():
-        (place / file).write_text("".join(json.dumps(record) + "\n" for record in records))
-    (place / "config.toml").write_text(f"[data]\ntext = '{EVIL}'\n")
+    name = "node<i>"
+    more = [
+        step(name, 199, 4, **{f"train/loss/{EVIL}": 1.0}),
+        event(name, 200, "run_failed", error=EVIL),
+        event(name, 201, f"kind{EVIL}", x=EVIL),
+        event(name, 202, "sample_written", path="x", text=f"{EVIL}\x00\x1b["),
+    ]
+    write(tmp_path / "r<b>", [*(Fact(name, fact.record) for fact in run_of_two() if fact.node_id == "a"), *more])
+    (tmp_path / "r<b>" / name / "config.toml").write_text(f"[data]\ntext = '{EVIL}'\n")
     told = saved(tmp_path / "r<b>")
     assert told.text.count(EVIL) >= 4 and EVIL not in told.html and "<title>r&lt;b&gt;: report</title>" in told.html
     assert told.html.count("<script") == 3 and not {"\x00", "\x1b"} & {*told.text, *told.html}
@@ -199,7 +156,7 @@ def test_keys_that_differ_between_nodes_stand_apart(folder: Path) -> None:
 
 
 def test_unknown_values_are_said_to_be_not_measured() -> None:
-    record = RunRecord("empty", RunHistory("empty"), AT_S, Setting("runs/empty"), audit_missing="no round")
+    record = RunRecord("empty", RunHistory("empty"), BEGIN_S, Setting("runs/empty"), audit_missing="no round")
     told = "\n".join(texts(saved_data(record)))
     for what in ("Rounds", "Data audit", "Configuration"):
         assert f"{what}: not measured" in told, what
@@ -208,29 +165,32 @@ def test_unknown_values_are_said_to_be_not_measured() -> None:
 
 def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(tmp_path: Path) -> None:
     place = tmp_path / "r" / "a"
-    place.mkdir(parents=True)
-    files = node_files("a", rounds=2, is_finished=False)
-    for file, records in files.items():
-        (place / file).write_text("".join(json.dumps(record) + "\n" for record in records) + '[1]\n{"at_s": 17, "st')
+    write(tmp_path / "r", [fact for fact in run_of_two(2, is_finished=False) if fact.node_id == "a"])
+    for file in ("events.jsonl", "metrics.jsonl"):
+        with (place / file).open("a") as broken:
+            broken.write('[1]\n{"at_s": 17, "st')
     (place / "config.toml").write_text("[broken")
     (tmp_path / "r" / "b").mkdir()
     (tmp_path / "r" / "b" / "events.jsonl").write_bytes(b"\xff\xfe\n{}\n")
     told = saved(tmp_path / "r")
     assert told.data["state"]["run"]["state"] == "stalled"
-    assert "not finished: the same command with --resume goes on from the checkpoint of step 20" in told.text
+    assert "not finished: the same command with --resume goes on from the checkpoint of step 2" in told.text
     assert "could not be read, and are missing: 4" in told.text
     assert "Invalid" in told.text or "Expected" in told.text  # what is wrong with config.toml
 
 
 def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> None:
-    for name in ("a", "b"):
-        lines = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
-        wrong = [committed(2, ["a#1", "b#1"], AT_S + 52, skip=3) if e.get("round") == 2 and "members" in e else e
-                 for e in lines]  # fmt: skip
-        wrong = [e | {"digest": name} if e.get("round") == 3 else e for e in wrong]
-        (folder / name / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in wrong))
+    wrong = run_of_two()
+    for node_id, record in wrong:
+        if record.get("round") == 2 and "progress" in record:
+            record["progress"]["ledgers"][""]["next"] += 3
+        if record.get("round") == 3:
+            record["digest"] = node_id
+    for file in folder.glob("*/*.jsonl"):
+        file.unlink()
+    write(folder, wrong)
     told = saved(folder)
-    assert (told.promise("divergence")["state"], told.promise("ledger")["state"]) == ("bad", "bad")
+    assert (told.guarantee("divergence")["state"], told.guarantee("ledger")["state"]) == ("bad", "bad")
     steps = "\n".join(told.part("What to do next")["lines"])
     assert "Nodes recorded different outer states after round 3." in steps
     assert "do not go on with this model" in steps
@@ -245,21 +205,10 @@ def test_cost_is_that_of_the_hours_that_nodes_were_up(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_size_is_bounded_for_a_long_run() -> None:
-    history = RunHistory("long")
-    for name in ("a", "b"):
-        for fact in _long(name):
-            history.add((name, fact))  # type: ignore[arg-type]
-    html = saved_page("long", saved_data(RunRecord("long", history, AT_S, Setting("runs/long"))))
+    history = history_of(fact for facts in run_of(("a", "b"), 1200, round_s=10.0) for fact in facts)
+    html = saved_page("long", saved_data(RunRecord("long", history, BEGIN_S, Setting("runs/long"))))
     assert len(history.rounds(most=10_000)) < 1000
     assert 150_000 < len(html.encode()) < 500_000
-
-
-def _long(name: str) -> list[Mapping[str, Any]]:
-    members = ["a#1", "b#1"]
-    found: list[Mapping[str, Any]] = [{"at_s": AT_S, "kind": "joined", "member_id": f"{name}#1", "round": 0}]
-    for number in range(1, 1200):
-        found += [step(10 * number, AT_S + 10 * number, round=number), committed(number, members, AT_S + 10 * number)]
-    return found
 
 
 def test_command_names_what_it_wrote_and_refuses_a_folder_without_a_run(

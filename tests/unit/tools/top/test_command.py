@@ -5,13 +5,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.made_runs import MadeFacts
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
 from zeroband.observe.events import EventLog
-from zeroband.observe.facts import Fact, FactSource, FolderFacts
+from zeroband.observe.facts import Fact
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.view import NodeView, RunView
 from zeroband.tools.top.command import Watch, is_over, main
@@ -21,66 +22,30 @@ from zeroband.tools.top.starting import folder_words, process_words
 STARTED = {"kind": "node_started", "total_steps": 9, "local_world_size": 1, "parameters": 7}
 
 
-class Facts(FactSource):
-    """A source that says what it is told to."""
-
-    run_id = "first"
-    place = "redis://somewhere"
-
-    def __init__(self, *answers: list[Fact] | StoreLost) -> None:
-        self.answers = list(answers)
-        self.problem: Exception | None = None
-
-    def node_ids(self) -> list[str]:
-        return []
-
-    def read(self) -> list[Fact]:
-        if self.problem is not None:
-            raise self.problem
-        answer = self.answers.pop(0) if self.answers else []
-        if isinstance(answer, StoreLost):
-            raise answer
-        return answer
-
-    def skipped_lines(self) -> dict[str, int]:
-        return {"a": 2}
-
-    def close(self) -> None: ...
-
-
-def _watch(*answers: list[Fact] | StoreLost) -> Watch:
-    return Watch(Facts(*answers), lambda known: {} if known else {"b": ("begins", 1.0)}, now=lambda: 100.0)
+def _watch(*answers: list[Fact]) -> Watch:
+    return Watch(MadeFacts(*answers), lambda known: {}, now=lambda: 100.0)
 
 
 def test_watch_shows_any_source_of_facts_and_says_when_it_cannot_be_read() -> None:
-    watch = _watch([], [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "step": 4})], StoreLost("away"))
+    facts = MadeFacts([], [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "step": 4})], StoreLost("away"))
+    facts.skipped = {"a": 2}
+    watch = Watch(facts, lambda known: {} if known else {"b": ("begins", 1.0)}, now=lambda: 100.0)
     assert watch.scene().node_ids == ("b",)
     seen = watch.scene()
-    assert (seen.node_ids, seen.step, seen.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: first")
+    assert (seen.node_ids, seen.run.step, seen.run.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: run")
     assert "2 lines could not be read" in seen.footer
     lost = watch.scene()
     assert lost.run == seen.run
-    assert "cannot read redis://somewhere: away" in lost.footer
-
-
-def test_file_that_cannot_be_read_is_said_and_costs_that_file_only(tmp_path: Path) -> None:
-    (tmp_path / "first" / "a" / "metrics.jsonl").mkdir(parents=True)
-    (tmp_path / "first" / "b").mkdir()
-    (tmp_path / "first" / "b" / "metrics.jsonl").write_text('{"at_s": 1.0, "step": 4}\n')
-    watch = Watch(FolderFacts(tmp_path / "first"), lambda known: {}, now=lambda: 100.0)
-    for _ in range(2):
-        scene = watch.scene()
-        assert (scene.node_ids, scene.step) == (("a", "b"), 4)
-        assert scene.footer == "q: end; cannot read a/metrics.jsonl: Is a directory"
+    assert "cannot read made up: away" in lost.footer
 
 
 def test_whatever_a_source_cannot_read_ends_nothing() -> None:
-    facts = Facts([Fact("a", {"at_s": 2.0, "step": 4})])
+    facts = MadeFacts([Fact("a", {"at_s": 2.0, "step": 4})])
     watch = Watch(facts, lambda known: {})
     watch.scene()
     facts.problem = PermissionError(13, "Permission denied")
     assert "Permission denied" in watch.scene().footer
-    assert watch.scene().step == 4
+    assert watch.scene().run.step == 4
 
 
 def test_clock_of_a_node_a_day_off_makes_nobody_wait() -> None:
@@ -90,28 +55,14 @@ def test_clock_of_a_node_a_day_off_makes_nobody_wait() -> None:
     begun = [Fact(n, {"at_s": 1.0, "kind": "joined", "member_id": f"{n}#1", "round": 0}) for n in "ab"]
     epoch = {"kind": "epoch_changed", "epoch": 1, "members": ["a#1", "b#1"]}
     steps = [Fact("a", {"at_s": at_s, "step": 9}) for at_s in (2.0, -day, day)]
-    facts = Facts([*begun, Fact("a", {"at_s": 1.0, **epoch}), Fact("b", {"at_s": 1.0, "step": 8}), steps[0]])
+    facts = MadeFacts([*begun, Fact("a", {"at_s": 1.0, **epoch}), Fact("b", {"at_s": 1.0, "step": 8}), steps[0]])
     watch = Watch(facts, lambda known: {}, now=lambda: 5 * day, clock=lambda: now_s[0])
     assert watch.scene().waits == ""
     now_s[0] = 10.0
     assert watch.scene().waits == "b, for 10 s"
     for line in steps[1:]:
-        facts.answers.append([line])
+        facts.facts = [line]
         assert watch.scene().waits == ""
-
-
-def test_two_runs_of_one_name_are_not_mixed() -> None:
-    def node(node_id: str, line: str, at_s: float, step: int) -> list[Fact]:
-        round = {"round": 0, "epoch": 1, "members": [f"{node_id}#1"], "digest": line, "progress": {"founding": line}}
-        return [
-            Fact(node_id, {"at_s": at_s, "kind": "joined", "member_id": f"{node_id}#1", "round": 0}),
-            Fact(node_id, {"at_s": at_s, "kind": "round_committed", **round}),
-            Fact(node_id, {"at_s": at_s + 1, "step": step}),
-        ]
-
-    scene = _watch([*node("a", "first", 1.0, 90), *node("b", "second", 50.0, 5)]).scene()
-    assert (scene.step, scene.run.members) == (5, ("b",))
-    assert "a is of another run named first, and not counted" in scene.footer
 
 
 @pytest.mark.parametrize(("states", "over"), [((), False), (("training", "lost"), False), (("finished", "lost"), True)])
@@ -156,7 +107,7 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
     assert main(["--store", redis_url, "--run-id", "first"]) == 0
     said = capsys.readouterr().out
-    assert "finished: all 9 inner steps are done" in said and "q: end" not in said
+    assert "n0 has done all 9 steps." in said and "q: end" not in said
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
     assert main(["--store", redis_url, "--run-id", "first"]) == 2
     assert "run.token" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from tests.unit.tools.conftest import node as make_node
 
-from zeroband.observe.view import RunView
+from zeroband.observe.view import JoinView, RunView, WaitingFor
 from zeroband.tools.top.scene import Note, Scene
 from zeroband.tools.top.screen import LiveScreen, PlainScreen, clock, draw, open_screen
 
@@ -91,9 +91,10 @@ def _busy(make_scene: Callable[..., Scene], nodes: int, name: str = "node") -> S
     views = [make_node(member.removesuffix("#a"), **view) for member in members]
     notes = tuple(Note(float(i), f"note {i} " + "of many words " * 20) for i in range(300))
     ids = tuple(node.node_id for node in views)
-    run = RunView("demo", tuple(views), disagreements=(4,) if nodes > 1 else ())
+    waiting = WaitingFor(ids, 1.0, 5.0, "They are late.")
+    run = RunView("demo", tuple(views), disagreements=(4,) if nodes > 1 else (), waiting=waiting)
     footer = "Next: " + "this and that, " * 20
-    return make_scene(run=run, node_ids=ids, down=frozenset(), notes=notes, footer=footer, waits=", ".join(ids))
+    return make_scene(run=run, node_ids=ids, down=frozenset(), notes=notes, footer=footer)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
@@ -154,7 +155,7 @@ def test_draw_shows_what_a_node_does_that_has_said_nothing_yet(make_scene: Calla
 
 
 def test_draw_shows_where_a_node_stands_on_its_way(make_scene: Callable[..., Scene]) -> None:
-    run = RunView("demo", (make_node("node0", state="recovering", join_state="fetching"),))
+    run = RunView("demo", (make_node("node0", state="joining", join=JoinView("fetching")),))
     assert "fetches the state" in _line(_drawn(make_scene(run=run, node_ids=("node0",))), "node0")
 
 
@@ -213,8 +214,9 @@ def test_plain_screen_writes_each_thing_that_a_node_does_once_and_every_wait(
     with PlainScreen(file) as screen:
         for elapsed_s, words in ((1.0, "starts Python"), (2.0, "starts Python"), (3.0, "loads torch")):
             screen.show(replace(scene, elapsed_s=elapsed_s, starting={"node0": (words, elapsed_s)}))
-        for elapsed_s, waits in ((4.0, "node2, for 5 s"), (5.0, "node2, for 6 s"), (6.0, "")):
-            screen.show(replace(scene, elapsed_s=elapsed_s, waits=waits))
+        waits = WaitingFor(("node2",), 0.0, 5.0, "It is late.")
+        for elapsed_s, waiting in ((4.0, waits), (5.0, replace(waits, for_s=6.0)), (6.0, None)):
+            screen.show(replace(scene, elapsed_s=elapsed_s, run=RunView("demo", waiting=waiting)))
     assert file.getvalue().splitlines() == [
         "00:01  node0: starts Python",
         "00:03  node0: loads torch",

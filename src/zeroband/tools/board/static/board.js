@@ -102,7 +102,7 @@ function draw() {
     return;
   }
   panels.drawFigures(state);
-  panels.drawPromises(state.promises);
+  panels.drawGuarantees(state.guarantees);
   const now_s = state.at_s + (chosen() === null ? (state.age_s ?? 0) : 0);
   panels.drawNodes(state.nodes, now_s);
   panels.drawMembership(state.membership, state.from_s, chosen() === null ? state.to_s : state.at_s);

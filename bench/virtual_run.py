@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from bench.virtual_models import RunModel, fetch_s, transfer_s
+from tests.memory_store import MemoryRecord, MemoryStore
+
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
 from zeroband.elastic.membership.epoch import (
@@ -28,8 +31,6 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
-from zeroband.tools.virtual.memory_store import MemoryRecord, MemoryStore
-from zeroband.tools.virtual.models import RunModel, fetch_s, transfer_s
 
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so

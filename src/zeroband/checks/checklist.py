@@ -1,19 +1,20 @@
-"""The checks that a trainer makes at its start: of what lies on this machine, without torch and without a network."""
+"""The one list of checks: those that a trainer makes at its start, and those that `doctor` adds, which take longer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zeroband.checkpoint.place import require_place
+from zeroband.checkpoint.folder import require_place
 from zeroband.checks.disk import disks
 from zeroband.checks.extras import missing_packages, unknown_protocols
 from zeroband.checks.finding import Finding
-from zeroband.checks.inputs import local_inputs
-from zeroband.checks.limits import compiler, descriptors, native_library, shares
-from zeroband.checks.memory import host_memory, shared_memory
+from zeroband.checks.inputs import local_inputs, open_inputs
+from zeroband.checks.machine import compiler, descriptors, native_library, shares, tcp_settings, versions
+from zeroband.checks.memory import gpus, host_memory, shared_memory
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config, require_asked
 from zeroband.config.schema import RunConfig
+from zeroband.errors import ConfigError
 from zeroband.node.faults import FaultPoints
 from zeroband.node.launched import local_world_size
 
@@ -31,7 +32,10 @@ def asked_config(argv: Sequence[str]) -> RunConfig:
 def quick_checks(
     config: RunConfig, environ: Mapping[str, str], *, needs: Needs | None = None, nodes: int | None = None
 ) -> Iterator[Finding]:
-    """`needs`: as far as is known; None: the least that it can be. `nodes`: None: those that the run waits for."""
+    """Look at what lies on this machine, without torch and without a network.
+
+    `needs`: as far as is known; None: the least that it can be. `nodes`: None: those that the run waits for.
+    """
     needs = needs or Needs(config)
     nodes = nodes or max(config.elastic.start_nodes, config.elastic.min_nodes)
     yield from unknown_protocols(config)
@@ -44,3 +48,24 @@ def quick_checks(
     yield shared_memory(needs, environ)
     yield host_memory(needs, environ)
     yield from disks(needs)
+
+
+def all_checks(config: RunConfig, environ: Mapping[str, str], nodes: int | None = None) -> Iterator[Finding]:
+    """Look at all that needs no other machine: the quick checks, and what a trainer would open after them."""
+    import torch
+
+    from zeroband.checks.slow_fallbacks import slow_fallbacks
+    from zeroband.node.mesh import device_kind
+
+    yield from versions()
+    opened, needs = open_inputs(config)
+    yield from opened
+    yield from quick_checks(config, environ, needs=needs, nodes=nodes)
+    try:
+        device = torch.device(device_kind(config.train.device))
+    except ConfigError as error:
+        yield Finding("train.device", "cannot be used", str(error), stops="start")
+    else:
+        yield from gpus(needs, device, local_world_size(environ))
+        yield from slow_fallbacks(config, device)
+    yield from tcp_settings()

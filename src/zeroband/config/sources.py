@@ -1,0 +1,209 @@
+"""Where settings come from: TOML files, environment and flags, read by pydantic-settings. The last one wins."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path as FilePath
+from types import NoneType
+from typing import Any, Protocol, cast
+
+import tomli
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from zeroband.config.keys import TAG, Path, SchemaKeys, dotted, kinds_of, schema_keys
+from zeroband.config.presets import preset_names
+from zeroband.config.schema import RunConfig
+from zeroband.config.section import NONE
+from zeroband.errors import ConfigError
+
+ENV_PREFIX = "ZERO_BAND_"
+ENV_DELIMITER = "__"
+
+_SCHEMA = cast("Any", RunConfig)
+"""Sources read the fields of any model, and are typed for one kind of it."""
+
+_RENAMED = {"outer.clip_to_median": 'outer.robust.type = "clip"'}
+"""What stands for keys that are no more."""
+
+
+class Source(Protocol):
+    """What one place sets, as nested tables."""
+
+    def __call__(self) -> dict[str, Any]: ...
+
+    def origin(self, path: Path) -> str | None:
+        """Where the user wrote this key, or a section that holds it; None: nowhere here."""
+        ...
+
+
+class TomlFile(TomlConfigSettingsSource):
+    """The settings of a TOML file. Raises ConfigError where it cannot be read, with the line of an error of syntax."""
+
+    def __init__(self, file: FilePath, schema: SchemaKeys) -> None:
+        self._file, self._schema = file, schema
+        super().__init__(_SCHEMA, file)
+
+    def __call__(self) -> dict[str, Any]:
+        return self.toml_data
+
+    def origin(self, path: Path) -> str | None:
+        return str(self._file)
+
+    def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
+        file = self._file
+        try:
+            return parse_toml(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"@{file}: {error.strerror or error}{_files_beside(file)}") from error
+        except ValueError as error:
+            raise ConfigError(f"{file} is no valid TOML: {error}{self._line_of(error)}") from error
+
+    def _line_of(self, error: ValueError) -> str:
+        """The line that an error of syntax names, and where in it; not one that may hold a secret."""
+        place = re.search(r"at line (\d+), column (\d+)", str(error))
+        lines = self._file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if place is None or int(place[1]) > len(lines):
+            return ""
+        line = lines[int(place[1]) - 1]
+        if any(key[-1] in line and self._schema.holds_secret(key) for key in self._schema.keys):
+            return ""
+        return f"\n  {line}\n  {' ' * (int(place[2]) - 1)}^"
+
+
+class Text(EnvSettingsSource):
+    """A setting that is written as text: a variable of the environment, or a flag.
+
+    Lists are JSON or a,b,c, sections and tables JSON. A text that is none of these stays one, and is refused later.
+    """
+
+    def __init__(self, path: Path, text: str, written: str) -> None:
+        self.path, self.text, self.written = path, text, written
+        super().__init__(_SCHEMA, case_sensitive=True, env_prefix="", env_nested_delimiter=".")
+
+    def __call__(self) -> dict[str, Any]:
+        name = self.path[0]  # all other fields have nothing here
+        field = RunConfig.model_fields[name]
+        value, _, is_complex = self.get_field_value(field, name)
+        return {name: self.prepare_field_value(name, field, value, is_complex)}
+
+    def origin(self, path: Path) -> str | None:
+        return self.written if path[: len(self.path)] == self.path else None
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        is_empty_list = not self.text.strip() and tuple in schema_keys().kinds(self.path)
+        return {dotted(self.path): "[]" if is_empty_list else self.text}
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Return what a text means for a list, a table or a section."""
+        text = str(value)
+        if tuple in kinds_of(field) and text.lower() != NONE and not text.lstrip().startswith("["):
+            return [part.strip() for part in text.split(",")]
+        try:
+            found = parse_json(text)
+        except ValueError:
+            return text
+        return found if isinstance(found, dict | list) else text
+
+
+def variables(environ: Mapping[str, str]) -> list[Text]:
+    """The settings of `ZERO_BAND_SECTION__KEY` variables, in any case."""
+    names = [name for name in sorted(environ) if name.upper().startswith(ENV_PREFIX)]
+    return [Text(tuple(name[len(ENV_PREFIX) :].lower().split(ENV_DELIMITER)), environ[name], name) for name in names]
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """What a file of TOML holds; a byte order mark, which some editors write, may begin it. Raises ValueError."""
+    try:
+        return tomli.loads(content.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def parse_json(text: str) -> Any:
+    """What JSON says. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _files_beside(file: FilePath) -> str:
+    """The TOML files where one is missing, those with a name like it first."""
+    if file.is_dir():
+        return "; name one of its files"
+    if file.stem in preset_names():
+        return f"; did you mean the preset @{file.stem}?"
+    names = [path.name for path in sorted(file.parent.glob("*.toml"))] if file.parent.is_dir() else []
+    where = file.parent.absolute()
+    if not names:
+        return f"; there is no TOML file in {where}"
+    close = difflib.get_close_matches(file.name, names, n=1, cutoff=0.75)
+    return f"; did you mean @{file.parent / close[0]}?" if close else f"; in {where} there are {', '.join(names[:8])}"
+
+
+class Settings:
+    """What all sources together say, as nested tables for validation, and where each value was written.
+
+    A later source wins, key by key. A section that changes its type drops the keys of the other type; one that is
+    switched off drops all of them, and a later key switches it on again.
+    """
+
+    def __init__(self, sources: Iterable[Source], schema: SchemaKeys) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[Path, str] = {}
+        self._schema = schema
+        unknown: list[str] = []
+        for source in sources:
+            if isinstance(source, Text) and source.path not in schema:  # EnvSettingsSource looks for known ones
+                unknown.append(unknown_key(source.path, source.written, schema))
+            else:
+                unknown += self._merge(self.values, source(), (), source)
+        if unknown:
+            raise ConfigError("\n".join(unknown))
+
+    def get(self, path: Path) -> Any:
+        """Return the value of a key; None where no source has one."""
+        value: Any = self.values
+        for name in path:
+            value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
+        return value
+
+    def _merge(self, into: dict[str, Any], table: dict[str, Any], path: Path, source: Source) -> Iterator[str]:
+        """Put one table over another. Yields a message for each key that the schema does not have."""
+        if TAG in table and (*path, TAG) in self._schema and table[TAG] != into.get(TAG):
+            into.clear()
+        for name, value in table.items():
+            here, origin = (*path, name), source.origin((*path, name))
+            if here not in self._schema:
+                yield unknown_key(here, source.origin(here) or "", self._schema)
+                continue
+            if origin:
+                self.origins[here] = origin
+            section = self._schema.sections.get(here)
+            if section is None or not isinstance(value, dict):
+                is_none = isinstance(value, str) and value.lower() == NONE and NoneType in self._schema.kinds(here)
+                into[name] = None if is_none else value
+                continue
+            if not isinstance(into.get(name), dict):
+                into[name] = {TAG: section.default_tag} if section.default_tag else {}
+            yield from self._merge(into[name], cast("dict[str, Any]", value), here, source)
+
+
+def unknown_key(path: Path, origin: str, schema: SchemaKeys) -> str:
+    """What to say of a key that there is not."""
+    name = dotted(path)
+    if name in _RENAMED:
+        return f"unknown key {name} (from {origin}): it is {_RENAMED[name]} now"
+    nearest = schema.nearest(name)
+    siblings = dict.fromkeys(key[-1] for key in (*schema.keys, *schema.sections) if key[:-1] == path[:-1])
+    if nearest:
+        hint = f"did you mean {' or '.join(filter(None, [', '.join(nearest[:-1]), nearest[-1]]))}?"
+    elif siblings:
+        hint = f"there are {', '.join(siblings)}"
+    else:
+        hint = "--help lists all keys"
+    return f"unknown key {name} (from {origin}): {hint}"

@@ -1,1 +1,0 @@
-"""Runs in virtual time: the rules of production decide, models say how long everything takes."""
