@@ -34,8 +34,9 @@ def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentP
 
 def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
     """Return the type of an argument that is a number within bounds, named as pydantic's `Field` has them."""
-    finite = {"allow_inf_nan": False} if kind is float else {}
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, Field(**bounds, **finite)])
+    limits: dict[str, Any] = {**bounds, "allow_inf_nan": False} if kind is float else dict(bounds)
+    annotated: Any = Annotated[kind, Field(**limits)]  # pyright: ignore[reportInvalidTypeForm]
+    adapter: TypeAdapter[Any] = TypeAdapter(annotated)
 
     def parsed(text: str) -> Any:
         try:
