@@ -47,7 +47,7 @@ from zeroband.model import loss as loss_module
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.observe.hardware import peak_flops
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.loop import Training, open_world, train_round
 from zeroband.runtime.report import SilentReport, StepResult
 
@@ -89,7 +89,7 @@ def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> N
         world, joiner = open_world(node, report, stack)
         joiner.enter()
         while True:
-            train_round(Training(node, world, joiner, NoCheckpoints(), report))
+            train_round(Training(node, world, joiner, Checkpointing(), report))
 
 
 def batches_of(node: TrainerParts, steps: int) -> list[list[MicroBatch]]:
