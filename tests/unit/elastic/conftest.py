@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Running, Shape, State
+from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Running, State
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
-from zeroband.elastic.transport.shape import shape_of
+from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.marks import Marks
 from zeroband.kernels.robust import Robustly

@@ -19,11 +19,10 @@ from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, Round
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
-from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
-from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
+from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.marks import Marks

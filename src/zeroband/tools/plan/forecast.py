@@ -21,7 +21,7 @@ from typing import Literal
 from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName, overlap_problem
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.transport.times import MESSAGE_S, all_to_all_s
+from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
 from zeroband.outer.compression.sizes import HEADER, combined_size, records_size

@@ -24,9 +24,9 @@ from tests.unit.elastic.conftest import (
 )
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Engine, Shape, State
+from zeroband.elastic.transport.engine import Encoded, Engine, State
 from zeroband.elastic.transport.handshake import OPEN
-from zeroband.elastic.transport.shape import shape_of
+from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
 
 KeptNet = Callable[[int, bool], Net]

@@ -10,7 +10,8 @@ from tests.unit.elastic.conftest import DEADLINE_S, MakeNet, Net, ends_of, noise
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Shape, State
+from zeroband.elastic.transport.engine import Encoded, State
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 
 KeptNet = Callable[[int, bool], Net]

@@ -19,8 +19,9 @@ from tests.unit.elastic.conftest import (
 )
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Running, Shape, State
+from zeroband.elastic.transport.engine import Running, State
 from zeroband.elastic.transport.handshake import OPEN
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 
 N = 20_011

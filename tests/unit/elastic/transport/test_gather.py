@@ -11,8 +11,8 @@ import torch
 from tests.unit.elastic.conftest import MakeNet, Net, ends_of, has_nothing_in_transit, noise, split_into, until
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Operation, Route, Running, State, Traffic
-from zeroband.elastic.transport.shape import piece_bytes, route_of
+from zeroband.elastic.transport.engine import Operation, Running, State, Traffic
+from zeroband.elastic.transport.shape import Route, piece_bytes, route_of
 from zeroband.kernels.codec import CODECS
 from zeroband.tools.plan.forecast import Job, Link, Method, forecasts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroband.elastic.transport.meter import KEPT, WINDOW_S, LearnedRates, Meter
+from zeroband.elastic.transport.tuning import KEPT, WINDOW_S, LearnedRates, Meter
 
 MBIT = 125_000
 

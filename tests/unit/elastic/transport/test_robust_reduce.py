@@ -10,7 +10,8 @@ import torch
 from tests.unit.elastic.conftest import Net, ends_of, noise, split_into
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Shape, State
+from zeroband.elastic.transport.engine import Encoded, State
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.robust import Robustly, RobustRule, combine
 
