@@ -50,9 +50,9 @@ from zeroband.elastic.store.connection import (
     connect,
 )
 from zeroband.elastic.store.interface import Store, record_of, require_equal
+from zeroband.elastic.store.keys import ROUND_TTL_S, RUN_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
-from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, ROUND_TTL_S, SPENT_TTL_S, RedisRun
-from zeroband.elastic.store.scripts import RUN_TTL_S
+from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, RedisRun
 from zeroband.elastic.store.seals import id_of
 from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
@@ -69,31 +69,6 @@ _ASK_AGAIN = 8
 
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
-
-_TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
-_LIST: type = list
-_NEWS, _WORDS = bytes | int | None, (bytes, _FLAG, _LIST | int)
-_TIMES = (_TEXT, _TEXT, _TEXT)
-_RENEWAL = (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS)
-"""The answer to a renewal."""
-_VIEW = (
-    _TIMES,
-    _NEWS | _LIST,
-    _NEWS | _LIST,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _LIST | int,
-    _WORDS,
-    _WORDS,
-    _WORDS,
-    _FLAG,
-    _NEWS,
-    _NEWS,
-)
-"""The answer to a look."""
 
 _SURVEY_S = 1.0
 """In which a store that the run may go to must answer."""
@@ -176,27 +151,6 @@ class RedisStore(RedisRun, Store):
         self._is_quiet_since_s: float | None = None
         self._said = "", 0.0
         """Why it waits to begin a run, and when that was said."""
-        self._load_scripts()
-
-    def _load_scripts(self) -> None:
-        self._view = self.script(scripts.VIEW, _VIEW)
-        self._open, self._begin, self._fail, self._order = (
-            self.script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
-        )
-        self._clear, self._end_lease, self._tell_links, self._measure = (
-            self.script(text, _FLAG) for text in (scripts.CLEAR, scripts.END_LEASE, scripts.TELL_LINKS, scripts.MEASURE)
-        )
-        self._commit, self._restore = (self.script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
-        self._renew = self.script(scripts.RENEW, _RENEWAL)
-        self._leave = self.script(scripts.LEAVE, (list, list))
-        self._found = self.script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
-        self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
-        self._read_history = self.script(scripts.READ_HISTORY, list)
-        self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
-        self._testify = self.script(scripts.TESTIFY, _FLAG)
-        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT, _TEXT))
-        self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
-        self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
 
     @property
     def session(self) -> str:
@@ -356,17 +310,15 @@ class RedisStore(RedisRun, Store):
     def look_at_candidate(self, member_id: str, account: MemberReport | None) -> StoreProbe:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, judge = self.keys, self.judge
-        names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
-        names.append(keys.meeting)
         word = "" if account is None else judge.seal_account(member_id, account)
-        args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed, elsewhere, met = self.run_script(self._tell_account, names, args)
+        told = self.run_script(scripts.TELL_ACCOUNT, uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS)
+        id, generation, said, committed, elsewhere, met = told
         verdict = judge.verdict(keys.committed, committed)
         accounts = judge.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
-        told = judge.whereabouts(keys.elsewhere, elsewhere)
         return StoreProbe(
-            *(text_of(id), judge.generation(keys.generation, generation), round, accounts, told),
+            *(text_of(id), judge.generation(keys.generation, generation), round, accounts),
+            judge.whereabouts(keys.elsewhere, elsewhere),
             line=Line.of(verdict),
             meeting=judge.meeting(keys.meeting, met),
         )
@@ -389,10 +341,8 @@ class RedisStore(RedisRun, Store):
 
     def take_whereabouts(self, word: ForwardPointer) -> None:
         """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
-        key, sealed = self.keys.elsewhere, self.judge.seal_whereabouts(word)
-        self.run_script(
-            self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self.judge.junk(key)]
-        )
+        sealed, junk = self.judge.seal_whereabouts(word), self.judge.junk(self.keys.elsewhere)
+        self.run_script(scripts.TELL_WHEREABOUTS, sealed, _ELSEWHERE_LEASES * self._lease_ms, junk)
 
     def take_meeting(self, meeting: Meeting) -> Meeting:
         """Write down here that two lines of history met, unless somebody has. Returns what stands there.
@@ -420,8 +370,6 @@ class RedisStore(RedisRun, Store):
     def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
         keys, judge = self.keys, self.judge
-        names = [keys.store_id, keys.generation, keys.opening, keys.committed, keys.history, keys.clock, keys.run]
-        names += [keys.leases, keys.orders, keys.changes, keys.news, keys.votes, keys.votes_at, keys.failed]
         records = ["", "", "", ""]
         if legacy is not None:
             committed = judge.seal_verdict(legacy.committed)
@@ -430,7 +378,7 @@ class RedisStore(RedisRun, Store):
             records.append(judge.seal_orders(legacy.orders))
         args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
         args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
-        return bool(self.run_script(self._begin_generation, names, args))
+        return bool(self.run_script(scripts.BEGIN_GENERATION, *args))
 
     def follow(self) -> None:
         """Go to the store that the run uses, if it is seen to use another one."""
@@ -497,12 +445,11 @@ class RedisStore(RedisRun, Store):
         record = record_of(shared)
         deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
         while True:
-            keys, is_first = [self.keys.run, self.keys.leases, self.keys.clock], time.monotonic() < deadline_s
+            is_first = time.monotonic() < deadline_s
             if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
                 raise JoinRefused("run.token", "another", "this one")
-            args: list[str | bytes | int] = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run)]
-            args += [self._silence_ms, int(is_first)]
-            raw, other_protocol, is_alive = self.run_script(self._found, keys, args)
+            args = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run), self._silence_ms]
+            raw, other_protocol, is_alive = self.run_script(scripts.FOUND, *args, int(is_first))
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
                 raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
@@ -523,7 +470,7 @@ class RedisStore(RedisRun, Store):
 
     def require_token(self) -> None:
         """Raise ConfigError where the run's record was sealed with another token than this one's."""
-        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
         if raw and self._names_another_token(raw) and self.judge.run(self.keys.run, raw) is None:
             raise ConfigError(
                 "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
@@ -531,20 +478,19 @@ class RedisStore(RedisRun, Store):
 
     def record(self) -> dict[str, str] | None:
         """Return what the run's nodes share, as its first one wrote it. None: there is no such run, or it is forged."""
-        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
         return self.judge.run(self.keys.run, raw)
 
     def forget_dead_run(self) -> bool:
-        keys = [self.keys.run, self.keys.leases, self.keys.clock]
-        return bool(self.run_script(self._clear, keys, [self._lease_ms, self._silence_ms]))
+        return bool(self.run_script(scripts.CLEAR, self._lease_ms, self._silence_ms))
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         judge, keys = self.judge, self.keys
-        names, news = [keys.restart_point, keys.opening, keys.committed], [keys.changes, keys.news]
+        names = [keys.restart_point, keys.opening, keys.committed]
         before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
         before.append(judge.seal_verdict(view.committed))
         args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
-        return bool(self.run_script(self._begin, [*names, keys.clock, keys.leases, *news], args))
+        return bool(self.run_script(scripts.BEGIN, *args))
 
     def restore(self, known: StoreBackup) -> bool:
         keys, judge, member = self.keys, self.judge, known.member_id
@@ -558,25 +504,20 @@ class RedisStore(RedisRun, Store):
         places = [keys.opening, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
         places.append(f"{keys.votes} {member}")
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
-        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, keys.ready(round), keys.votes]
-        names += [keys.orders, keys.changes, keys.news, keys.generation]
-        names += [keys.ready_at(round), keys.votes_at, keys.failed]
         args += [_stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
-        return self.run_script(self._restore, names, args) == 1
+        return self.run_script(scripts.RESTORE, *args, at=self.keys.of_round(round)) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
 
     def renew_lease(
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
-        names = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
-        names += [self.keys.changes, self.keys.news, self.keys.peers_at]
         args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
         args += [self.judge.seal_peer(member_id, peer), RUN_TTL_S]
         refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
             seen = [refuted, known.changes, known.alive_tag, known.peers.change]
-            granted, against, *living = self.run_script(self._renew, names, [*args, *seen])
+            granted, against, *living = self.run_script(scripts.RENEW, *args, *seen)
             if granted:
                 return self._living(known, *living)
             opening = self.judge.opening(self.keys.opening, against, None)
@@ -610,10 +551,7 @@ class RedisStore(RedisRun, Store):
         self._end(member_id, forget=False)
 
     def _end(self, member_id: str, *, forget: bool) -> None:
-        keys = self.keys
-        names = [keys.leases, keys.peers, keys.clock, keys.changes, keys.news, keys.links]
-        names += [keys.peers_at, keys.links_at]
-        self.run_script(self._end_lease, names, [member_id, int(forget)])
+        self.run_script(scripts.END_LEASE, member_id, int(forget))
 
     def lease_ends_ms(self) -> dict[str, int]:
         leases = self.call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
@@ -623,9 +561,8 @@ class RedisStore(RedisRun, Store):
         return 0 < end_ms - before_ms < self._silence_ms
 
     def say_leaving(self, member_id: str) -> frozenset[str]:
-        keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
-        args = [member_id, self._silence_ms, ROUND_TTL_S, self.judge.seal_leaving(member_id)]
-        alive, leaving = self.run_script(self._leave, keys, args)
+        word = self.judge.seal_leaving(member_id)
+        alive, leaving = self.run_script(scripts.LEAVE, member_id, self._silence_ms, ROUND_TTL_S, word)
         return frozenset(map(text_of, alive)) - self.judge.leaving(self.keys.leaving, pairs(leaving))
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -646,12 +583,12 @@ class RedisStore(RedisRun, Store):
 
     def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
         key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
-        args = [member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} {member_id}")]
-        self.run_script(self._testify, [key], args)
+        junk = self.judge.junk(f"{key} {member_id}")
+        self.run_script(scripts.TESTIFY, member_id, word, SPENT_TTL_S, junk, at={"evidence": key})
 
     def evidence(self, opening: Opening) -> dict[str, Evidence]:
         key = self.keys.evidence(opening)
-        return self.judge.evidence(key, opening, pairs(self.run_script(self._read_said, [key], [])))
+        return self.judge.evidence(key, opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own = member_id
@@ -696,10 +633,6 @@ class RedisStore(RedisRun, Store):
         """
         keys, known, expected = self.keys, self._known(), self._expected
         known.ask_for_round(round)
-        names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
-        names += [keys.opening_patch, keys.committed_patch, keys.peers_at, keys.ready_at(round)]
-        names += [keys.votes, keys.votes_at, keys.failed]
         args: list[str | bytes | int] = [self._silence_ms, known.changes, *map(known.tag, RECORDS)]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
@@ -711,7 +644,7 @@ class RedisStore(RedisRun, Store):
             args.append("" if said.opening is None else said.opening.id)
         waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
-        told = self.run_script(self._view, names, args, wait=wait)
+        told = self.run_script(scripts.VIEW, *args, wait=wait, at=self.keys.of_round(round))
         if puts_off and told[2] == _EXPECTED and (newest := self._known().view) is not None:
             return newest  # another thread may have seen more meanwhile
         try:
@@ -800,11 +733,10 @@ class RedisStore(RedisRun, Store):
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
-        names = [self.keys.links, self.keys.changes, self.keys.links_at]
-        self.run_script(self._tell_links, names, [member_id, sealed, RUN_TTL_S])
+        self.run_script(scripts.TELL_LINKS, member_id, sealed, RUN_TTL_S)
 
     def may_measure(self, member_id: str) -> bool:
-        return bool(self.run_script(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
+        return bool(self.run_script(scripts.MEASURE, member_id, MEASURED_AT_ONCE, MEASURING_MS))
 
     def has_measured(self, member_id: str) -> None:
         self.call(lambda: self._redis.zrem(self.keys.measuring, member_id))
@@ -812,8 +744,7 @@ class RedisStore(RedisRun, Store):
     def links(self) -> Mapping[str, LinkRates]:
         keys, known = self.keys, self._known()
         if known.links.change != known.links_change or known.links.unseen:
-            args = [known.changes, known.links.change]
-            times, links = self.run_script(self._read_links, [keys.links, keys.changes, keys.links_at], args)
+            times, links = self.run_script(scripts.READ_LINKS, known.changes, known.links.change)
             known.learn_times(*times)
             known.links.learn(links, known.links_change, lambda raw: self.judge.links(keys.links, raw))
             known.view = None  # it may be older than the changes that count as seen now
@@ -831,25 +762,19 @@ class RedisStore(RedisRun, Store):
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
         args += [_stamp_of(generation), patch_of(before, after)]
-        names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
-        names += [keys.generation, keys.opening_patch, keys.votes, keys.votes_at, keys.failed]
-        return bool(self.run_script(self._open, names, args))
+        return bool(self.run_script(scripts.OPEN, *args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        judge, keys = self.judge, [self.keys.committed, self.keys.failed]
+        judge, keys = self.judge, self.keys
         word = judge.seal_failure(opening, reason, by=self._own)
-        args = [opening.version, word, ROUND_TTL_S, *map(judge.junk, keys), opening.id]
-        return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
+        args = [opening.version, word, ROUND_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed)]
+        return bool(self.run_script(scripts.FAIL, *args, opening.id))
 
     def expect_verdict(self, verdict: Verdict) -> None:
         self._expected = self.judge.seal_verdict(verdict).encode()
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge
-        names = [keys.opening, keys.committed, keys.history, keys.failed, keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes, keys.orders, keys.changes, keys.news, keys.links]
-        names += [keys.generation, keys.committed_patch, keys.run]
-        names += [keys.ready_at(verdict.round), keys.votes_at, keys.peers_at, keys.links_at]
         before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), _stamp_of(generation)]
@@ -857,7 +782,9 @@ class RedisStore(RedisRun, Store):
         args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
-            outcome = self.run_script(self._commit, names, [*args, *self._done_orders(opening), *listed])
+            outcome = self.run_script(
+                scripts.COMMIT, *args, *self._done_orders(opening), *listed, at=self.keys.of_round(verdict.round)
+            )
             if outcome != 2:
                 return bool(outcome)
         return False
@@ -874,13 +801,12 @@ class RedisStore(RedisRun, Store):
     def _look_at_orders(self) -> tuple[bytes, Orders, int]:
         """The orders, as they stand there and as they count; the newest version that a round was opened under."""
         judge, keys = self.judge, self.keys
-        names = [keys.orders, keys.opening, keys.committed]
-        raw, opening, committed = self.run_script(self._read, names, [])
+        raw, opening, committed = self.run_script(scripts.READ, at={"record": keys.orders})
         current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
         return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def history(self) -> list[Verdict]:
-        raw = self.run_script(self._read_history, [self.keys.history], [])
+        raw = self.run_script(scripts.READ_HISTORY)
         return self.judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
@@ -893,9 +819,7 @@ class RedisStore(RedisRun, Store):
                     continue
                 orders = replace(orders, version=newest)
             changed = change(orders)
-            args = [raw, self.judge.seal_orders(changed), RUN_TTL_S]
-            names = [self.keys.orders, self.keys.changes, self.keys.news]
-            if changed == orders or self.run_script(self._order, names, args):
+            if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed
 
     def close(self) -> None:

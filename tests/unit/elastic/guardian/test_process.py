@@ -18,6 +18,7 @@ import pytest
 import redis
 
 from zeroband.elastic.guardian import process
+from zeroband.elastic.guardian.child import speaks
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
@@ -29,7 +30,6 @@ from zeroband.elastic.guardian.process import (
     process_state,
     remove_when_abandoned,
     run_guardian,
-    speaks,
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.neighbours import neighbours

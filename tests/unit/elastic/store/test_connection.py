@@ -33,8 +33,6 @@ from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready,
 from zeroband.elastic.store import connection, redis_run, redis_store, scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
-    ACL_RULES,
-    COMMANDS,
     GarbledAnswer,
     StoreClient,
     connect,
@@ -44,6 +42,7 @@ from zeroband.elastic.store.connection import (
     is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
+from zeroband.elastic.store.keys import ACL_RULES, COMMANDS
 from zeroband.elastic.store.redis_run import Appended
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError

@@ -19,11 +19,12 @@ from tests.servers import SERVERS, until
 from zeroband.config import load_config
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import fact_publisher, facts, redis_run
-from zeroband.elastic.store.connection import ACL_RULES, StoreClient
+from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.fact_records import SHORT_LINE_BYTES, FactBatch, FactLine
 from zeroband.elastic.store.facts import StoreFacts, open_store_facts
-from zeroband.elastic.store.redis_run import FACTS_BYTES, FACTS_TTL_S, Keys
+from zeroband.elastic.store.keys import ACL_RULES, FACTS_TTL_S, Keys
+from zeroband.elastic.store.redis_run import FACTS_BYTES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EventLog

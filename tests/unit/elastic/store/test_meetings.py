@@ -16,8 +16,7 @@ from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Line, Meeting
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.failover import StoreFailover
-from zeroband.elastic.store.meetings import Meetings
+from zeroband.elastic.store.failover import Meetings, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
