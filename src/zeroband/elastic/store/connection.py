@@ -188,17 +188,11 @@ def forget_connections(client: redis.Redis) -> None:
     client.connection_pool.disconnect(inuse_connections=False)
 
 
-def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no connection, no answer, an error of the server that is no refusal.
-
-    Also one that nobody has heard of: what the store is made to say, by whomever, must not end a run.
-    """
-    is_ours = isinstance(error, redis.DataError)  # what cannot be sent
-    return isinstance(error, (redis.RedisError, OSError)) and not is_ours and is_refusal(error) is None
-
-
 def is_refusal(error: BaseException) -> str | None:
-    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass."""
+    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass.
+
+    An error that nobody has heard of may pass: what the store is made to say, by whomever, must not end a run.
+    """
     if isinstance(error, (SentinelRefusal, NodeRefusal)):
         return str(error)
     return _refusal(error, _REDIS)

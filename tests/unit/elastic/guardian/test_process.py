@@ -306,99 +306,98 @@ def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> 
     assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
 
 
+KEY = RunKey(b"k" * 32)
+WITH_KEY = ListenAddress("127.0.0.1", run_key=KEY.secret.hex())
+
+
 @pytest.fixture
-def other(redis_url: str) -> Iterator[socket.socket]:
-    """Where another member's guardian listens, which answers nothing; its lease is long."""
-    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
+def others(redis_url: str) -> Iterator[RedisStore]:
+    """The store as other members use it; their leases are long."""
+    with closing(RedisStore(redis_url, "run", key=KEY, lease_s=1000.0, patience_s=5.0)) as store:
+        yield store
+
+
+@pytest.fixture
+def other(others: RedisStore) -> Iterator[socket.socket]:
+    """Where another member's guardian listens, which answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
-        store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
+        others.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
         yield listener
-    store.close()
 
 
-def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, redis_url: str) -> None:
+def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, others: RedisStore) -> None:
     """Each of two that meet measures the way to the other."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
 
     async def take(connection: socket.socket, what: HandedOver) -> None:
         await answer_rate(connection)
 
-    met = LinkMonitor("127.0.0.1", identity=Identity(OTHER, key), detect_s=5.0, on_gone=print, take=take)
-    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
-    try:
-        store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
+    with closing(
+        LinkMonitor("127.0.0.1", identity=Identity(OTHER, KEY), detect_s=5.0, on_gone=print, take=take)
+    ) as met:
+        others.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         reader = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id)
         _until(lambda: reader.news() is not None and bool(reader.rates.mbit))
         assert reader.rates.mbit[OTHER] > 0 and reader.rates.rtt_ms > 0
-    finally:
-        met.close()
-        store.close()
 
 
 @pytest.mark.slow
 def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
-    guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=WITH_KEY)
     assert guarded.said().cut_off == ()
     _until(lambda: guarded.said().cut_off == (OTHER,))
 
 
 def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
-    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    start_guard: StartGuard, others: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, many = RunKey(b"k" * 32), [f"m{number}#1" for number in range(20)]
-    watched = list[set[str]]()
+    many, watched = [f"m{number}#1" for number in range(20)], list[set[str]]()
     monkeypatch.setattr(
         LinkMonitor,
         "watch",
         lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
     )
-    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
     writer = NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE)
     near = neighbours(MEMBER, many)
     far = sorted(set(many) - near)
-    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
-    try:
-        for member in many:
-            store.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
-        _until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
-        writer.tell(())
-        _until(lambda: watched[-1] == near)
-        writer.tell([far[0], "gone#1"])
-        _until(lambda: watched[-1] == {*near, far[0]})
-        store.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
-        _until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
-    finally:
-        store.close()
+    for member in many:
+        others.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
+    _until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
+    writer.tell(())
+    _until(lambda: watched[-1] == near)
+    writer.tell([far[0], "gone#1"])
+    _until(lambda: watched[-1] == {*near, far[0]})
+    others.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
+    _until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
 
 
 @pytest.mark.parametrize(("members", "doubted"), [(4, ()), (20, ("m1#1",))])
 def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
-    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch, members: int, doubted: tuple[str, ...]
+    start_guard: StartGuard,
+    others: RedisStore,
+    monkeypatch: pytest.MonkeyPatch,
+    members: int,
+    doubted: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(LinkMonitor, "doubted", lambda self: ("m1#1",))
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
-    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
-    try:
-        for number in range(members):
-            store.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-        NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
-        _until(lambda: guarded.said().doubted == doubted)
-    finally:
-        store.close()
+    guarded = start_guard(listen=WITH_KEY)
+    for number in range(members):
+        others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
+    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
+    _until(lambda: guarded.said().doubted == doubted)
 
 
 def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
     """Much sooner than it would run out."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=WITH_KEY)
     connection, _ = other.accept()
-    callee = Callee(key, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
     connection.sendall(callee.answer)
     assert len(connection.recv(PROOF_BYTES + 8, socket.MSG_WAITALL)) == PROOF_BYTES + 8  # and the first probe
     other.close()
@@ -410,15 +409,14 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
 @pytest.mark.parametrize("purpose", [Purpose.DATA, Purpose.STATE])
 def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
     """Not who calls it by another name, and nobody without a handshake."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=WITH_KEY)
     address = ("127.0.0.1", guarded.said().port)
-    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(key, Introduction(OTHER, "a#0", "", True, purpose)).hello):
+    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(KEY, Introduction(OTHER, "a#0", "", True, purpose)).hello):
         with socket.create_connection(address, timeout=10) as stranger:
             stranger.sendall(said)
             with suppress(ConnectionResetError):  # what was sent had not been read
                 assert stranger.recv(1) == b""
-    caller = Caller(key, Introduction(OTHER, MEMBER, "", True, purpose))
+    caller = Caller(KEY, Introduction(OTHER, MEMBER, "", True, purpose))
     with socket.create_connection(address, timeout=10) as connection:
         connection.sendall(caller.hello)
         proof, keys = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
