@@ -151,7 +151,9 @@ class StoreFailover:
                     stores[candidate.store].begin(generation, legacy)
                 case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
-                    self._flags.set_fenced(True)
+                    self._flags.set_fenced(
+                        True
+                    )  # the generation began without what this member knows: it votes no more
                 case KeepWaiting(reason):
                     self._say_waiting(reason)
             return isinstance(step, Enter | Rejoin)

@@ -45,10 +45,10 @@ local function time_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 local function pulse_of(clock) return tonumber(redis.call('HGET', clock, 'pulse')) end
-local function is_silent(pulse, now, silence)
+local function is_silent(pulse, now, silence) -- a pulse ahead of now: the server's clock was set back
   return pulse and (now < pulse or now - pulse > silence)
 end
-local function reading(clock, silence) -- the time by which leases count
+local function reading(clock, silence) -- the time by which leases count; it stands still while nobody renews
   local now, pulse = time_ms(), pulse_of(clock)
   if is_silent(pulse, now, silence) then return pulse end
   return now
@@ -75,7 +75,8 @@ local function wake(leases, clock, ends, silence) -- who held a lease when a sil
   for _, member in ipairs(alive_at(leases, pulse)) do
     redis.call('ZADD', leases, ends, member)
   end
-  for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end -- also by a clock that was set back
+  -- Who was dead stays so, also by a clock that was set back, and stays listed: it may take its lease again.
+  for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end
 end
 local function longest(now, silence) return now + 8 * silence end -- four leases, which are equal on all nodes
 local function is_settling(leases, clock, silence)
@@ -99,7 +100,7 @@ end
 local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
 local function next_change(changes) -- numbers every write that a view shows
   if redis.call('HEXISTS', changes, 'born') == 0 then redis.call('HSET', changes, 'born', time_ms()) end
-  local n = redis.pcall('HINCRBY', changes, 'n', 1)
+  local n = redis.pcall('HINCRBY', changes, 'n', 1) -- pcall: somebody may have put a word there, or the last number
   if not is_error(n) then return n end
   redis.call('DEL', changes)
   redis.call('HSET', changes, 'born', time_ms(), 'n', 1)
@@ -109,7 +110,7 @@ local function tell(changes, news) -- and wake those who wait for what decides
   local n = next_change(changes)
   for _ = 1, 2 do
     if not is_error(redis.pcall('XADD', news, 'MAXLEN', '16', string.format('%.0f-0', n), 'n', '1')) then break end
-    redis.call('DEL', news) -- ids of a counter that was lost
+    redis.call('DEL', news) -- a stream takes no smaller id than its last, and that is of a counter that was lost
   end
   redis.call('EXPIRE', news, RUN_TTL)
   redis.call('EXPIRE', changes, RUN_TTL)
@@ -134,7 +135,7 @@ local function since(words, times, known) -- how many there are, whether these a
     return {tostring(many), 1, redis.call('HGETALL', words)}
   end
   local members, found = redis.call('ZRANGEBYSCORE', times, '(' .. known, '+inf'), {}
-  for i = 1, #members, 1000 do
+  for i = 1, #members, 1000 do -- Lua's stack holds the arguments of a call
     local some = {unpack(members, i, math.min(i + 999, #members))}
     local said = redis.call('HMGET', words, unpack(some))
     for j, member in ipairs(some) do
@@ -224,6 +225,7 @@ local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
 if arg.word and is_current(key.generation, arg.generation) and (arg.word_on == '' or arg.word_on == id) then
   local words, times = key.ready, key.ready_at
   if arg.word_on ~= '' then words, times = key.votes, key.votes_at end
+  -- A call whose answer was lost is made again, and must neither change a word nor number it anew.
   if redis.call('HSETNX', words, arg.member, arg.word) == 1 then note(key.changes, times, arg.member, arg.ttl) end
   redis.call('EXPIRE', words, arg.ttl)
 end
@@ -266,7 +268,7 @@ if (judged(redis.call('GET', key.opening), arg.junk_opening) or '') ~= arg.curre
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
-local _, version = label(orders)
+local _, version = label(orders) -- who has not seen an order begins no round without it
 if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
 redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
 redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
@@ -307,7 +309,7 @@ local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
 if redis.call('GET', key.opening) ~= arg.opening or is_settling(key.leases, key.clock, silence) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
-if judged(redis.call('GET', key.failed), arg.junk_failed) then return 0 end
+if judged(redis.call('GET', key.failed), arg.junk_failed) then return 0 end -- who saw it fail dropped the result
 if arg.next_orders ~= '' then
   if redis.call('GET', key.orders) ~= arg.orders then return 2 end
   redis.call('SET', key.orders, arg.next_orders, 'EX', arg.ttl)
@@ -403,7 +405,7 @@ else
   ended = redis.call('ZREM', key.leases, arg.member)
   if ended == 1 then forget_stopped_clock(key.leases, key.clock) end
 end
-if ended == 1 then tell(key.changes, key.news) end
+if ended == 1 then tell(key.changes, key.news) end -- once: a guardian may be told of an end twice
 return ended
 """,
 )
@@ -778,7 +780,8 @@ if (newest and newest[1] or '') ~= arg.newest then
   return {0, redis.call('XREVRANGE', key.facts, '+', '-', 'COUNT', arg.looked), 0}
 end
 local before = newest and before_of(newest) + size_of(newest) or 0
-if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then -- somebody used up the ids
+-- Behind the greatest id of a stream nothing can be added ever again: whoever reaches the store could silence a node.
+if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then
   redis.call('DEL', key.facts)
   mended[#mended + 1] = key.facts
   before = 0
@@ -786,7 +789,7 @@ end
 local so_far = string.format('%.0f', before)
 local id = redis.call('XADD', key.facts, 'MAXLEN', '~', arg.most_entries, '*', 'before', so_far, 'facts', arg.facts)
 local total = before + #arg.facts
-for _ = 1, 256 do
+for _ = 1, 256 do -- not for ever: forged entries may say any size, and a script keeps all others waiting
   local oldest = redis.call('XRANGE', key.facts, '-', '+', 'COUNT', 1)[1]
   local from = before_of(oldest)
   if oldest[1] == id or (from <= total and total - from <= tonumber(arg.most_bytes)) then break end

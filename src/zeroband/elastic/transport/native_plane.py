@@ -494,7 +494,7 @@ class _Run:
         """Drop what is silent of the links to these members, and raise TransferStalled."""
         traffic = self.traffic()
         for member in members:
-            if self._is_suspect(states[member]):
+            if self._is_suspect(states[member]):  # links that are heard are kept: the next round needs them
                 self.links.drop(member)
         came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
         since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))

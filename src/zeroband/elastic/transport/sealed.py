@@ -55,8 +55,8 @@ class SealedSocket:
         """What was read and belongs to no opened record: its first bytes count."""
         self._opened = memoryview(b"")
         self._is_at_end = False
+        # http.client closes a response's socket and reads its file to the end, so the last user closes the connection.
         self._users = 1
-        """Itself and its files: the connection is closed by the last one."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -190,7 +190,7 @@ class Sealing:
         """A record that stopped half-way leaves nothing behind it that could be understood."""
         if self._is_spoilt:
             raise ConnectionAbortedError("the sealed stream broke before")
-        self._is_spoilt = True
+        self._is_spoilt = True  # until all of it went well: half a record on the wire, or a nonce that was used, stays
         yield
         self._is_spoilt = False
 
