@@ -23,6 +23,9 @@ GROUP_TTL_S = 3600
 FACTS_TTL_S = ROUND_TTL_S
 """Life of what a node recorded, after its last line."""
 
+HISTORY_LENGTH = 1000
+"""Verdicts kept for readers of the run's history."""
+
 COMMANDS = (
     *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
     *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "script|load", "select", "set"),

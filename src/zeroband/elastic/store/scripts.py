@@ -11,6 +11,7 @@ there. What the caller has not judged may have been written since it looked: it 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroband.elastic.store.keys import RUN_TTL_S, Keys
@@ -186,19 +187,20 @@ _WORDS = (bytes, _FLAG, _LIST | int)
 
 
 def _script(keys: str, args: str, answer: Shape, body: str) -> Script:
-    """A script that has its keys and arguments by name, as `key.opening` and `arg.round`.
+    """A script that names its keys and arguments, as `key.opening` and `arg.round`; in what runs these are numbers.
 
     `keys`: those that `Keys` has, of the kind that it says; NAME:KIND for any other, or where the script itself looks
-    after a kind ("any"). `args`: in the order in which they are given; what is given beyond them is `more`.
+    after a kind ("any"). `args`: in the order in which they are given; those given beyond them begin at MORE.
     The script answers with the keys that were of another kind, which it has deleted, and its result.
     """
     declared = [_kind_of(key) for key in keys.split()]
-    lines = [f"mend(KEYS[{i}], '{kind}')" for i, (_, kind) in enumerate(declared, 1) if kind != "any"]
-    lines.append(f"local key = {{{', '.join(f'{name} = KEYS[{i}]' for i, (name, _) in enumerate(declared, 1))}}}")
-    lines.append(f"local arg = {{{', '.join(f'{name} = ARGV[{i}]' for i, name in enumerate(args.split(), 1))}}}")
-    lines.append(f"local more = {{}} for i = {len(args.split()) + 1}, #ARGV do more[#more + 1] = ARGV[i] end")
-    main = f"local function main()\n{body}\nend\nlocal result = main()\nreturn {{mended, result}}\n"
-    return Script("\n".join((_PRELUDE, *lines, main)), tuple(name for name, _ in declared), answer)
+    mending = [f"mend(KEYS[{i}], '{kind}')" for i, (_, kind) in enumerate(declared, 1) if kind != "any"]
+    places = {f"key.{name}": f"KEYS[{i}]" for i, (name, _) in enumerate(declared, 1)}
+    places |= {f"arg.{name}": f"ARGV[{i}]" for i, name in enumerate(args.split(), 1)}
+    placed = re.sub(r"\b(?:key|arg)\.\w+", lambda found: places[found[0]], body)  # KeyError: our mistake
+    placed = placed.replace("MORE", str(len(args.split()) + 1))
+    main = f"local function main()\n{placed}\nend\nlocal result = main()\nreturn {{mended, result}}\n"
+    return Script("\n".join((_PRELUDE, *mending, main)), tuple(name for name, _ in declared), answer)
 
 
 def _kind_of(key: str) -> tuple[str, str]:
@@ -283,9 +285,10 @@ BEGIN = _script(
     "restart_point opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed",
     _FLAG,
     """
-for _, name in ipairs({'restart_point', 'opening', 'committed'}) do
-  if (judged(redis.call('GET', key[name]), arg['junk_' .. name]) or '') ~= arg[name] then return 0 end
-end
+local function is_as_seen(key, seen, junk) return (judged(redis.call('GET', key), junk) or '') == seen end
+if not is_as_seen(key.restart_point, arg.restart_point, arg.junk_restart_point)
+   or not is_as_seen(key.opening, arg.opening, arg.junk_opening)
+   or not is_as_seen(key.committed, arg.committed, arg.junk_committed) then return 0 end
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 redis.call('SET', key.restart_point, arg.record, 'EX', arg.ttl)
 tell(key.changes, key.news)
@@ -300,7 +303,7 @@ COMMIT = _script(
     " next_orders",
     _OUTCOME,
     """
--- `more`: the members that the opening lists. `run`: what all nodes share, for the session that begins here, if one
+-- MORE: the members that the opening lists. `run`: what all nodes share, for the session that begins here, if one
 -- does.
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 if not is_current(key.generation, arg.generation) then return 0 end
@@ -322,7 +325,7 @@ redis.call('LTRIM', key.history, 0, arg.keep - 1)
 redis.call('EXPIRE', key.history, arg.ttl)
 let_live(arg.spent_ttl, {key.ready, key.votes, key.ready_at, key.votes_at})
 local listed = {}
-for _, member in ipairs(more) do listed[member] = true end
+for i = MORE, #ARGV do listed[ARGV[i]] = true end
 local at = reading(key.clock, silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', key.leases, '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
@@ -468,10 +471,9 @@ RESTORE = _script(
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
 if not is_current(key.generation, arg.generation) then return 0 end
-local theirs = {}
-for _, name in ipairs({'opening', 'committed', 'orders'}) do
-  theirs[name] = judged(redis.call('GET', key[name]), arg['junk_' .. name])
-end
+local theirs = {opening = judged(redis.call('GET', key.opening), arg.junk_opening),
+                committed = judged(redis.call('GET', key.committed), arg.junk_committed),
+                orders = judged(redis.call('GET', key.orders), arg.junk_orders)}
 for _, raw in pairs(theirs) do if raw and not label(raw) then return 2 end end
 local changed = redis.call('EXISTS', key.run) == 0
 local function is_older(raw, ours)
@@ -481,20 +483,20 @@ local function is_older(raw, ours)
   local our_round, our_version = label(ours)
   return round < our_round or (round == our_round and version < our_version)
 end
-local function put(name) redis.call('SET', key[name], arg[name], 'EX', arg.ttl); changed = true end
+local function put(key, record) redis.call('SET', key, record, 'EX', arg.ttl); changed = true end
 if is_older(theirs.committed, arg.committed) then
-  put('committed')
+  put(key.committed, arg.committed)
   keep_in_history(key.history, arg.committed, arg.keep, arg.ttl)
 end
 local _, their_version = label(theirs.opening)
 local _, our_version = label(arg.opening)
 if arg.opening ~= '' and (not theirs.opening or their_version < our_version) then
-  put('opening')
+  put(key.opening, arg.opening)
   drop({key.votes, key.votes_at, key.failed}) -- members give theirs again
 end
 local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
 if id ~= arg.vote_on then arg.vote = '' end
-if is_older(theirs.orders, arg.orders) then put('orders') end
+if is_older(theirs.orders, arg.orders) then put(key.orders, arg.orders) end
 if not judged(redis.call('GET', key.run), arg.junk_run) then redis.call('SET', key.run, arg.run) end
 redis.call('EXPIRE', key.run, arg.ttl)
 local is_older_file = false
@@ -568,20 +570,25 @@ BEGIN_GENERATION = _script(
     "id generation junk_generation opening committed run orders ttl keep lease_ms",
     _FLAG,
     """
--- A generation begins here, with what those who promised it know; unless a newer one did. `more`: its members.
+-- A generation begins here, with what those who promised it know; unless a newer one did. MORE: its members.
 if redis.call('GET', key.store_id) ~= arg.id then return 0 end
 local _, newest = label(judged(redis.call('GET', key.generation), arg.junk_generation))
 local _, number = label(arg.generation)
 if newest and newest >= number then return 0 end
-for _, name in ipairs({'generation', 'opening', 'committed', 'run', 'orders'}) do
-  if arg[name] == '' then redis.call('DEL', key[name]) else redis.call('SET', key[name], arg[name], 'EX', arg.ttl) end
+local function begin_with(key, record)
+  if record == '' then redis.call('DEL', key) else redis.call('SET', key, record, 'EX', arg.ttl) end
 end
+begin_with(key.generation, arg.generation)
+begin_with(key.opening, arg.opening)
+begin_with(key.committed, arg.committed)
+begin_with(key.run, arg.run)
+begin_with(key.orders, arg.orders)
 drop({key.votes, key.votes_at, key.failed})
 if arg.committed ~= '' then keep_in_history(key.history, arg.committed, arg.keep, arg.ttl) end
 local now = time_ms()
 redis.call('DEL', key.leases)
-for _, member in ipairs(more) do redis.call('ZADD', key.leases, now + tonumber(arg.lease_ms), member) end
-if #more > 0 then redis.call('HSET', key.clock, 'pulse', now) end
+for i = MORE, #ARGV do redis.call('ZADD', key.leases, now + tonumber(arg.lease_ms), ARGV[i]) end
+if #ARGV >= MORE then redis.call('HSET', key.clock, 'pulse', now) end
 redis.call('HDEL', key.clock, 'settled')
 redis.call('HSET', key.changes, 'born', now)
 tell(key.changes, key.news)

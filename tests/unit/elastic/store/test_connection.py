@@ -30,7 +30,7 @@ from tests.relay import Damage, Relay, Wound
 from tests.servers import until
 
 from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
-from zeroband.elastic.store import connection, redis_run, redis_store, scripts
+from zeroband.elastic.store import connection, redis_run, redis_store, scripts, store_in_use
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
     GarbledAnswer,
@@ -185,7 +185,7 @@ def test_rules_of_the_docstring_are_those_of_the_code() -> None:
 def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     """Read from the sources: a path that no test takes must not fail for want of a permission either."""
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
-    asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store))
+    asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store, store_in_use))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
     spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them

@@ -6,6 +6,7 @@ The stores that are not in use tell who comes to them where the run goes on, and
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -27,9 +28,21 @@ KEY = RunKey.of("a token of the run", RUN_ID)
 OPENING = an_opening(A, B)
 
 
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[RedisServer, RedisServer]]:
+    with RedisServer() as one, RedisServer() as other:
+        yield one, other
+
+
 @pytest.fixture
-def servers(stack: ExitStack) -> tuple[RedisServer, RedisServer]:
-    return stack.enter_context(RedisServer()), stack.enter_context(RedisServer())
+def servers(both: tuple[RedisServer, RedisServer]) -> tuple[RedisServer, RedisServer]:
+    """Two servers that are empty, and so other stores than before."""
+    for server in both:
+        if not server.is_running:
+            server.start()
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+    return both
 
 
 def open_store(stack: ExitStack, *servers: RedisServer) -> RedisStore:
