@@ -2,7 +2,7 @@
 
 With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
 
-- all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/times.py` predicts
+- all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/shape.py` predicts
 - all-gather: each node sends its payload to M - 1 others and receives theirs
 - utilisation: H t / (H t + own + stragglers + max(0, agreement + transfer + unpacking - overlap))
 
