@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -18,7 +16,6 @@ import pytest
 import redis
 
 from zeroband.elastic.guardian import process
-from zeroband.elastic.guardian.child import speaks
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
@@ -115,25 +112,6 @@ def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> No
         assert process_state(process.pid) in "RSD"
     finally:
         process.communicate(b"\n")
-
-
-# -- its pipes --------------------------------------------------------------------------------------------------------
-
-
-def test_pipe_is_listened_to_whatever_its_number() -> None:
-    """A trainer of many files has descriptors above those that `select` takes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    low, writer = os.pipe()
-    try:
-        with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
-            assert not speaks(reader, 0)
-            os.write(writer, b"holding\n")
-            assert speaks(reader, 10)
-    finally:
-        os.close(low)
-        os.close(writer)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # -- the guardian's life ----------------------------------------------------------------------------------------------
