@@ -176,7 +176,7 @@ class Script(NamedTuple):
     keys: tuple[str, ...]
     """Names of its keys in their order: as `Keys` has them, or as the caller places them."""
     answer: Shape
-    """Of its result."""
+    """Shape of its result."""
 
 
 _TEXT, _NEWS = bytes | None, bytes | int | None

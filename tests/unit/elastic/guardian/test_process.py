@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from tests.unit.elastic.conftest import until
 
 from zeroband.elastic.guardian import process
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
@@ -214,14 +215,6 @@ def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
         store.close()
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    pause, tries = threading.Event(), 0
-    while not condition():
-        assert tries < 2000, "not within 10 s"
-        tries += 1
-        pause.wait(0.005)
-
-
 def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> None:
     assert start_guard().is_alive()
 
@@ -279,7 +272,7 @@ def test_trainer_is_told_why_its_guardian_holds_no_lease(
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
     guarded.flags.set_serves_state(True)
-    _until(lambda: guarded.said().serves_state)
+    until(lambda: guarded.said().serves_state)
     said = guarded.said()
     assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
 
@@ -316,7 +309,7 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
     ) as met:
         others.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         reader = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id)
-        _until(lambda: reader.news() is not None and bool(reader.rates.mbit))
+        until(lambda: reader.news() is not None and bool(reader.rates.mbit))
         assert reader.rates.mbit[OTHER] > 0 and reader.rates.rtt_ms > 0
 
 
@@ -326,7 +319,7 @@ def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
 ) -> None:
     guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=WITH_KEY)
     assert guarded.said().cut_off == ()
-    _until(lambda: guarded.said().cut_off == (OTHER,))
+    until(lambda: guarded.said().cut_off == (OTHER,))
 
 
 def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
@@ -344,13 +337,13 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
     far = sorted(set(many) - near)
     for member in many:
         others.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
-    _until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
+    until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
     writer.tell(())
-    _until(lambda: watched[-1] == near)
+    until(lambda: watched[-1] == near)
     writer.tell([far[0], "gone#1"])
-    _until(lambda: watched[-1] == {*near, far[0]})
+    until(lambda: watched[-1] == {*near, far[0]})
     others.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
-    _until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
+    until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
 
 
 @pytest.mark.parametrize(("members", "doubted"), [(4, ()), (20, ("m1#1",))])
@@ -366,7 +359,7 @@ def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
     for number in range(members):
         others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
     NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
-    _until(lambda: guarded.said().doubted == doubted)
+    until(lambda: guarded.said().doubted == doubted)
 
 
 def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
@@ -380,7 +373,7 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     assert len(connection.recv(PROOF_BYTES + 8, socket.MSG_WAITALL)) == PROOF_BYTES + 8  # and the first probe
     other.close()
     connection.close()
-    _until(lambda: OTHER not in guarded.store.view(0).alive)
+    until(lambda: OTHER not in guarded.store.view(0).alive)
     assert OTHER in guarded.store.view(0).peers, "it may take its lease again if it is alive after all"
 
 
@@ -408,23 +401,23 @@ def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, pu
 
 def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
     guarded = start_guard(lease_s=0.05, hung_s=0.02)
-    _until(lambda: not guarded.is_alive())
+    until(lambda: not guarded.is_alive())
     guarded.flags.advance()
-    _until(guarded.is_alive)
+    until(guarded.is_alive)
 
 
 def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
     start_guard: StartGuard, ended: subprocess.Popen[bytes]
 ) -> None:
     guarded = start_guard(lease_s=0.05, rank_pids=(os.getpid(), ended.pid))
-    _until(lambda: not guarded.is_alive())
+    until(lambda: not guarded.is_alive())
 
 
 def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
     guarded = start_guard(renew_s=0.02)
     guarded.store.propose_opening(WITHOUT_US, current=None)
     guarded.store.expire_lease(MEMBER)
-    _until(lambda: guarded.flags.is_fenced)
+    until(lambda: guarded.flags.is_fenced)
     assert not guarded.is_alive()
 
 
@@ -462,4 +455,4 @@ def test_guardian_takes_the_lease_again_from_a_store_that_lost_everything(
 ) -> None:
     guarded = start_guard()
     redis_client.flushall()
-    _until(guarded.is_alive)
+    until(guarded.is_alive)
