@@ -33,8 +33,7 @@ TARGETS = ("cpu", "cuda")
 
 RUNS: Mapping[str, tuple[str, ...]] = {
     "checkpoint/writer_process.py": ("python",),
-    "elastic/guardian/port_holder.py": ("python",),
-    "elastic/guardian/process.py": ("python",),
+    "elastic/guardian/child.py": ("python",),
     "elastic/store/local_server.py": ("redis-server",),
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),

@@ -39,6 +39,7 @@ from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
+from zeroband.node.backoff import Backoff
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
@@ -438,7 +439,7 @@ class Member:
                 raise PeerLost(f"round {opening.round} cannot be finished: {reason}")
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
-        pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
+        pauses, reminded_at_s, said, due_at_s = Backoff(_POLL_MIN_S, _POLL_MAX_S, factor=1.5), self._clock(), "", None
         view = self._take_first_look(round) or self.look(round)
         while True:
             require_admitted(view.orders, self.member_id)
@@ -467,8 +468,7 @@ class Member:
                 within_s = min(left_s, _LOOK_S, max(rule.left_s(), _POLL_MIN_S))
                 view = self._await_change(round, view, within_s=within_s, whole=False)
             else:
-                view = self._await_change(round, view, within_s=pause_s, whole=True)
-                pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+                view = self._await_change(round, view, within_s=pauses.pause_s(), whole=True)
 
     def _place(self, rule: Rule[Any], view: View) -> int:
         """How many come before this member where something is to be proposed."""

@@ -19,11 +19,10 @@ from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, Round
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
-from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
-from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
+from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.marks import Marks
@@ -492,7 +491,7 @@ class _Run:
         """Drop what is silent of the links to these members, and raise TransferStalled."""
         traffic = self.traffic()
         for member in members:
-            if self._is_suspect(states[member]):
+            if self._is_suspect(states[member]):  # links that are heard are kept: the next round needs them
                 self.links.drop(member)
         came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
         since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))

@@ -13,7 +13,7 @@ import pytest
 from zeroband import cli
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
-from zeroband.elastic.transport.times import CROWDED, MESSAGE_S
+from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.compression.combine import combined_bytes
 from zeroband.outer.demo import momentum_rule
