@@ -23,7 +23,7 @@ from evidence import count, require
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.fact_publisher import EVERY_S, FactPublisher
-from zeroband.elastic.store.redis_run import Keys
+from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.tools.cluster import RedisServer

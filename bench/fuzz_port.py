@@ -53,7 +53,7 @@ from zeroband.elastic.transport.handshake import (
     StreamKeys,
     new_session,
 )
-from zeroband.elastic.transport.store_call import STORE
+from zeroband.elastic.transport.sealed import STORE
 from zeroband.errors import HandshakeFailed
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds

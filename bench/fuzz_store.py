@@ -27,7 +27,7 @@ from typing import Any
 import redis
 
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_run import Keys
+from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
@@ -46,7 +46,7 @@ TINY = (
     *("--fault.inject", "inner@+0=TAKES0.03"),
 )
 FORGED = b"00112233445566778899aabbccddeeff 999999999 999999999 forged - {}"
-NAMES = (*(name for name in vars(Keys("")) if name != "prefix"), "ready", "ready_at", "facts")
+NAMES = (*Keys.names(), "ready", "ready_at", "facts")
 _LIFE_MS = 3_600_000
 
 

@@ -47,9 +47,9 @@ from zeroband.model import loss as loss_module
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.observe.hardware import peak_flops
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.loop import Training, open_world, train_round
-from zeroband.runtime.report import SilentReport, StepResult
+from zeroband.runtime.report import InnerStep, Report
 
 OURS, BARE, LLAMA = "zeroband", "bare PyTorch", "transformers"
 DEFAULTS = {
@@ -79,9 +79,9 @@ class Turn:
 def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> None:
     """Train as the trainer does, and tell each step's loss; ends by what `told` raises."""
 
-    class Teller(SilentReport):
-        def stepped(self, step: int, learned: StepResult, *_: object) -> None:
-            told(learned.loss)
+    class Teller(Report):
+        def stepped(self, made: InnerStep) -> None:
+            told(made.loss)
 
     with ExitStack() as stack:
         node = build_trainer(config, mesh, Departure(config.fault.grace_s))
@@ -89,7 +89,7 @@ def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> N
         world, joiner = open_world(node, report, stack)
         joiner.enter()
         while True:
-            train_round(Training(node, world, joiner, NoCheckpoints(), report))
+            train_round(Training(node, world, joiner, Checkpointing(), report))
 
 
 def batches_of(node: TrainerParts, steps: int) -> list[list[MicroBatch]]:

@@ -21,7 +21,8 @@ from bench.virtual_models import Chaos, NodeModel, RunModel
 from bench.virtual_run import SimulationResult, VirtualRun
 
 from zeroband.kernels.formats import FORMATS
-from zeroband.tools.plan.units import argument, parse_count, parse_positive, parse_whole
+from zeroband.tools.arguments import bounded
+from zeroband.tools.plan.units import parse_count
 
 _STATE_BYTES = 8
 """Bytes of each parameter in what a joiner fetches: it and its momentum."""
@@ -71,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         shown = "" if default is None else "; default: %(default)s"
         parser.add_argument(flag, type=kind, help=f"{what}{shown}", default=default, **more)
 
-    whole, positive = argument(parse_whole), argument(parse_positive)
+    whole, positive = bounded(int, ge=1), bounded(float, gt=0)
     add("--nodes", whole, "machines that train together", required=True)
-    add("--params", argument(parse_count), "of the model: 1e9, 150M, 7B", required=True)
+    add("--params", parse_count, "of the model: 1e9, 150M, 7B", required=True)
     add("--mbit", _several(whole), "Mbit/s of a node's link in each direction; several: in turn", required=True)
     add("--step-s", _several(positive), "seconds of an inner step of a node, or several", "1")
     add("--inner-steps", whole, "of a round", 50)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from zeroband.elastic.membership.topology import LinkTable, shard_shares
 from zeroband.elastic.rounds.phase import PhaseLength
-from zeroband.elastic.transport.shape import WORTH_A_RING
-from zeroband.elastic.transport.times import all_to_all_s, ring_s
+from zeroband.elastic.transport.shape import WORTH_A_RING, all_to_all_s, ring_s
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import ExitStack
 from types import TracebackType
+
+from tests.stores import RUN_ID
 
 from zeroband.elastic.guardian.port import Port
 from zeroband.elastic.guardian.store_calls import StoreCalls
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import STORE_CALL
 
 
@@ -58,3 +62,11 @@ class HeldStore:
         self._loop.run_until_complete(self._end())
         self._loop.close()
         self.server.close()
+
+
+def open_at(stack: ExitStack, *servers: HeldStore, lease_s: float = 2.0) -> RedisStore:
+    """A node's store that knows of these, closed with the stack."""
+    url = f"nodes://{','.join(dict.fromkeys(server.place for server in servers))}"
+    store = RedisStore(url, RUN_ID, key=servers[0].key, lease_s=lease_s, patience_s=5.0)
+    stack.callback(store.close)
+    return store

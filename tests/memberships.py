@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from zeroband.config.time_outs import TimeOuts
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.records import Peer
@@ -59,6 +63,7 @@ def a_member(
     has_lease: bool = True,
     departure: Departure | None = None,
     clock: Callable[[], float] = time.monotonic,
+    corpus: str = SHARED,
 ) -> Member:
     """A membership of exactly this id, whose node is named by what stands before the `#`."""
 
@@ -68,5 +73,19 @@ def a_member(
     access = RunAccess(
         store, "unused", "run", shared, start_guardian=start_guardian, name_member=lambda _: name, clock=clock
     )
-    identity = NodeIdentity(name.partition("#")[0], ListenAddress("host"), (), 0, Path(flags.path).parent)
+    identity = NodeIdentity(
+        name.partition("#")[0], ListenAddress("host"), (), 0, Path(flags.path).parent, corpus=corpus
+    )
     return Member(access, identity, flags, UNWATCHED, departure or Departure(NEVER_S))
+
+
+def hold_leases_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have whole nodes of a test hold their leases in its process: a guardian of its own takes a second to start.
+
+    Set `fault.detect_s` so that no test outlasts a lease: nobody renews it.
+    """
+
+    def access(*, store: Any, **rest: Any) -> RunAccess:
+        return RunAccess(store=store, start_guardian=lambda order, inbox: LeaseInMemory(store, order), **rest)
+
+    monkeypatch.setattr("zeroband.runtime.node_membership.RunAccess", access)

@@ -11,7 +11,7 @@ from tests.memory_store import MemoryRecord, MemoryStore
 from zeroband.elastic.membership.records import Opening, Peer, Verdict
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
-from zeroband.elastic.store.redis_run import Keys
+from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore
 
 RUN_ID = "run"

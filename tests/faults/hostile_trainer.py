@@ -16,7 +16,8 @@ from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds import member as rounds
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.engine import Engine, Operation, Running, Shape
+from zeroband.elastic.transport.engine import Engine, Operation, Running
+from zeroband.elastic.transport.shape import Shape
 from zeroband.train import main
 
 READY: dict[str, Callable[[Ready], Ready]] = {

@@ -21,7 +21,7 @@ from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.connection import ACL_RULES
+from zeroband.elastic.store.keys import ACL_RULES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster

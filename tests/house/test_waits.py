@@ -81,7 +81,7 @@ def section(root: Path) -> str:
 
 
 NOT_FOUND_BY_NAME = {
-    "runtime/join_steps.py: NodeRuntimeSteps._announce",  # asks for `join` of an algorithm
+    "runtime/join.py: NodeRuntimeSteps._announce",  # asks for `join` of an algorithm
     "elastic/rounds/coordinator.py: RoundCoordinator._arrived",  # BackgroundRound.wait, which is in the table
 }
 ONLY_BY_TORCH = {"node/mesh.py: init_local_mesh"}

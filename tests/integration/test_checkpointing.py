@@ -188,8 +188,8 @@ def require_moments(node: TrainerParts, caplog: pytest.LogCaptureFixture, *, ste
     config, layout = node.config, FlatLayout.of(node.model)
     assert config.ckpt.path is not None
     source = source_of(config.ckpt.path, config.run.id, node.node_id, other=None, step=None)
-    restorer = Restorer(source, node.node_id, layout, {"params": torch.zeros(layout.numel)}, FaultPoints(()))
-    restorer.restore(step)
+    restorer = Restorer(source, node.node_id, layout, FaultPoints(()))
+    restorer.restore({"params": torch.zeros(layout.numel)}, step)
     same = InnerOptimizer(node.model, config.optim, total_steps=100)
     assert restorer.load_inner(step, same, node.local)
     ours, theirs = node.inner.named_moments(), same.named_moments()

@@ -33,14 +33,13 @@ TARGETS = ("cpu", "cuda")
 
 RUNS: Mapping[str, tuple[str, ...]] = {
     "checkpoint/writer_process.py": ("python",),
-    "elastic/guardian/port_holder.py": ("python",),
-    "elastic/guardian/process.py": ("python",),
+    "elastic/guardian/child.py": ("python",),
     "elastic/store/local_server.py": ("redis-server",),
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
     "observe/commands.py": (),  # its own command
     "runtime/run_summary.py": ("python",),
-    "runtime/watching.py": ("git",),
+    "runtime/report.py": ("git",),
     "node/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
     "tools/join.py": ("python",),

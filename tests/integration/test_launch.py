@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import zeroband.runtime.loop
-import zeroband.runtime.node_runtime
+import zeroband.runtime.node_membership
 import zeroband.runtime.transport_setup
 import zeroband.train
 from zeroband.config import load_config
@@ -286,7 +286,7 @@ def test_store_url_of_each_form_is_accepted(url: str) -> None:
 
 @pytest.mark.slow
 def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeroband.runtime.node_runtime, "_FIRST_CONTACT_S", 0.1)
+    monkeypatch.setattr(zeroband.runtime.node_membership, "_FIRST_CONTACT_S", 0.1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]

@@ -33,7 +33,14 @@ from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts, Scorer
+from zeroband.elastic.rounds.interfaces import (
+    History,
+    OuterAlgorithm,
+    OuterParts,
+    Schedule,
+    Scorer,
+    Scoring,
+)
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
@@ -438,6 +445,20 @@ class FakeNode:
         return self.outer.adopt(copy.round, copy.record)
 
 
+@dataclass(frozen=True)
+class _OfFakeRun:
+    """What the node of a name gets from the others of its run, and from the checkpoints that it can read."""
+
+    run: FakeRun
+    name: str
+
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        return self.run.fetch_entry(round, self.name, room)
+
+    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
+        return self.run.stage(step, self.name)
+
+
 @dataclass
 class FakeRun:
     """Nodes by name; their member ids are the names."""
@@ -485,7 +506,7 @@ class FakeRun:
         folder.mkdir()
         flags = SharedFlags(folder / "flags", create=True)
         departure = Departure(DEADLINE_S)
-        member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
+        member = self._a_member(MemoryStore(self.store.record), name, name, flags, departure)
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
         is_robust = not isinstance(self.algorithm, DdpConfig) and self.algorithm.robust is not None
         rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
@@ -512,6 +533,8 @@ class FakeRun:
             fragments = fragments_of(layout, count) if count > 1 else fragments
             shape = replace(shape, closing_rounds=count - 1)
         buffers, sent = SharedBuffers(folder, layout.numel, local), ShardMap(arranged(layout, fragments), 0, 1)
+        auto_rollback = None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local)
+        journal = Journal(folder, JournalBounds(3600.0, 1 << 20, self.journal_rounds))
         parts = OuterParts(
             mesh=mesh,
             model=model,
@@ -519,30 +542,21 @@ class FakeRun:
             buffers=buffers,
             shards=ShardMap(layout, 0, 1),
             fragments=fragments,
-            sent=sent,
-            codec=self.codec,
             feedback=ErrorFeedback(buffers, sent, self.codec),
-            journal=Journal(folder, JournalBounds(3600.0, 1 << 20, self.journal_rounds)),
-            shape=shape,
-            phase_length=PhaseLength(pace or steps, seconds),
+            schedule=Schedule(shape, PhaseLength(pace or steps, seconds), self.flush_every),
+            history=History(journal, _OfFakeRun(self, name), auto_rollback, self.memory),
             departure=departure,
             faults=faults,
-            fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
-            stage=lambda step: self._stage(step, name),
-            corpus=self.corpora.get(name, SHARED),
-            flush_every=self.flush_every,
-            scoring=self.scoring,
-            scorer=None if self.scorer is None else self.scorer(name),
-            memory=self.memory,
-            auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
+            scoring=Scoring(self.scoring, self.scorer(name)) if self.scoring and self.scorer else None,
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
-        rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
+        rest = (parts.inner, parts.buffers, parts.feedback, journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]
 
-    def _a_member(self, store: Store, name: str, flags: SharedFlags, departure: Departure) -> Member:
-        return a_member(store, name, flags, shared=store.found_or_match({}), departure=departure, clock=self._clock)
+    def _a_member(self, store: Store, node: str, name: str, flags: SharedFlags, departure: Departure) -> Member:
+        shared, corpus = store.found_or_match({}), self.corpora.get(node, SHARED)
+        return a_member(store, name, flags, shared=shared, departure=departure, clock=self._clock, corpus=corpus)
 
     def _clock(self) -> float:
         """Read by whoever waits, before each look."""
@@ -566,16 +580,16 @@ class FakeRun:
     def _auto_rollback(self, config: RollbackConfig, store: Store, local: LocalMesh) -> AutoRollback:
         restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
         tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
-        return AutoRollback(config, store, lambda: restorer, local, tell)
+        return AutoRollback(config, store, restorer, local, tell)
 
-    def _stage(self, step: int, name: str) -> RoundState:
+    def stage(self, step: int, name: str) -> RoundState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
         if name not in self.checkpoints.get(step, (None, ()))[1]:
             raise RecoveryFailed(f"{name} has no checkpoint of step {step}")
         copy = self.checkpoints[step][0]
         return RoundState(copy.round, copy.record, copy.state_digest)
 
-    def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> RoundUpdate:
+    def fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> RoundUpdate:
         """What a node asks of the others: an entry of their journals."""
         for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.view(round).alive):
             entry = donor.journal.await_entry(round) if donor is not self[asker] else None
@@ -601,7 +615,7 @@ class FakeRun:
         """As after a fence: the node lives on as another member."""
         node = self[name]
         node.member.close()
-        node.member = self._a_member(node.member.store, f"{name}-again", node.mesh.flags, node.departure)
+        node.member = self._a_member(node.member.store, name, f"{name}-again", node.mesh.flags, node.departure)
         node.lanes.member_id = node.member.member_id
         node.mesh.replace_member(node.member)
         node.steps = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,9 +83,9 @@ def source_for(config: RunConfig, node_id: str) -> Source:
 class Restorer:
     """Reads checkpoints into this node.
 
-    `targets`: the sections of the outer state, (n,) float32 each, on CPU. `on_piece`: called after every few megabytes
-    that were read, in any thread. `shared`: what nodes agree on, of which a checkpoint may hold the hash, too. `data`:
-    the record of the data of this run.
+    `on_piece`: called after every few megabytes that were read, in any thread. `shared`: what nodes agree on, of which
+    a checkpoint may hold the hash, too. `data`: the record of the data of this run.
+    Targets, in all methods: the sections of the outer state, (n,) float32 each, on CPU.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class Restorer:
         source: Source,
         node_id: str,
         layout: FlatLayout,
-        targets: Mapping[str, Tensor],
         faults: FaultPoints,
         on_piece: Callable[[], object] = lambda: None,
         shared: Mapping[str, str] | None = None,
@@ -104,7 +103,6 @@ class Restorer:
         self._shared = shared or {}
         self._node_id = node_id
         self._layout = layout
-        self._targets = dict(targets)
         self._faults = faults
         self._on_piece = on_piece
         self._storage = source.own
@@ -178,14 +176,14 @@ class Restorer:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
         return True
 
-    def read(self, step: int) -> SavedState:
+    def read(self, step: int, targets: Mapping[str, Tensor]) -> SavedState:
         """Read a checkpoint of this run into the targets, verified. Raises RecoveryFailed."""
         self._storage = self._source.own
-        restored = self._read(self._targets, step)
+        restored = self._read(targets, step)
         assert restored is not None, "of a step there is one, or an error"
         return _saved(restored)
 
-    def restore(self, step: int | None = None) -> SavedState | None:
+    def restore(self, targets: Mapping[str, Tensor], step: int | None = None) -> SavedState | None:
         """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
 
         None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
@@ -193,7 +191,7 @@ class Restorer:
         source, wanted = self._source, step if step is not None else self._source.step
         self._storage = self._place()
         self._faults.at("restoring", 0)
-        restored = self._read(self._targets, wanted)
+        restored = self._read(targets, wanted)
         self._faults.at("restored", 0)
         if step is None:
             self.warn_of_newer()
@@ -243,14 +241,14 @@ class Restorer:
             fields = {"step": named, "newer": len(newer), "newest": max(newer)}
             _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
 
-    def stage(self, step: int) -> SavedState:
+    def stage(self, step: int, sections: Sequence[str]) -> SavedState:
         """Read a checkpoint of this run into memory of its own; the run's state stays as it is until it is taken.
 
         Raises RecoveryFailed. Local rank 0.
         """
         self._storage = self._source.own
         self._faults.at("restoring", 0)
-        targets = {name: torch.empty_like(target) for name, target in self._targets.items()}
+        targets = {name: torch.empty(self._layout.numel) for name in sections}
         restored = self._read(targets, step)
         assert restored is not None, "of a step there is one, or an error"
         self.staged = targets

@@ -38,6 +38,7 @@ from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
 from zeroband.checkpoint.peers import Peers, SaveContext, Shares
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
+from zeroband.node.backoff import Backoff
 from zeroband.state.slot import Slot
 
 POINTS = (
@@ -250,14 +251,14 @@ class Save:
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Try again with growing pauses. Raises CheckpointFailed when the patience is over, or the others went on."""
-        from_s, pause_s = self._around.now_s(), 0.5
+        from_s, pauses = self._around.now_s(), Backoff(0.5, _LONGEST_PAUSE_S)
         while True:
             try:
                 result = action()
             except OSError as error:
                 reason = f"{self._storage.url}/{self._folder}/{what}: {reason_of(error)}"
                 failing_s = self._around.now_s() - from_s
-                if failing_s + pause_s > self._rules.retry_s:
+                if failing_s + pauses.longest_s > self._rules.retry_s:
                     raise CheckpointFailed(reason) from error
                 self._around.tell("checkpoint_retrying", **self._place(), reason=reason)
                 if is_lasting(error) or failing_s > _HEALS_S:
@@ -265,8 +266,7 @@ class Save:
             else:
                 self._note_working(what)
                 return result
-            self._pause(pause_s, reason)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._pause(pauses.pause_s(), reason)
 
     def _note_failing(self, what: str, reason: str) -> None:
         self._failing.add(what)
@@ -331,12 +331,11 @@ class Save:
 
     def _pauses(self) -> Iterator[None]:
         """Sleeps between two looks at the storage: short ones first."""
-        pause_s = _SHORTEST_LOOK_S
+        pauses = Backoff(_SHORTEST_LOOK_S, _LONGEST_LOOK_S)
         while True:
             self._around.working(is_waiting=True)
-            self._around.sleep(pause_s)
+            self._around.sleep(pauses.pause_s())
             yield
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     # -- the commit ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class _Place:
     tags: tuple[str, ...]
     """Types to choose from, where it is a section."""
     table: type[Section] | None
-    """Of one in a list of tables, the section that it lies in."""
+    """The section that it lies in, where that is a table of a list."""
 
 
 def describe(error: ValidationError, settings: Settings, schema: SchemaKeys) -> str:

@@ -177,9 +177,10 @@ class Settings:
         if TAG in table and (*path, TAG) in self._schema and table[TAG] != into.get(TAG):
             into.clear()
         for name, value in table.items():
-            here, origin = (*path, name), source.origin((*path, name))
+            here = (*path, name)
+            origin = source.origin(here)
             if here not in self._schema:
-                yield unknown_key(here, source.origin(here) or "", self._schema)
+                yield unknown_key(here, origin or "", self._schema)
                 continue
             if origin:
                 self.origins[here] = origin

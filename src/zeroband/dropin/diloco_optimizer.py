@@ -21,8 +21,8 @@ from zeroband.dropin.inner import (
     build_optimizer,
     default_inner,
 )
-from zeroband.dropin.outer_step import outer_step_of
 from zeroband.dropin.session import DropInOptions, Session
+from zeroband.dropin.settings import outer_step_of
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, RunOver
 

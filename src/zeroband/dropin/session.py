@@ -23,13 +23,11 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import shown_stores
 from zeroband.data.ledger import count
-from zeroband.dropin.common_step import CommonOptimizer, LoopDdp, SteppedLoopState, loop_state_of
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
-from zeroband.dropin.loop_state import LoopState
-from zeroband.dropin.outer_step import OuterStep
+from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, SteppedLoopState, loop_state_of
 from zeroband.dropin.parameters import frozen_items, parameters_of
 from zeroband.dropin.peer_checks import PeerChecks
-from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
+from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
@@ -46,10 +44,10 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_algorithm
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
 from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
-from zeroband.runtime.join_steps import open_replica
+from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
-from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
+from zeroband.runtime.report import NodeReport, Report
 from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
@@ -102,7 +100,7 @@ class Session:
             self._node = self._build_node(parameters, stack)
             self.store_url = self._node.config.store.address or self.store_url
             self._report = self._open_report(parameters, stack)
-            self._run, self._joiner = open_replica(self._node, self._report.events, stack)
+            self._run, self._joiner = open_runtime(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
             self._checkpoints: Checkpointing = Checkpointing()
             joined = self._enter_first(is_own_store=address == LOCAL)
@@ -150,7 +148,7 @@ class Session:
             build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
         )
 
-    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
+    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> Report:
         """Open the report of local rank 0; every rank gets the error where the node's folder is another one's."""
         reports: list[NodeReport] = []
 
@@ -168,7 +166,7 @@ class Session:
             reports.append(report)
 
         on_first_rank(self._local, open_one)
-        return reports[0] if reports else SilentReport()
+        return reports[0] if reports else Report()
 
     def _build_company(self, *, is_own: bool) -> PeerChecks | None:
         """Build what watches for peers, on local rank 0; None on the others."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from zeroband.config.optim import MuonConfig
 from zeroband.errors import ConfigError
 from zeroband.model.language_model import LanguageModel
-from zeroband.node.sharding import is_sharded, local_part
-from zeroband.node.whole_matrices import map_whole
+from zeroband.node.sharding import is_sharded, local_part, map_whole
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic: steep at 0, so that five steps do; singular values end between 0.7 and 1.2, not at 1."""

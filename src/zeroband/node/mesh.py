@@ -24,8 +24,8 @@ from zeroband.config.placement import Placement, placement
 from zeroband.config.training import ActivationCheckpointing, DeviceKind, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
-from zeroband.node.cards import Card, are_apart, card_of, cards_of, least_share
 from zeroband.node.float8 import float8_problem, use_float8
+from zeroband.node.gpus import Card, are_apart, card_of, cards_of, least_share
 from zeroband.node.launched import rank_and_world_size, several_machines
 from zeroband.node.rank_store import meet
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part

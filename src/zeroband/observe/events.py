@@ -333,6 +333,10 @@ class Events(Protocol):
         ...
 
 
+def noop(*_: object, **__: object) -> None:
+    """Do nothing: a listener where nobody listens."""
+
+
 class NoEvents:
     """Drops events: for ranks other than local rank 0."""
 

@@ -154,7 +154,7 @@ class Webhook(Service):
         self._who = {"run": run_id, "node": node_id}
         self._waiting: deque[Alert] = deque()
         self._attempts, self._again_at_s = 0, -math.inf
-        """Of the first one that waits."""
+        """How often the first one that waits was posted, and when it is posted again."""
         self._queued_at_s: deque[float] = deque(maxlen=_MOST)
         self._dropped = 0
         self._is_failing = False

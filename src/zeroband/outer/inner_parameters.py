@@ -207,7 +207,7 @@ class EagerMerge:
         config, own = self._config, self._own(turn)
         momentum = OuterSGD(config).momentum_at(outer_step)
         eager = EagerView(lr=config.lr, momentum=momentum, nesterov=config.nesterov)
-        fresh = dict(self._parts.sent.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names))
+        fresh = dict(self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names))
         for part in self._shards.of(turn):
             view, history = own[part.name]
             eager.add(history, fresh[part.name], share=share)
@@ -221,7 +221,7 @@ class EagerMerge:
             return
         own, config = self._own(turn), self._config
         eager = EagerView(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-        for name, sent in self._parts.sent.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names):
+        for name, sent in self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names):
             eager.correct(own[name][1], sent, by=by)
 
     def expect(self, turn: int) -> None:

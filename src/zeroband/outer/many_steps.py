@@ -192,7 +192,7 @@ class ManySteps(RoundCoordinator):
 
         Then all nodes hold one model.
         """
-        shape, is_whole = self._parts.shape, len(self._bounds) == 1
+        shape, is_whole = self._parts.schedule.shape, len(self._bounds) == 1
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
         is_new = is_member_new and self._has_new_members and is_whole
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
@@ -228,7 +228,7 @@ class ManySteps(RoundCoordinator):
     def _is_closing(self) -> bool:
         """Whether all that the run still lacks are fragments, and this node stays to send them."""
         progress = self.progress
-        if progress.is_complete or progress.inner_step < self._parts.shape.total_steps:
+        if progress.is_complete or progress.inner_step < self._parts.schedule.shape.total_steps:
             return False
         return not broadcast_json(self._parts.departure.is_asked, self._local)
 
@@ -237,7 +237,7 @@ class ManySteps(RoundCoordinator):
         shards = parameter_shards(self._parts.model)
         names = self._parts.fragments[turn].names
         anchor = dict(self._parts.shards.parts(self._inner_parameters.anchor, names))
-        written = dict(self._parts.sent.parts(self._buffers[CONTRIBUTION], names))
+        written = dict(self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], names))
         for name, out in written.items():
             self._measure(anchor[name], self._parts.shards.own(name, shards[name]).to("cpu"), out)
         return written

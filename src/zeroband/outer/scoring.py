@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.scoring import drawn, lot_of
-from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.elastic.rounds.interfaces import OuterParts, Scorer
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import parameter_shards
 
@@ -43,26 +43,26 @@ class PayloadScores:
         Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `turn`: fragment of the
         round, which is committed and not applied.
         """
-        parts, member_id = self._parts, self._parts.mesh.member_id
-        scored, scorer = drawn(verdict, parts.scoring), parts.scorer
-        if not scored or scorer is None or not verdict.opening.wanted().get(member_id):
+        scoring, member_id = self._parts.scoring, self._parts.mesh.member_id
+        scored = drawn(verdict, scoring.rule) if scoring is not None else ()
+        if scoring is None or not scored or not verdict.opening.wanted().get(member_id):
             return ()
-        rows = lot_of(verdict, f"rows of {member_id}")
+        rows, scorer = lot_of(verdict, f"rows of {member_id}"), scoring.scorer
         before = scorer.loss(self._values(None), rows)
-        own = self._gain(member_id, turn, before, rows)
+        own = self._gain(scorer, member_id, turn, before, rows)
         if own is None or not own > 0:
             return ()
-        gains = [self._gain(sender, turn, before, rows) if sender != member_id else own for sender in scored]
+        gains = [self._gain(scorer, sender, turn, before, rows) if sender != member_id else own for sender in scored]
         return tuple(None if gain is None else max(-1.0, min(1.0, gain / own)) for gain in gains)
 
-    def _gain(self, sender: str, turn: int, before: float, rows: int) -> float | None:
+    def _gain(self, scorer: Scorer, sender: str, turn: int, before: float, rows: int) -> float | None:
         """By how many nats per token a payload alone lowers the loss; None where it did not count in the round."""
         parts = self._parts
         if parts.mesh.local.rank == 0:
             parts.mesh.flags.advance()
         if not self._payloads.write_alone(sender, parts.buffers[SCORED]):
             return None
-        gain = before - parts.scorer.loss(self._values(turn), rows) if parts.scorer is not None else math.nan
+        gain = before - scorer.loss(self._values(turn), rows)
         return gain if math.isfinite(gain) else -math.inf
 
     def _values(self, turn: int | None) -> Iterator[tuple[str, Tensor]]:
@@ -70,6 +70,6 @@ class PayloadScores:
         parts = self._parts
         shards = parameter_shards(parts.model)
         names = () if turn is None else [name for name in parts.fragments[turn].names if name in shards]
-        moved = dict(parts.sent.held(parts.buffers[SCORED], names)) if names else {}
+        moved = dict(parts.wire_layout.held(parts.buffers[SCORED], names)) if names else {}
         for name, outer in parts.shards.held(parts.buffers[self._section], shards):
             yield name, outer.lerp(self._step(outer, moved[name]), _PART) if name in moved else outer

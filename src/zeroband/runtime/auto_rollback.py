@@ -28,7 +28,7 @@ class AutoRollback:
 
     config: RollbackConfig
     store: Store
-    restorer: Callable[[], Restorer]
+    restorer: Restorer
     local: LocalMesh
     on_event: Callable[..., object]
 
@@ -61,10 +61,9 @@ class AutoRollback:
 
     def _newest(self, before_step: int) -> int | None:
         """The checkpoint to go back to: the newest that is older than the round, with all its files there."""
-        restorer = self.restorer()
         try:
-            older = (step for step in restorer.steps() if step <= before_step)
-            return next((step for step in older if restorer.is_whole(step)), None)
+            older = (step for step in self.restorer.steps() if step <= before_step)
+            return next((step for step in older if self.restorer.is_whole(step)), None)
         except RecoveryFailed as error:
             _log.warning("no checkpoint to go back to", extra={"fields": {"why": str(error)}})
             return None

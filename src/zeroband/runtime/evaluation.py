@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,29 +49,19 @@ class EvaluationSet:
     """Number of the source in the loader."""
 
 
-class Evaluations(Protocol):
-    """What a training loop asks of its evaluations. Called by all local ranks together."""
+class Evaluations:
+    """What a training loop asks of its evaluations, on all local ranks together. Without [eval] there are none."""
 
     def is_due(self, before: Progress, after: Progress) -> bool:
         """Whether the round that led from one progress to the other calls for an evaluation."""
-        ...
-
-    def run(self, step: int) -> Mapping[str, MetricValue | None]:
-        """Evaluate the outer parameters, those after inner step `step` of the run; what was measured."""
-        ...
-
-
-class NoEvaluations:
-    """The evaluations of a node without [eval]: there are none."""
-
-    def is_due(self, before: Progress, after: Progress) -> bool:
         return False
 
     def run(self, step: int) -> Mapping[str, MetricValue | None]:
+        """Evaluate the outer parameters, those after inner step `step` of the run; what was measured."""
         return {}
 
 
-class HeldOutEvaluations:
+class HeldOutEvaluations(Evaluations):
     """The evaluations that [eval] asks for."""
 
     def __init__(

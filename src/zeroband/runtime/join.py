@@ -1,20 +1,46 @@
-"""How a node gets into a run: one loop that looks up a table until it is a member (`membership/join_states.py`).
+"""How a node gets into a run: one loop that looks up a table until it is a member, and what it does in each state.
 
-Training nodes never wait for a joiner: it fetches a committed state, replays the rounds committed meanwhile, and takes
-part in the next one with weight 0, which hands it the same result as everybody. This is the one place that tries
-again to get in: whatever fails on the way is an event of the table.
+The table is `elastic/membership/join_states.py`. Training nodes never wait for a joiner: it fetches a committed state,
+replays the rounds committed meanwhile, and takes part in the next one with weight 0, which hands it the same result as
+everybody. This is the one place that tries again to get in: whatever fails on the way is an event of the table.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from zeroband.checkpoint.restorer import Restorer
+from zeroband.data.ledger import SHARED, count
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.join_states import HOLDS_NOTHING, PAUSES, TABLE, JoinEvent, JoinState, next_state
+from zeroband.elastic.membership.join_states import (
+    HOLDS_NOTHING,
+    PAUSES,
+    TABLE,
+    JoinEvent,
+    JoinState,
+    JoinTimeouts,
+    next_state,
+)
+from zeroband.elastic.membership.orders import require_admitted
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
+from zeroband.elastic.membership.resume_rules import (
+    begins_on_checkpoint,
+    is_abandoned,
+    members_of,
+    pending,
+    rounds_since,
+    way_in,
+)
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import Scorer, verify
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import (
@@ -29,6 +55,14 @@ from zeroband.errors import (
 )
 from zeroband.node.mesh import LocalMesh, broadcast_json
 from zeroband.observe.events import Events
+from zeroband.observe.log import get_logger
+from zeroband.outer.many_steps import ManySteps
+from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.node_runtime import NodeRuntime
+from zeroband.runtime.restart import Restart
+from zeroband.state.round_state import RoundState
+
+_log = get_logger(__name__)
 
 _RETRY_S = 0.5
 
@@ -129,3 +163,332 @@ class Joiner:
         if is_new or (before is not None and before[1] and before[0] is not state):
             self._said[state] = why
             self._events.emit("join_state", state=str(state), why=why, since=self._since)
+
+
+# -- what a node that trains with others does in each state ---------------------------------------------------------
+
+
+def open_runtime(
+    node: NodeParts, events: Events, stack: ExitStack, scorer: Scorer | None = None
+) -> tuple[NodeRuntime, Joiner]:
+    """A node's place in a run of several, and its way in; `stack` gives it back. `scorer`: as for `NodeRuntime`."""
+    run = NodeRuntime(node, on_event=events.emit, scorer=scorer)
+    stack.push(run.leave)
+    return run, Joiner(NodeRuntimeSteps(node, run, events), node.local, node.departure, events)
+
+
+class NodeRuntimeSteps:
+    """The steps of a node that trains with others."""
+
+    def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
+        self._node, self._run, self._events = node, run, events
+        self._local = node.local
+        self._restart = Restart(node, run, events)
+        self._patience = JoinTimeouts(node.config.elastic.start_timeout_s)
+        self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
+            JoinState.WAIT_OLD_LEASE: self._outlast,
+            JoinState.RESTORE_LOCAL: self._recall,
+            JoinState.DISCOVER: self._look,
+            JoinState.PICK_CHECKPOINT: self._agree,
+            JoinState.FOUNDING: self._found,
+            JoinState.FETCHING: self._fetch,
+            JoinState.ANNOUNCING: self._announce,
+            JoinState.CATCHING_UP: self._catch_up,
+            JoinState.REJOIN: self._return,
+            JoinState.ROLL_BACK: self._go_back,
+        }
+        self._founding_round = FOUNDING_ROUND
+        self._is_fetching = False
+        """A fetch was begun, and what it got so far lies in the section buffers."""
+        self._failure: ZerobandError | None = None
+        """Why the newest attempt to get a state failed; None where the next one is under way."""
+        self._had_bytes = 0
+        """Verified when the newest attempt began."""
+        self._taken: int | None = None
+        """The round of the state that this attempt took over."""
+        self._said = ""
+
+    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        return self._steps[state](cause)
+
+    def is_fenced(self) -> bool:
+        return self._run.mesh.is_fenced
+
+    # -- with what this node has --------------------------------------------------------------------------------
+
+    def _outlast(self, _cause: ZerobandError | None) -> Outcome:
+        def outlast() -> None:
+            self._run.mesh.member.outlast_duplicates()
+            self._restart.forget()
+            self._restart.exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._node.resumes)
+
+        on_first_rank(self._local, outlast)
+        return Outcome(JoinEvent.FREE)
+
+    def _recall(self, _cause: ZerobandError | None) -> Outcome:
+        from_s, held = time.monotonic(), list[RoundState]()
+
+        def recall() -> dict[str, Any] | None:
+            found = self._run.memory.recall(self._run.buffers.numel)
+            if found is None:
+                return None
+            held.append(found)
+            return {"round": found.round, "record": found.record, "state_digest": found.state_digest}
+
+        found = on_first_rank(self._local, recall)
+        if found is None:
+            return Outcome(JoinEvent.NOTHING)
+        digest = self._run.outer.adopt(found["round"], found["record"], held.pop().sections if held else None)
+        on_first_rank(self._local, self._run.memory.drop_held)
+        verify(digest, found["state_digest"], "what this node had in memory", self._local)
+        self._taken = found["round"]
+        took_s = round(time.monotonic() - from_s, 3)
+        on_first_rank(self._local, lambda: self._tell_of(found))
+        self._events.emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
+        return Outcome(JoinEvent.RECALLED)
+
+    def _tell_of(self, found: Mapping[str, Any]) -> None:
+        """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
+        verdict = self._run.store.view(FOUNDING_ROUND).committed
+        if verdict is None or verdict.round != found["round"]:
+            return  # the others have said so
+        opening = verdict.opening
+        self._events.emit(
+            "round_committed",
+            round=verdict.round,
+            epoch=opening.epoch,
+            members=list(opening.members),
+            digest=found["state_digest"],
+            weights=list(opening.weights),
+            samples=[steps * self._node.config.train.batch_size for steps in opening.steps],
+            late=list(opening.late),
+            progress=found["record"]["progress"],
+        )
+
+    def _go_back(self, cause: ZerobandError | None) -> Outcome:
+        assert isinstance(cause, RolledBack)
+        report = cause.report
+        digest = self._run.outer.adopt(report.round, cause.record, self._staged())
+        verify(digest, report.state_digest, f"the checkpoint of step {cause.step}", self._local)
+        has_inner = self._run.load_inner(cause.step)
+        skipped = {corpus: [list(span) for span in spans] for corpus, spans in cause.record.get("skipped", {}).items()}
+        place = {"round": report.round, "step": cause.step, "digest": digest}
+        self._events.emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
+        on_first_rank(self._local, lambda: self._restorer.point_latest(cause.step))
+        if report.progress.is_complete or self._run.outer.upcoming():
+            return Outcome(JoinEvent.GONE_BACK, rounds=(report,))
+        return Outcome(JoinEvent.IDLE)  # it asked for no samples, since the run was about to end
+
+    @property
+    def _restorer(self) -> Restorer:
+        assert self._run.restorer is not None, "a checkpoint was read"
+        return self._run.restorer
+
+    def _staged(self) -> Mapping[str, Tensor] | None:
+        """The checkpoint that was staged, on local rank 0."""
+        return self._restorer.take_staged() if self._local.rank == 0 else None
+
+    # -- which way ----------------------------------------------------------------------------------------------
+
+    def _look(self, cause: ZerobandError | None) -> Outcome:
+        event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
+        if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
+            self._founding_round = FOUNDING_ROUND
+            self._is_fetching = False  # a checkpoint will be read into the same buffers
+            self._restart.begin()
+        return Outcome(event)
+
+    def _choose(self, cause: ZerobandError | None) -> JoinEvent:
+        """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state.
+
+        Raises ConfigError where this node is banned.
+        """
+        if cause is not None:
+            self._note_failure(cause)
+        view = self._run.store.view(FOUNDING_ROUND)
+        require_admitted(view.orders, self._run.mesh.member_id)
+        if is_abandoned(view):
+            self._restart.exchange(view, resumes=self._node.resumes)
+        way = way_in(view, resumes=self._restart.may_begin(view))
+        begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
+        if begins and not self._run.store.may_found():
+            return JoinEvent.WAIT
+        if isinstance(way, RestartPoint):
+            return JoinEvent.BEGIN
+        if way in (JoinEvent.BEGIN, JoinEvent.WAIT) or (way is JoinEvent.FOUND and not self._knows_run):
+            return way
+        agreed = pending(view)
+        is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
+        if is_following:
+            self._patience.came_nearer()
+        if self._failure is not None:
+            self._require_patience(self._failure, view)
+            self._failure = None
+        if is_following and self._node.config.elastic.start_nodes > 1:
+            return JoinEvent.BEGIN  # the founding waits for this node
+        return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
+
+    @property
+    def _knows_run(self) -> bool:
+        """Whether there is one already: if the store shows none, it lost the record, and others will bring it back."""
+        return self._is_fetching or self._run.outer.round >= FOUNDING_ROUND
+
+    def _note_failure(self, failure: ZerobandError) -> None:
+        """Take note of an attempt that failed.
+
+        It was of use if it verified more of a state, or led on from the round that was taken. The last round that it
+        replayed may be the one that does not verify.
+        """
+        if self._taken is None:
+            is_nearer = self._run.recovery.verified_bytes > self._had_bytes
+        else:
+            is_nearer = self._run.outer.round > self._taken + 1
+        self._failure = failure
+        if is_nearer:
+            self._patience.came_nearer()
+        else:
+            self._patience.failed(time.monotonic())
+
+    def _require_patience(self, failure: ZerobandError, view: View) -> None:
+        left_s = self._patience.left_s(time.monotonic())
+        if left_s <= 0:
+            raise RecoveryFailed(
+                f"{failure}; came no further for {self._patience.patience_s:g} s. If the run's nodes are gone, go on "
+                "from a checkpoint of it with --resume, or start one with a new run.id"
+            ) from failure
+        if str(failure) != self._said:
+            self._said = str(failure)
+            until = datetime.now(UTC) + timedelta(seconds=left_s)
+            waits_for = sorted(members_of(view) & view.alive)
+            fields = {"why": self._said, "waits_for": waits_for, "until": f"{until:%H:%M:%SZ}"}
+            way_out = "if these nodes are gone: --resume goes on from a checkpoint as soon as their leases have run out"
+            _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
+
+    # -- with the founders --------------------------------------------------------------------------------------
+
+    def _agree(self, _cause: ZerobandError | None) -> Outcome:
+        event, round = self._restart.agree()
+        if event is JoinEvent.AGREED:
+            self._founding_round = round
+        return Outcome(event)
+
+    def _found(self, _cause: ZerobandError | None) -> Outcome:
+        return self._became_member(JoinEvent.FOUNDED, self._run.outer.found(self._founding_round))
+
+    # -- with the members ---------------------------------------------------------------------------------------
+
+    def _fetch(self, _cause: ZerobandError | None) -> Outcome:
+        outer, recovery = self._run.outer, self._run.recovery
+        if not self._is_fetching:
+            self._is_fetching = True
+            self._patience.came_nearer()
+            self._events.emit("recovering", round=outer.round)
+            on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=isinstance(outer, ManySteps)))
+            if self._takes_checkpoint():
+                return Outcome(JoinEvent.FETCHED)
+        self._had_bytes, self._taken = recovery.verified_bytes, None
+        fetched = on_first_rank(self._local, self._fetch_state)
+        newest = max((later[2] for later in fetched["later"]), default=fetched["round"])
+        digest = outer.adopt(fetched["round"], fetched["record"], later=fetched["later"])
+        try:
+            if newest == fetched["round"]:
+                verify(digest, fetched["state_digest"], f"the state of round {newest}", self._local)
+            else:
+                outer.catch_up(newest)
+                digest = outer.state_digest
+        except RecoveryFailed:
+            if outer.round == newest:  # it came to what no donor has; else a round is in no journal
+                on_first_rank(self._local, recovery.distrust_state)
+            raise
+        self._taken = newest
+        place = {"round": newest, "digest": digest}
+        self._events.emit("recovered", **place, took_s=fetched["took_s"], source="members")
+        return Outcome(JoinEvent.FETCHED)
+
+    def _takes_checkpoint(self) -> bool:
+        """Take over the newest durable checkpoint and replay the rounds since, where that is less to fetch."""
+        from_s, found = time.monotonic(), on_first_rank(self._local, self._checkpoint_to_join_from)
+        if found is None:
+            return False
+        outer, step = self._run.outer, found["step"]
+        try:
+            saved = on_first_rank(self._local, lambda: asdict(self._restorer.read(step, self._run.sections)))
+            digest = outer.adopt(saved["round"], saved["record"])
+            verify(digest, saved["state_digest"], f"the checkpoint of step {step}", self._local)
+            outer.catch_up(found["newest"])
+        except RecoveryFailed as error:
+            fields = {"step": step, "why": str(error)}
+            _log.warning("checkpoint unusable, fetching the state from peers", extra={"fields": fields})
+            return False
+        self._taken = outer.round
+        place = {"round": outer.round, "digest": outer.state_digest}
+        self._events.emit("recovered", **place, took_s=round(time.monotonic() - from_s, 3), source="checkpoint")
+        return True
+
+    def _checkpoint_to_join_from(self) -> dict[str, int] | None:
+        """The step of the newest durable checkpoint, and the newest round, where all since is less than the state.
+
+        None where it is not, or where members' journals do not go back so far. Local rank 0.
+        """
+        run = self._run
+        if run.restorer is None or self._node.config.ckpt.path is None or not run.is_large:
+            return None
+        stamp, view = run.restorer.newest(), run.store.view(FOUNDING_ROUND)
+        missed = None if stamp is None else rounds_since(view, session=stamp.session, round=stamp.round)
+        if stamp is None or missed is None:
+            return None
+        try:
+            entry_bytes = run.recovery.entry_bytes(stamp.round + 1) if missed else 0
+        except RecoveryFailed:
+            return None
+        is_taken = begins_on_checkpoint(missed, entry_bytes=entry_bytes, state_bytes=run.state_bytes)
+        return {"step": stamp.inner_step, "newest": stamp.round + missed} if is_taken else None
+
+    def _fetch_state(self) -> dict[str, Any]:
+        """Local rank 0."""
+        fetched = self._run.recovery.fetch_state()
+        state = {"round": fetched.round, "record": fetched.record, "state_digest": fetched.state_digest}
+        return {**state, "later": fetched.later, "took_s": fetched.took_s}
+
+    def _announce(self, _cause: ZerobandError | None) -> Outcome:
+        outcome = self._became_member(JoinEvent.ADMITTED, report := self._run.outer.join())
+        if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
+            self._events.emit("newer_checkpoint", step=newer, at=report.progress.inner_step)
+        return outcome
+
+    def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
+        self._forget_attempts()
+        self._events.emit("joined", member_id=report.member_id, round=report.round)
+        self._tell_of_other_documents(report.progress)
+        return Outcome(event, rounds=(report,))
+
+    def _newer_than(self, progress: Progress) -> int | None:
+        """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""
+        held = self._restart.holding().held
+        return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
+
+    def _tell_of_other_documents(self, progress: Progress) -> None:
+        """Warn where this node had other documents before: their samples stay as they are, and owed by nobody else."""
+        for corpus, ledger in progress.ledgers.items():
+            is_own = corpus.startswith(f"{self._node.node_id}/") and self._node.corpus != SHARED
+            if is_own and corpus != self._node.corpus and self._local.rank == 0:
+                fields = {"before": corpus, "owed": count(ledger.owed), "now": self._node.corpus}
+                _log.warning("other documents than before: their samples are counted from 0", extra={"fields": fields})
+
+    def _catch_up(self, cause: ZerobandError | None) -> Outcome:
+        assert isinstance(cause, RoundsMissed)
+        outer = self._run.outer
+        on_first_rank(self._local, lambda: self._run.recovery.judge(outer.round, outer.state_digest))
+        outer.catch_up(cause.round)
+        return Outcome(JoinEvent.CAUGHT_UP)
+
+    def _return(self, cause: ZerobandError | None) -> Outcome:
+        self._events.emit("fenced", reason=str(cause))
+        self._forget_attempts()
+        self._run.membership.replace_member()
+        return Outcome(JoinEvent.RETURNED)
+
+    def _forget_attempts(self) -> None:
+        """Whatever failed on the way so far is no reason to give up on the next."""
+        self._is_fetching, self._failure = False, None
+        self._patience.came_nearer()

@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.interfaces import SyncHooks
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import LearnsNothing, Leaving
-from zeroband.node.async_copy import Reading
 from zeroband.observe.log import get_logger
-from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.report import Report, RunProgress, SourceResult, StepResult
+from zeroband.runtime.report import InnerStep, Report
 
 _ROUNDS = 3
 """One round that is left out is an accident, whatever its length."""
 
 _log = get_logger(__name__)
-
-
-@dataclass(kw_only=True)
-class InnerStep:
-    """An inner step that was given to the device, and what its hooks did. Over all ranks of the node."""
-
-    number: int
-    """Counted from 0."""
-    lr: float
-    lr_muon: float | None = None
-    tokens: int
-    """Targets."""
-    data_s: float
-    data_pass: int
-    shown: Reading
-    """Norm of the gradient; cross entropy of the targets in nats, summed up: of all, and of each source where known."""
-    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
-    """Without losses yet."""
-    blocked_s: float = 0.0
-    synced: Sequence[RoundReport] = ()
-    committed: RunProgress | None = None
-    beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
-    """What checkpoints and an evaluation measured."""
-
-
-def mean_of(nats: float, tokens: int) -> float:
-    """The loss of an inner step; NaN where it has no targets."""
-    return nats / tokens if tokens else math.nan
 
 
 class FailedSteps:
@@ -135,35 +104,15 @@ class LateReports:
         if not self._outer.has_own_steps:  # told with the gradient
             return
         with self._departure.in_step():
-            norm, nats, *_ = made.shown.read()
-        loss, is_finite = mean_of(nats, made.tokens), math.isfinite(norm)
+            made.read()
+        is_finite = math.isfinite(made.grad_norm)
         if not is_finite:
-            fields = {"step": made.number, "norm": norm, "loss": loss}
+            fields = {"step": made.number, "norm": made.grad_norm, "loss": made.loss}
             _log.warning("non-finite gradient: inner step left out", extra={"fields": fields})
-        self._outer.learned(made.tokens if is_finite else 0, loss)
+        self._outer.learned(made.passed.tokens if is_finite else 0, made.loss)
 
     def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:
-        norm, nats, *each = made.shown.read()
-        learned = StepResult(
-            loss=mean_of(nats, made.tokens),
-            tokens=made.tokens,
-            lr=made.lr,
-            lr_muon=made.lr_muon,
-            grad_norm=norm,
-            data_s=made.data_s,
-            blocked_s=made.blocked_s,
-            data_pass=made.data_pass,
-            ended_at_s=ended_at_s,
-            sources=_with_losses(made.sources, each),
-        )
-        assert made.committed is not None, "its hooks come first"
-        self._report.stepped(made.number + 1, learned, made.synced, made.committed, made.beside)
-        self._failed.note(made.number + 1, norm, learned.loss, made.synced)
-
-
-def _with_losses(sources: Mapping[str, SourceResult], nats: Sequence[float]) -> Mapping[str, SourceResult]:
-    """Give each source its mean loss. `nats`: summed up over its targets; empty where they are not known."""
-    if not nats:
-        return sources
-    read = zip(sources.items(), nats, strict=True)
-    return {name: replace(one, loss=each / one.tokens if one.tokens else None) for (name, one), each in read}
+        made.read()
+        made.ended_at_s = ended_at_s
+        self._report.stepped(made)
+        self._failed.note(made.number + 1, made.grad_norm, made.loss, made.synced)

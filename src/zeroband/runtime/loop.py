@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
@@ -38,7 +37,7 @@ from zeroband.node.mesh import (
     sum_over_ranks,
     widest_float,
 )
-from zeroband.observe.events import NoEvents
+from zeroband.observe.events import NoEvents, noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
@@ -47,15 +46,22 @@ from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
     HeldOutEvaluations,
-    NoEvaluations,
     open_evaluation_sets,
 )
-from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import open_replica
-from zeroband.runtime.late_reports import FailedSteps, InnerStep, LateReports, mean_of
-from zeroband.runtime.node_runtime import scoring_of
+from zeroband.runtime.join import Joiner, open_runtime
+from zeroband.runtime.late_reports import FailedSteps, LateReports
 from zeroband.runtime.own_store import open_own_store
-from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
+from zeroband.runtime.report import (
+    EXPORT_DIR,
+    SAMPLE_FILE,
+    InnerStep,
+    PassResult,
+    Report,
+    SourceResult,
+    mean_of,
+    open_report,
+)
+from zeroband.runtime.run_rules import scoring_of
 from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.training_run import TrainingRun
@@ -63,9 +69,6 @@ from zeroband.runtime.transport_setup import HeldPort
 
 SHOWN_S = 1.0
 """Pause between two signs of life while samples are waited for."""
-
-SAMPLE_FILE = "sample.txt"
-EXPORT_DIR = "export"
 
 _log = get_logger(__name__)
 
@@ -100,7 +103,7 @@ class Training:
     joiner: Joiner
     checkpoints: Checkpointing
     report: Report
-    evaluations: Evaluations = field(default_factory=NoEvaluations)
+    evaluations: Evaluations = field(default_factory=Evaluations)
     failed: FailedSteps = field(default_factory=FailedSteps)
 
 
@@ -169,7 +172,7 @@ def open_world(
     if node.config.outer is None:
         single = SingleNode(node, report.events)
         return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
-    return open_replica(node, report.events, stack, open_scorer(node, sets))
+    return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
 def open_evaluations(
@@ -177,7 +180,7 @@ def open_evaluations(
 ) -> Evaluations:
     """The evaluations that the configuration asks for."""
     if node.config.eval is None:
-        return NoEvaluations()
+        return Evaluations()
     return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
 
 
@@ -229,8 +232,8 @@ def train_round(training: Training) -> None:
                 reports.learn(made)
             with blocked:
                 made.synced = outer.sync_parameters(step, ends_round=ends_round)
-            made.committed = RunProgress(outer.progress, is_now=outer.progress is not before)
-            if made.committed.is_now:
+            made.progress, made.is_commit = outer.progress, outer.progress is not before
+            if made.is_commit:
                 checkpoints.take_if_due(made.synced)
             made.blocked_s, made.beside = blocked.total_s, checkpoints.measured()
             if is_evaluated := training.evaluations.is_due(before, outer.progress):
@@ -286,16 +289,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     node.inner.step(found_inf)
     node.inner.zero_grad()
     shown = Reading(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
-    return InnerStep(
-        number=step,
-        lr=lr,
-        lr_muon=lr_muon,
-        tokens=passed.tokens,
-        data_s=passed.data_s,
-        data_pass=passed.data_pass,
-        sources=passed.sources,
-        shown=shown,
-    )
+    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, shown=shown)
 
 
 class Stopwatch:
@@ -311,22 +305,7 @@ class Stopwatch:
         self.total_s += time.monotonic() - self._from_s
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """What the forward and backward passes of one inner step gave."""
-
-    nats: Tensor
-    """(1 + sources,) float32, on the device: cross entropy of this rank's targets, summed up: of all, then of those of
-    each source, where there are several and the model tells them apart."""
-    tokens: int
-    """Targets of the whole node."""
-    data_s: float
-    data_pass: int
-    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
-    """Without losses yet; empty with a single source."""
-
-
-def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = lambda: None) -> PassResult:
+def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noop) -> PassResult:
     """Have the device compute the gradients of one inner step on this rank.
 
     `show_progress`: called after each micro-batch, and again and again while samples do not come, such as from a

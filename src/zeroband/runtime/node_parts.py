@@ -55,6 +55,11 @@ class NodeParts:
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
 
     @property
+    def resumes(self) -> bool:
+        """Whether this node was asked to begin the run again on a checkpoint."""
+        return self.config.resume is not None
+
+    @property
     def sample_tokens(self) -> int:
         """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
         return 0

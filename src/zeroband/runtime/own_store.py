@@ -113,7 +113,7 @@ class OwnStore:
     @property
     def pid(self) -> int:
         """Process id of what holds port and server, for tests that end it."""
-        return self._holder.process.pid
+        return self._holder.pid
 
     @property
     def folder(self) -> ServerFolder:

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import math
 import os
+import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroband.config.cautions import cautions_of
+from zeroband.config.schema import RunConfig
+from zeroband.config.shared import shared_digest
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import sum_known
-from zeroband.errors import ConfigError, Leaving, RunOver
+from zeroband.errors import DISTRIBUTION, ConfigError, Leaving, RunOver
+from zeroband.node.async_copy import Reading
 from zeroband.node.page import SharedPage
 from zeroband.observe.events import EventLog, Events, NoEvents
-from zeroband.observe.hardware import peak_flops_of_all, resident_bytes
+from zeroband.observe.hardware import free_ratio, peak_flops_of_all, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
+from zeroband.observe.prometheus import Exporter, MetricsServer
+from zeroband.observe.sinks import BackgroundSink, Sink
+from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
+from zeroband.observe.webhook import AlertRules, Webhook
 from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.health import ailments, ranks_in, stalls
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.own_key import own_key, run_keys
-from zeroband.runtime.run_folder import RunFolder
-from zeroband.runtime.watching import open_trackers, open_watchers
+from zeroband.runtime.run_folder import RunFolder, claim, own_key, run_keys
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
 """Metrics of the console line."""
@@ -43,42 +53,122 @@ _AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
 _OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
 """Names of what is measured of each source."""
 
+SAMPLE_FILE = "sample.txt"
+EXPORT_DIR = "export"
+
 _SAMPLE_CHARS = 1000
 """What goes of a generated text into its event, and with that to the run's store."""
 
-_LOOKED_AT_S = 1.0
+_UNKNOWN = "unknown"
+_GIT_S = 5.0
+_HASH_DIGITS = 12
 
 _log = get_logger(__name__)
 
 
-class LoopReport(Protocol):
-    """What any training loop tells of its node, whichever of the node's ranks it runs on."""
+@dataclass(frozen=True)
+class SourceResult:
+    """What one inner step showed of one source of a mixture, summed over the node's ranks."""
 
-    @property
-    def events(self) -> Events: ...
+    tokens: int
+    """Its targets."""
+    data_pass: float
+    """Passes over it when the step ended."""
+    loss: float | None = None
+    """Mean cross entropy in nats per token; None where it had no target, or the model's loss is its own."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What the forward and backward passes of one inner step gave."""
+
+    nats: Tensor
+    """(1 + sources,) float32, on the device: cross entropy of this rank's targets, summed up: of all, then of those of
+    each source, where there are several and the model tells them apart."""
+    tokens: int
+    """Targets of the whole node."""
+    data_s: float
+    data_pass: int
+    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
+    """By name, without losses yet; empty with a single source."""
+
+
+@dataclass(kw_only=True)
+class InnerStep:
+    """An inner step of the node, over all its ranks: what the device was given, what the hooks did, what it showed."""
+
+    number: int
+    """Counted from 0."""
+    lr: float
+    lr_muon: float | None = None
+    """Learning rate of the matrices; None: they have none apart."""
+    passed: PassResult
+    shown: Reading
+    """Norm of the gradient; cross entropy of the targets in nats, summed up: of all, and of each source where known."""
+    blocked_s: float = 0.0
+    """In which training stood still for the outer algorithm."""
+    synced: Sequence[RoundReport] = ()
+    """Rounds that the state got with it."""
+    progress: Progress = field(default_factory=Progress.at_start)
+    """That of the run after its newest committed round."""
+    is_commit: bool = False
+    """Whether that round ended with this step."""
+    beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
+    """What checkpoints and an evaluation measured."""
+    ended_at_s: float = 0.0
+    """When the device was done with it, by the process's monotonic clock."""
+    grad_norm: float = math.nan
+    loss: float = math.nan
+    """Mean cross entropy in nats per token; NaN where it has no targets."""
+    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
+
+    def read(self) -> None:
+        """Wait until the device has come to this step, and take over what it showed."""
+        self.grad_norm, nats, *each = self.shown.read()
+        self.loss, self.sources = mean_of(nats, self.passed.tokens), self.passed.sources
+        if each:
+            read = zip(self.sources.items(), each, strict=True)
+            self.sources = {
+                name: replace(one, loss=nats / one.tokens if one.tokens else None) for (name, one), nats in read
+            }
+
+
+def mean_of(nats: float, tokens: int) -> float:
+    """The loss of an inner step; NaN where it has no targets."""
+    return nats / tokens if tokens else math.nan
+
+
+class Report:
+    """What a training loop tells of its node. This one says nothing: that of ranks other than local rank 0."""
+
+    events: Events = NoEvents()
 
     def belongs_to(self, session: str) -> None:
         """This node is in the run of this session."""
-        ...
 
     def entered(self, round: RoundReport) -> None:
         """This node became a member."""
-        ...
 
     def committed(self, round: RoundReport) -> None:
         """The state got another round, between two inner steps."""
-        ...
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
-        ...
+
+    def stepped(self, made: InnerStep) -> None:
+        """An inner step of the trainer is done, and was read."""
+
+    def sampled(self, path: Path) -> None:
+        """A text was generated."""
 
     def finished(self) -> None:
         """All inner steps of the run are done."""
-        ...
+
+    def exported(self, path: Path, parity: str) -> None:
+        """The trained model was written as a directory."""
 
 
-class NodeReport:
+class NodeReport(Report):
     """One node's metrics.jsonl and events.jsonl, and the console line. `total_steps`: None: the run has no end.
 
     Raises ConfigError where another process writes to the node's folder, or it holds another run; StoreLost.
@@ -89,7 +179,7 @@ class NodeReport:
         self._node = node
         self._parameters = parameters
         self._total_steps = total_steps
-        self._claim = _claim(node)
+        self._claim = claim(node)
         self._folder = RunFolder(node.node_dir)
         try:
             self._folder.prepare(config, node.node_id, os.environ)
@@ -97,7 +187,7 @@ class NodeReport:
         except BaseException:
             os.close(self._claim)
             raise
-        self.events = EventLog(node.node_dir, watchers)
+        self.events = self._events = EventLog(node.node_dir, watchers)
         self._metrics = MetricsLog(node.node_dir, [*watchers, *open_trackers(config, node.node_dir)])
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
@@ -119,20 +209,16 @@ class NodeReport:
         )
 
     def entered(self, round: RoundReport) -> None:
-        """This node became a member."""
         self._round_event(round)
         self._steps_since_round = 0
 
     def belongs_to(self, session: str) -> None:
-        """This node is in the run of this session."""
         self._folder.belongs_to(session)
 
     def committed(self, round: RoundReport) -> None:
-        """The state got another round, between two inner steps."""
         self._round_event(round)
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
-        """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
         self._keep_folder()
         self._steps_since_round += 1
         if synced:
@@ -151,9 +237,9 @@ class NodeReport:
         if self._folder.is_there():
             return
         with contextlib.suppress(OSError):  # a disk that is full or gone ends no training
-            claim = _claim(self._node)
-            os.dup2(claim, self._claim, inheritable=False)
-            os.close(claim)
+            fresh = claim(self._node)
+            os.dup2(fresh, self._claim, inheritable=False)
+            os.close(fresh)
             self._folder.restore()
             _log.warning(
                 "the run's folder was removed; it is made anew, without what it held",
@@ -237,7 +323,7 @@ class NodeReport:
         if self._publisher is not None:
             self._publisher.close()
         self._metrics.close()
-        self.events.close()
+        self._events.close()
         os.close(self._claim)
 
 
@@ -254,136 +340,6 @@ def _publisher_of(node: NodeParts) -> FactPublisher | None:
         return RedisStore(url, run_id, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
 
     return FactPublisher(node.node_dir, own.name(node.node_id), open_store)
-
-
-def _claim(node: NodeParts) -> int:
-    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
-    node.node_dir.mkdir(parents=True, exist_ok=True)
-    folder = os.open(node.node_dir, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network file systems have no locks
-        try:
-            _lock(folder)
-        except BlockingIOError:
-            os.close(folder)
-            if _is_open_here(node.node_dir):
-                raise ConfigError(
-                    f"this process is node {node.node_id!r} of run.id={node.config.run.id!r} already, as where a cell "
-                    "of a notebook is run twice; close the optimizer that was made first: optimizer.close()"
-                ) from None
-            raise ConfigError(
-                f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
-                f"{node.node_dir}; give this one another node.id or run.id"
-            ) from None
-    return folder
-
-
-def _is_open_here(path: Path) -> bool:
-    """Whether this process has a folder open."""
-    opened = Path("/proc/self/fd")
-    names = opened.iterdir() if opened.is_dir() else ()
-    return any(os.path.realpath(name) == os.path.realpath(path) for name in names)
-
-
-def _lock(folder: int) -> None:
-    """Lock a folder; another node that ends may look at it for a moment. Raises BlockingIOError."""
-    until_s = time.monotonic() + _LOOKED_AT_S
-    while True:
-        try:
-            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                raise
-        time.sleep(0.05)
-
-
-@dataclass(frozen=True)
-class SourceResult:
-    """What one inner step showed of one source of a mixture, summed over the node's ranks."""
-
-    tokens: int
-    """Its targets."""
-    data_pass: float
-    """Passes over it when the step ended."""
-    loss: float | None = None
-    """Mean cross entropy in nats per token; None where it had no target, or the model's loss is its own."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one inner step showed, summed over the node's ranks."""
-
-    loss: float
-    """Mean cross entropy in nats per token."""
-    tokens: int
-    lr: float
-    grad_norm: float
-    data_s: float
-    blocked_s: float
-    """In which training stood still for the outer algorithm."""
-    data_pass: int
-    ended_at_s: float
-    """When the device was done with it, by the process's monotonic clock."""
-    lr_muon: float | None = None
-    """Learning rate of the matrices; None: they have none apart."""
-    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
-    """By name; empty with a single source."""
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """The run after its newest committed round."""
-
-    progress: Progress
-    is_now: bool
-    """Whether that round ended with the step that is reported."""
-
-
-class Report(LoopReport, Protocol):
-    """What the trainer's own loop tells as well."""
-
-    def stepped(
-        self,
-        step: int,
-        learned: StepResult,
-        synced: Sequence[RoundReport],
-        committed: RunProgress,
-        beside: Mapping[str, MetricValue | None],
-    ) -> None:
-        """Inner step `step` (counted from 1) is done. `beside`: what checkpoints and an evaluation measured."""
-        ...
-
-    def sampled(self, path: Path) -> None: ...
-
-    def exported(self, path: Path, parity: str) -> None: ...
-
-
-class SilentReport:
-    """The report of a rank other than local rank 0: it says nothing."""
-
-    events: Events = NoEvents()
-
-    def belongs_to(self, session: str) -> None: ...
-
-    def entered(self, round: RoundReport) -> None: ...
-
-    def committed(self, round: RoundReport) -> None: ...
-
-    def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None: ...
-
-    def stepped(
-        self,
-        step: int,
-        learned: StepResult,
-        synced: Sequence[RoundReport],
-        committed: RunProgress,
-        beside: Mapping[str, MetricValue | None],
-    ) -> None: ...
-
-    def sampled(self, path: Path) -> None: ...
-
-    def finished(self) -> None: ...
-
-    def exported(self, path: Path, parity: str) -> None: ...
 
 
 class TrainerReport(NodeReport):
@@ -409,42 +365,35 @@ class TrainerReport(NodeReport):
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 
-    def stepped(
-        self,
-        step: int,
-        learned: StepResult,
-        synced: Sequence[RoundReport],
-        committed: RunProgress,
-        beside: Mapping[str, MetricValue | None],
-    ) -> None:
-        """Inner step `step` (counted from 1) is done. What an evaluation took is no part of its duration."""
-        evaluated_s = float(beside.get("eval/took_s") or 0.0)
-        step_s, self._step_from_s = learned.ended_at_s - self._step_from_s - evaluated_s, learned.ended_at_s
-        self._uncommitted_tokens += learned.tokens
-        if committed.is_now:
-            self._uncommitted_tokens = synced[-1].uncommitted_tokens if synced else 0
-        rate = learned.tokens / step_s
+    def stepped(self, made: InnerStep) -> None:
+        """Tell of a step. What an evaluation took is no part of its duration."""
+        tokens, evaluated_s = made.passed.tokens, float(made.beside.get("eval/took_s") or 0.0)
+        step_s, self._step_from_s = made.ended_at_s - self._step_from_s - evaluated_s, made.ended_at_s
+        self._uncommitted_tokens += tokens
+        if made.is_commit:
+            self._uncommitted_tokens = made.synced[-1].uncommitted_tokens if made.synced else 0
+        rate = tokens / step_s
         values: dict[str, MetricValue | None] = {
-            "train/loss": learned.loss,
-            "train/perplexity": perplexity(learned.loss),
-            "train/lr": learned.lr,
-            "train/lr_muon": learned.lr_muon,
-            "train/grad_norm": learned.grad_norm,
-            "train/tokens": committed.progress.tokens + self._uncommitted_tokens,
+            "train/loss": made.loss,
+            "train/perplexity": perplexity(made.loss),
+            "train/lr": made.lr,
+            "train/lr_muon": made.lr_muon,
+            "train/grad_norm": made.grad_norm,
+            "train/tokens": made.progress.tokens + self._uncommitted_tokens,
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
-            "train/data_s": learned.data_s,
-            "outer/blocked_s": None if self._node.config.outer is None else learned.blocked_s,
+            "train/data_s": made.passed.data_s,
+            "outer/blocked_s": None if self._node.config.outer is None else made.blocked_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
-            "data/pass": learned.data_pass,
+            "data/pass": made.passed.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
-            **_source_values(learned.sources),
-            **beside,
+            **_source_values(made.sources),
+            **made.beside,
         }
-        if synced:
-            values |= _ledger_values(committed.progress.ledgers.values())
-        self.record(step, values, synced)
+        if made.synced:
+            values |= _ledger_values(made.progress.ledgers.values())
+        self.record(made.number + 1, values, made.synced)
 
     def sampled(self, path: Path) -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -458,7 +407,7 @@ class TrainerReport(NodeReport):
 def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     """The report of this rank; `stack` says how its part ends, and closes it."""
     if node.local.rank != 0:
-        return SilentReport()
+        return Report()
     report = TrainerReport(node)
     stack.callback(report.close)
     if node.config.observe.board:
@@ -488,3 +437,78 @@ def _ledger_values(ledgers: Collection[Ledger]) -> dict[str, MetricValue | None]
 
 def _gpu_peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+# -- who is told, as [observe] says ----------------------------------------------------------------------------------
+
+
+def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
+    """Open a sink for each experiment tracker that is asked for; each starts in a thread, and may fail there."""
+    settings, observe = config.model_dump(mode="json"), config.observe
+    sinks: list[Sink] = []
+    if (wandb := observe.wandb) is not None:
+        opened = partial(Wandb, project=wandb.project, mode=wandb.mode, node_dir=node_dir, config=settings)
+        sinks.append(BackgroundSink("wandb", opened))
+    if observe.tensorboard is not None:
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoard, node_dir=node_dir)))
+    if (trackio := observe.trackio) is not None:
+        place = {"project": trackio.project, "space_id": trackio.space_id}
+        sinks.append(BackgroundSink("trackio", partial(Trackio, **place, node_dir=node_dir, config=settings)))
+    return sinks
+
+
+def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]:
+    """Open the sinks that take metrics and events alike. Raises ConfigError where one cannot do what is asked of it."""
+    sinks: list[Sink] = []
+    webhook = config.observe.webhook
+    if webhook is not None and webhook.url is None:
+        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or leave it out")
+    if (prometheus := config.observe.prometheus) is not None:
+        folders = {"run.dir": node_dir}
+        if config.data.cache_dir is not None:
+            folders["data.cache_dir"] = config.data.cache_dir
+        if config.ckpt.path is not None and "://" not in config.ckpt.path:
+            folders["ckpt.path"] = Path(config.ckpt.path)
+        exporter = Exporter(
+            run_id=config.run.id,
+            node_id=node_id,
+            build={
+                "version": metadata.version(DISTRIBUTION),
+                "git": commit_of(Path(__file__).parents[3]),
+                "torch": metadata.version("torch"),
+                "config_hash": shared_digest(config)[:_HASH_DIGITS],
+            },
+            folders=folders,
+            saves=config.ckpt.path is not None,
+            ailments=partial(_ailments_of, node_dir),
+        )
+        sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
+    if webhook is not None and webhook.url is not None:
+        hook = Webhook(
+            webhook.url.get_secret_value(),
+            kinds=webhook.events,
+            run_id=config.run.id,
+            node_id=node_id,
+            rules=AlertRules(node_id, stalled_s=webhook.stalled_s),
+            free_ratio=partial(free_ratio, node_dir),
+        )
+        sinks.append(BackgroundSink("webhook", lambda: hook))
+    return sinks
+
+
+def commit_of(clone: Path) -> str:
+    """Return the commit that a clone stands at, with `-dirty` where files of it were changed; `unknown` elsewhere."""
+    if not (clone / ".git").exists():
+        return _UNKNOWN
+    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return _UNKNOWN
+    return said.strip() or _UNKNOWN
+
+
+def _ailments_of(node_dir: Path) -> Sequence[str]:
+    """What `zeroband health` says of this node; a loop of one's own leaves no ranks to be found."""
+    ranks = [rank for rank in ranks_in(Path("/proc")) if rank[1] == node_dir.resolve()]
+    return list(ailments(ranks) if ranks else stalls(node_dir))

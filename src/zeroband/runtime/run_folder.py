@@ -1,13 +1,18 @@
-"""Which run a node's folder of the run directory holds: metrics and events of two runs never mix in it.
+"""A node's folder of the run directory: who writes to it, the node's own key, and which run its files are of.
 
-`run.json` names the session of the run, which the founding makes. A start goes on with the files of the same session,
-and with those of a run that its own run continues from a checkpoint. Others are refused, or moved aside where the user
-asks for that. Local rank 0.
+One trainer holds the lock on it. `node.key` is made at the node's first start and stays. `run.json` names the session
+of the run, which the founding makes: metrics and events of two runs never mix. A start goes on with the files of the
+same session, and with those of a run that its own run continues from a checkpoint. Others are refused, or moved aside
+where the user asks for that. Local rank 0.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -19,6 +24,7 @@ from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.load import render_toml
 from zeroband.config.schema import RunConfig
+from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
 from zeroband.elastic.membership.run_key import RunKey
@@ -28,19 +34,138 @@ from zeroband.node.shm import is_restart
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.view import short_key
+from zeroband.runtime.node_parts import NodeParts
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 """The resolved configuration, in the node's folder of the run directory."""
 
+KEY_FILE = "node.key"
+
 _MOVED = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, RUN_FILE)
 _ASIDE = "before-"
 _FIRST_CONTACT_S = 30.0
 _LOOK_S = 0.2
+_LOOKED_AT_S = 1.0
+"""For which another node that ends may hold the lock, to see whether this one is there."""
 _SHOWN = 8
 """Digits of a session that a person is told."""
 
 _log = get_logger(__name__)
+
+
+# -- whose it is ---------------------------------------------------------------------------------------------------
+
+
+def claim(node: NodeParts) -> int:
+    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
+    node.node_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(node.node_dir, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        try:
+            _lock(folder)
+        except BlockingIOError:
+            os.close(folder)
+            if _is_open_here(node.node_dir):
+                raise ConfigError(
+                    f"this process is node {node.node_id!r} of run.id={node.config.run.id!r} already, as where a cell "
+                    "of a notebook is run twice; close the optimizer that was made first: optimizer.close()"
+                ) from None
+            raise ConfigError(
+                f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
+                f"{node.node_dir}; give this one another node.id or run.id"
+            ) from None
+    return folder
+
+
+def _is_open_here(path: Path) -> bool:
+    """Whether this process has a folder open."""
+    opened = Path("/proc/self/fd")
+    names = opened.iterdir() if opened.is_dir() else ()
+    return any(os.path.realpath(name) == os.path.realpath(path) for name in names)
+
+
+def _lock(folder: int) -> None:
+    """Lock a folder; another node that ends may look at it for a moment. Raises BlockingIOError."""
+    until_s = time.monotonic() + _LOOKED_AT_S
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(0.05)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a trainer that lives writes to a folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # some network file systems have no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def run_keys(config: RunConfig, folder: Path | None = None) -> RunKey:
+    """The keys of a run; `folder`: with that of the node which writes to it, to take part. Raises ConfigError."""
+    token = config.run.token.get_secret_value() if config.run.token else None
+    return RunKey.of(token, config.run.id, node=None if folder is None else own_key(folder))
+
+
+def own_key(folder: Path) -> NodeKey:
+    """The key of the node that writes to this folder, which is made where there is none. Any process of the node.
+
+    Raises ConfigError where the file holds none, can be read by other users, or cannot be made.
+    """
+    path = folder / KEY_FILE
+    try:
+        if not path.exists():
+            _make(path)
+        with path.open("rb") as file:
+            content, found = file.read(SECRET_BYTES + 1), os.fstat(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"the key of this node, {path}, cannot be kept: {error.strerror}") from error
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        raise ConfigError(f"the key of this node, {path}, is open to other users (mode {mode}); chmod 600 it")
+    if len(content) != SECRET_BYTES:
+        raise ConfigError(
+            f"the key of this node, {path}, holds {len(content)} bytes instead of {SECRET_BYTES}; remove the file, "
+            "and the node gets another key and is another node to the run"
+        )
+    return NodeKey(content)
+
+
+def _make(path: Path) -> None:
+    """Write a new key, whole, unless another process of the node is faster. Raises OSError."""
+    key = NodeKey.new()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key.secret)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(whole, path)
+    except FileExistsError:
+        return
+    finally:
+        whole.unlink()
+    fields = {"key": short_key(key.name("")), "file": str(path)}
+    _log.info("made this node a key: to the run it is a node that was not there before", extra={"fields": fields})
+
+
+# -- which run it is of ---------------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -126,7 +251,7 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     assert config.store.address is not None
     lease_s = config.fault.time_outs.lease_s
     url = config.store.address
-    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+    key = run_keys(config)
     with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
         patience_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
         store.reach(patience_s=patience_s, least_stores=config.least_stores)

@@ -6,7 +6,6 @@ Local rank 0, after everything else was given back. Whatever goes wrong here is 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import subprocess
@@ -25,7 +24,8 @@ from zeroband.observe.commands import typed
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
-from zeroband.runtime.loop import EXPORT_DIR, SAMPLE_FILE
+from zeroband.runtime.report import EXPORT_DIR, SAMPLE_FILE
+from zeroband.runtime.run_folder import is_claimed
 
 _WRITER = ("-m", "zeroband.tools.report")
 _NICE = 10
@@ -82,23 +82,7 @@ def is_last_here(run_dir: Path, node_id: str) -> bool:
 
     A trainer holds a lock on its node's folder as long as it lives.
     """
-    return not any(_is_held(folder) for folder in run_dir.iterdir() if folder.name != node_id and folder.is_dir())
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # some network file systems have no locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    return not any(is_claimed(folder) for folder in run_dir.iterdir() if folder.name != node_id and folder.is_dir())
 
 
 def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str] = _WRITER) -> bool:

@@ -17,7 +17,7 @@ from zeroband.export.evaluation import evaluate
 from zeroband.node.mesh import sum_over_ranks
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.evaluation import EvaluationSet, exact_device, holding
-from zeroband.runtime.node_runtime import scoring_of
+from zeroband.runtime.run_rules import scoring_of
 
 
 class HeldOutScorer:

@@ -25,8 +25,8 @@ from zeroband.observe.events import Events
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.join import Outcome
-from zeroband.runtime.join_steps import say_new
-from zeroband.runtime.node_runtime import shape_of
+from zeroband.runtime.restart import say_new
+from zeroband.runtime.run_rules import shape_of
 from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
@@ -122,10 +122,10 @@ class SingleNode:
         source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
         data = node.trained_on().data
-        restorer = Restorer(source, node.node_id, layout, targets, node.faults, shared=node.shared, data=data)
+        restorer = Restorer(source, node.node_id, layout, node.faults, shared=node.shared, data=data)
 
         def read() -> dict[str, Any] | None:
-            saved = restorer.restore()
+            saved = restorer.restore(targets)
             if saved is not None and saved.step >= config.train.total_steps:
                 raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
             return None if saved is None else asdict(saved)
@@ -136,7 +136,7 @@ class SingleNode:
                 say_new(source.own.url)
             return False
         if local.rank != 0:
-            restorer.restore(saved["step"])
+            restorer.restore(targets, saved["step"])
         ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.parameters), targets[PARAMS])
         self.outer.adopt(saved["round"], saved["record"])
         node.inner.seek(saved["step"])

@@ -20,7 +20,7 @@ from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
 from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
-from zeroband.elastic.transport.handshake import Purpose
+from zeroband.elastic.transport.handshake import Purpose, StreamKeys
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, Reach
 from zeroband.elastic.transport.sealed import Dialler
@@ -49,9 +49,8 @@ class HeldPort(NamedTuple):
 class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
-    `answer_requests`: takes connections of nodes that ask for this one's state. `on_poser`: told of a call in the name
-    of a member whose key the caller does not have, and from where it came. `port`: is open already; None: the guardian
-    opens it. Raises ConfigError, StoreLost.
+    `on_poser`: told of a call in the name of a member whose key the caller does not have, and from where it came.
+    `port`: is open already; None: the guardian opens it. Raises ConfigError, StoreLost.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class TransportSetup:
         flags: SharedFlags,
         local: LocalMesh,
         faults: FaultPoints,
-        answer_requests: Callable[[socket.socket, HandedOver], None],
         *,
         key: RunKey,
         on_poser: Callable[[str, str], object],
@@ -88,10 +86,7 @@ class TransportSetup:
             connection.close()
             on_poser(what.caller, what.session)
 
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {
-            Purpose.STATE: answer_requests,
-            POSES: note_poser,
-        }
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {POSES: note_poser}
         if config.comm.backend == "native":
             beat_s = TransferBounds.of(config.fault.time_outs).beat_s
             engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
@@ -103,6 +98,11 @@ class TransportSetup:
     def listen(self) -> ListenAddress:
         """Where local rank 0 listens."""
         return listen_address_of(self._config, self._host, self._key, self._port)
+
+    def serve_state(self, take: Callable[[socket.socket, StreamKeys], object]) -> None:
+        """Have connections of nodes that ask for this one's state answered from now on. On local rank 0."""
+        assert self.inbox is not None, "local rank 0 has it"
+        self.inbox.route(Purpose.STATE, lambda connection, what: take(connection, what.keys))
 
     def dialler(self, node_id: str) -> Dialler:
         """For asking other nodes for their state in the name of this one."""

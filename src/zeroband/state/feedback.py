@@ -22,10 +22,12 @@ class ErrorFeedback:
 
     It is read when a round begins, into the contribution, and then belongs to the round's transfers: each attempt
     writes it anew, so the committed one leaves what it took. It stays as it is where this node has no weight.
+    `shards`: where this rank's parameters lie in contributions. `codec`: encodes them.
     """
 
     def __init__(self, buffers: SharedBuffers, shards: ShardMap, codec: Codec) -> None:
-        self._shards = shards
+        self.shards = shards
+        self.codec = codec
         self.residual: Tensor | None = None
         """(n,) float32; None: nothing is fed back."""
         if codec.needs_feedback:
@@ -36,8 +38,8 @@ class ErrorFeedback:
         """Add what the last round took to this rank's shards of a new contribution, (n,) float32. Once for each."""
         if self.residual is None:
             return
-        taken = dict(self._shards.parts(self.residual, shards))
-        for name, part in self._shards.parts(contribution, shards):
+        taken = dict(self.shards.parts(self.residual, shards))
+        for name, part in self.shards.parts(contribution, shards):
             part.add_(taken[name])
 
     def forget(self) -> None:

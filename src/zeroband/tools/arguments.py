@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any
 
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.observe.facts import FactSource, FolderFacts
@@ -32,14 +30,19 @@ def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentP
     )
 
 
-def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
-    """Return the type of an argument that is a number within bounds, named as pydantic's `Field` has them."""
-    finite = {"allow_inf_nan": False} if kind is float else {}
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kind, Field(**bounds, **finite)])
+def bounded(
+    kind: type[int] | type[float], *, ge: int | None = None, le: int | None = None, lt: int | None = None
+) -> Callable[[str], Any]:
+    """Return the type of an argument that is a finite number within bounds."""
+    bounds: Any = {"ge": ge, "le": le, "lt": lt}
 
     def parsed(text: str) -> Any:
+        # where no number is given, a command starts without pydantic
+        from pydantic import TypeAdapter, ValidationError, confloat, conint
+
+        allowed: Any = conint(**bounds) if kind is int else confloat(**bounds, allow_inf_nan=False)
         try:
-            return adapter.validate_python(text)
+            return TypeAdapter(allowed).validate_python(text)
         except ValidationError as error:
             said = error.errors()[0]["msg"]
             raise argparse.ArgumentTypeError(f"{text!r}: {said[0].lower()}{said[1:]}") from None
@@ -123,5 +126,5 @@ def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     return environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
 
 
-price = bounded(float, ge=0, lt=1e9)
+price = bounded(float, ge=0, lt=10**9)
 """What a node costs in an hour."""

@@ -160,7 +160,7 @@ def test_command_takes_chaos_and_refuses_what_makes_no_sense(capsys: pytest.Capt
     for wrong, why in {
         "--cut-part=0.5": "--cut-part: 0.5 is not below 0.5",
         "--crowd-join-nodes=1.5": "--crowd-join-nodes: '1.5'",
-        "--cut-every-s=0": "--cut-every-s: '0' is not a number above 0",
+        "--cut-every-s=0": "--cut-every-s: '0': input should be greater than 0",
     }.items():
         with pytest.raises(SystemExit, match="2"):
             main([*arguments, wrong])

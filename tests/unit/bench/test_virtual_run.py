@@ -104,4 +104,4 @@ def test_command_prints_what_came_of_a_run(capsys: pytest.CaptureFixture[str]) -
     assert "20 rounds of 8 nodes" in said and "every sample that counts was counted once" in said
     with pytest.raises(SystemExit, match="2"):
         main([*arguments[:-1], "0"])
-    assert "--mtbf-s: '0' is not a number above 0" in capsys.readouterr().err
+    assert "--mtbf-s: '0': input should be greater than 0" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def restorer(
 ) -> tuple[Restorer, Buffers]:
     buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
     source = source_of(str(folder), "run", "a", other=other, step=step)
-    return Restorer(source, "a", layout(), buffers, FaultPoints(()), on_piece), buffers
+    return Restorer(source, "a", layout(), FaultPoints(()), on_piece), buffers
 
 
 def holds(buffers: Buffers, step: int) -> bool:
@@ -138,10 +138,10 @@ def test_run_goes_on_from_its_newest_unless_another_run_or_a_step_is_named(
     saved(storage(tmp_path, "other"), 40)
     saved(storage(tmp_path, "run"), *own)
     restore, buffers = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
-    state = restore.restore()
+    state = restore.restore(buffers)
     assert state is not None and (state.step, state.round) == (taken, taken // 10) and holds(buffers, taken)
     if step is not None:
-        assert restore.restore(20) is not None and holds(buffers, 20)  # what the others agreed on
+        assert restore.restore(buffers, 20) is not None and holds(buffers, 20)  # what the others agreed on
 
 
 def test_other_samples_than_the_checkpoint_counts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +151,7 @@ def test_other_samples_than_the_checkpoint_counts_are_said(tmp_path: Path, caplo
         caplog.clear()
         source = source_of(str(tmp_path), "run", "a", other=None, step=None)
         buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
-        Restorer(source, "a", layout(), buffers, FaultPoints(()), data=ours.to_record()).restore()
+        Restorer(source, "a", layout(), FaultPoints(()), data=ours.to_record()).restore(buffers)
         said = [vars(record)["fields"] for record in caplog.records if "samples are others" in record.message]
         assert said == ([] if changed is None else [{"data.seq_length": changed}])
 
@@ -170,31 +170,33 @@ def test_newer_checkpoints_that_a_named_step_leaves_behind_are_counted(
 ) -> None:
     saved(storage(tmp_path, "other"), 10)
     saved(storage(tmp_path, "run"), 20, 30)
-    restore, _ = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
-    restored = restore.restore()
-    assert restored is not None and restore.restore(restored.step) is not None  # as the others agreed: not said again
+    restore, buffers = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
+    restored = restore.restore(buffers)
+    assert (
+        restored is not None and restore.restore(buffers, restored.step) is not None
+    )  # as the others agreed: not said again
     assert [record.__dict__["fields"] for record in caplog.records] == said
 
 
 def test_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
-    assert restorer(tmp_path)[0].restore() is None
+    assert restorer(tmp_path)[0].restore({}) is None
 
 
 def test_other_run_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no checkpoint in"):
-        restorer(tmp_path, other=f"{tmp_path}/other")[0].restore()
+        restorer(tmp_path, other=f"{tmp_path}/other")[0].restore({})
 
 
 def test_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
     saved(storage(tmp_path, "run"), 10, 20)
     with pytest.raises(RecoveryFailed, match=r"step_00000015.*there are steps \[10, 20\]"):
-        restorer(tmp_path, step=15)[0].restore()
+        restorer(tmp_path, step=15)[0].restore({})
 
 
 def test_what_is_staged_changes_the_state_only_when_it_is_taken(tmp_path: Path) -> None:
     saved(storage(tmp_path, "run"), 10)
     restore, buffers = restorer(tmp_path)
-    assert restore.stage(10).step == 10
+    assert restore.stage(10, SECTIONS).step == 10
     assert not any(buffer.any() for buffer in buffers.values())
     assert all(torch.equal(restore.take_staged()[name], buffers_of(10)[name]) for name in SECTIONS[:1])
     assert restore.staged is None
@@ -209,8 +211,9 @@ def test_every_read_shows_that_it_goes_on(tmp_path: Path) -> None:
     views = views_of(layout().slots, moments)
     inner: Any = SimpleNamespace(named_moments=lambda: views, forget_moments=lambda: None)
     shown: list[None] = []
-    restore, _ = restorer(tmp_path, on_piece=lambda: shown.append(None))
-    counts = [(read(10), len(shown))[1] for read in (restore.restore, restore.stage)]
+    restore, buffers = restorer(tmp_path, on_piece=lambda: shown.append(None))
+    reads = (lambda: restore.restore(buffers, 10), lambda: restore.stage(10, SECTIONS))
+    counts = [(read(), len(shown))[1] for read in reads]
     assert not restore.load_inner(10, inner, inner), "damaged, which the end of the file shows"
     assert 0 < counts[0] < counts[1] < len(shown)
 
@@ -221,7 +224,7 @@ def test_damaged_checkpoint_is_not_staged(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     restore, _ = restorer(tmp_path)
     with pytest.raises(RecoveryFailed, match=r"outer/momentum\.safetensors"):
-        restore.stage(10)
+        restore.stage(10, SECTIONS)
     assert restore.staged is None
 
 

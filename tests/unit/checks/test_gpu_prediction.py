@@ -63,7 +63,7 @@ def test_smaller_presets_fit_one_small_card_with_the_setting_that_is_named(
     assert predict_gpu(turned).peak_bytes <= gpu_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # of 1B all rows of docs/gpu.md are compared by hand, too
 def test_1b_fits_one_large_card_as_it_is() -> None:
     assert predict_gpu(preset("1B", ranks=1, gpu_bytes=80 * GB, vocab_size=32_000)).peak_bytes < 64 * GB
 

@@ -178,6 +178,7 @@ def test_gpu_needs_room_for_what_its_ranks_are_predicted_to_take(
     free: float, total: float, ranks: int, stops: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Card(monkeypatch, free=free, total=total)
+    monkeypatch.setattr(gpu_prediction, "way_out", lambda run, room: "which takes a rehearsal of each setting")
     needs = needs_of("--train.batch-size=4")
     assert [finding.stops for finding in gpu_memory(needs, ranks)] == stops
 

@@ -11,7 +11,7 @@ from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoCo
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.kernels.robust import RobustRule
 from zeroband.outer.robust import rule_of
-from zeroband.runtime.node_runtime import rules_of
+from zeroband.runtime.run_rules import rules_of
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://host:6379"}
 CLIP = "--outer.robust.type=clip"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 import torch
+from tests.unit.dropin.conftest import Join
 from torch import Tensor, nn
 
 import zeroband
@@ -22,8 +22,6 @@ from zeroband.export.opened import open_trained
 pytestmark = pytest.mark.slow
 
 COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
-
-Join = Callable[..., zeroband.DiLoCoOptimizer]
 
 
 class Sampler:
@@ -57,43 +55,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Sampler, 
 
 
 @pytest.fixture
-def join(redis_url: str, tmp_path: Path) -> Iterator[Join]:
-    """join(model, sampler, ...): a node of one run with checkpoints and exact averages; closed at the end."""
-    made: list[zeroband.DiLoCoOptimizer] = []
+def resume(join: Join, tmp_path: Path) -> Join:
+    """resume(model, sampler, ...): a node of one run with checkpoints, which goes on from them where there are some."""
 
-    def join_one(model: nn.Module, sampler: Sampler, **arguments: Any) -> zeroband.DiLoCoOptimizer:
-        settings = {
-            "run.id": tmp_path.name,
-            "run.dir": tmp_path,
-            "node.id": "a",
-            "comm.codec": "fp32",
-            "fault.detect_s": 1.0,
-            "ckpt.path": tmp_path / "saved",
-            "resume": True,
-            **arguments.pop("settings", {}),
-        }
-        made.append(
-            zeroband.DiLoCoOptimizer(
-                params=model.named_parameters(),
-                batch_size=8,
-                inner_steps=2,
-                store=redis_url,
-                inner_optimizer=partial(torch.optim.AdamW, lr=0.05),
-                outer_optimizer=partial(torch.optim.SGD, lr=1.0),
-                state={"sampler": sampler},
-                settings=settings,
-                **{"lr_scheduler": COSINE, **arguments},
-            )
-        )
-        return made[-1]
+    def resume_one(model: nn.Module, sampler: Sampler, **arguments: Any) -> zeroband.DiLoCoOptimizer:
+        settings = {"node.id": "a", "ckpt.path": tmp_path / "saved", "resume": True, **arguments.pop("settings", {})}
+        outer = partial(torch.optim.SGD, lr=1.0)
+        arguments = {"lr_scheduler": COSINE, "outer_optimizer": outer, "state": {"sampler": sampler}, **arguments}
+        return join(model, settings=settings, **arguments)
 
-    yield join_one
-    for optimizer in made:
-        optimizer.close()
+    return resume_one
 
 
 @pytest.mark.parametrize("schedules", [pytest.param("the run", marks=pytest.mark.soak), "the loop"])
-def test_node_that_resumes_goes_on_as_if_it_had_not_stopped(join: Join, schedules: str) -> None:
+def test_node_that_resumes_goes_on_as_if_it_had_not_stopped(resume: Join, schedules: str) -> None:
     """Parameters, moments, schedule, random state and the sampler: the bits are those of one run."""
     straight, whole = model_of(), Sampler()
     inner = torch.optim.AdamW(straight.parameters(), lr=0.05)
@@ -103,12 +78,12 @@ def test_node_that_resumes_goes_on_as_if_it_had_not_stopped(join: Join, schedule
         wanted = train(straight, inner, whole, 1)
         schedule.step()
     first, sampler = model_of(), Sampler()
-    with join(first, sampler, lr_scheduler=COSINE) as optimizer:
+    with resume(first, sampler, lr_scheduler=COSINE) as optimizer:
         train(first, optimizer, sampler, 4)
         digest = optimizer.last_round.state_digest
     second, sampler = model_of(), Sampler()
     torch.manual_seed(99)
-    optimizer = join(second, sampler, lr_scheduler=COSINE if schedules == "the run" else None)
+    optimizer = resume(second, sampler, lr_scheduler=COSINE if schedules == "the run" else None)
     own = COSINE(optimizer) if schedules == "the loop" else None
     assert (optimizer.inner_step, sampler.given, optimizer.last_round.state_digest) == (4, 4, digest)
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
@@ -120,14 +95,16 @@ def test_node_that_resumes_goes_on_as_if_it_had_not_stopped(join: Join, schedule
     assert torch.equal(got, wanted)
 
 
-def test_other_node_that_resumes_gets_the_outer_state_and_keeps_its_own(join: Join, redis_client: redis.Redis) -> None:
+def test_other_node_that_resumes_gets_the_outer_state_and_keeps_its_own(
+    resume: Join, redis_client: redis.Redis
+) -> None:
     first, sampler = model_of(), Sampler()
-    with join(first, sampler) as optimizer:
+    with resume(first, sampler) as optimizer:
         after = train(first, optimizer, sampler, 4)
         rate = optimizer.param_groups[0]["lr"]
     redis_client.flushall()  # another store knows nothing of the run
     model, sampler = model_of(), Sampler()
-    optimizer = join(model, sampler, settings={"node.id": "b"}, lr_scheduler=None)
+    optimizer = resume(model, sampler, settings={"node.id": "b"}, lr_scheduler=None)
     schedule = COSINE(optimizer)
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), after)
     assert (optimizer.inner_step, sampler.given) == (4, 0)
@@ -136,9 +113,9 @@ def test_other_node_that_resumes_gets_the_outer_state_and_keeps_its_own(join: Jo
     assert (optimizer.param_groups[0]["lr"], schedule.last_epoch) == (rate, 4)
 
 
-def test_node_that_leaves_as_the_last_one_saves_what_it_learned(join: Join, tmp_path: Path) -> None:
+def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
-    optimizer = join(model, sampler, settings={"ckpt.every_rounds": 100})
+    optimizer = resume(model, sampler, settings={"ckpt.every_rounds": 100})
     train(model, optimizer, sampler, 2)
     optimizer.leave()
     train(model, optimizer, sampler, 1)
@@ -153,9 +130,9 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(join: Join, tmp_
     assert "nodes/a/rank_0.safetensors" in checkpoint.manifest.files
 
 
-def test_copy_is_whole_before_the_next_step_changes_anything(join: Join, tmp_path: Path) -> None:
+def test_copy_is_whole_before_the_next_step_changes_anything(resume: Join, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
-    optimizer = join(model, sampler)
+    optimizer = resume(model, sampler)
     train(model, optimizer, sampler, 3)  # a round, which is saved, and a step of the next
     told = (tmp_path / tmp_path.name / "a" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in told]
@@ -189,9 +166,9 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(
         )
 
 
-def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(join: Join, tmp_path: Path) -> None:
+def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(resume: Join, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
-    with join(model, sampler) as optimizer:
+    with resume(model, sampler) as optimizer:
         train(model, optimizer, sampler, 2)
     with pytest.raises(ConfigError, match=r"was trained in a loop of one's own"):
         open_trained(str(tmp_path / "saved" / tmp_path.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.unit.dropin.conftest import ADAMW, Join
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -28,7 +29,6 @@ from zeroband.outer.diloco import DiLoCo
 
 pytestmark = pytest.mark.slow
 
-ADAMW = partial(torch.optim.AdamW, lr=0.05)
 COSINE = partial(CosineAnnealingLR, T_max=10)
 AVERAGE = partial(torch.optim.SGD, lr=1.0)
 
@@ -55,29 +55,11 @@ def train(
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.fixture
-def join(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., zeroband.DiLoCoOptimizer]]:
-    """join(model, ...): a node of one run, with exact averages; closed at the end."""
-    made: list[zeroband.DiLoCoOptimizer] = []
-
-    def join_one(model: nn.Module, **arguments: Any) -> zeroband.DiLoCoOptimizer:
-        settings = {"run.id": tmp_path.name, "run.dir": tmp_path, **arguments.pop("settings", {})}
-        if settings.get("outer.type") not in ("sparseloco", "demo"):
-            settings = {"comm.codec": "fp32", **settings}
-        arguments = {"batch_size": 8, "inner_steps": 2, "store": redis_url, "inner_optimizer": ADAMW, **arguments}
-        made.append(zeroband.DiLoCoOptimizer(params=model.named_parameters(), settings=settings, **arguments))
-        return made[-1]
-
-    yield join_one
-    for optimizer in made:
-        optimizer.close()
-
-
 def shared_memory(run_id: str) -> list[Path]:
     return list(Path("/dev/shm").glob(f"zeroband-{run_id}@*"))
 
 
-def test_averages_of_one_node_are_plain_training_bit_for_bit(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_averages_of_one_node_are_plain_training_bit_for_bit(join: Join) -> None:
     alone = model_of()
     inner = ADAMW(alone.parameters())
     schedule = COSINE(inner)
@@ -91,31 +73,18 @@ def test_averages_of_one_node_are_plain_training_bit_for_bit(join: Callable[...,
     assert (optimizer.inner_step, optimizer.last_round.round, optimizer.last_round.weights) == (7, 3, (16,))
 
 
-def test_outer_steps_are_those_of_nesterov_on_what_the_inner_steps_changed(
-    join: Callable[..., zeroband.DiLoCoOptimizer],
-) -> None:
-    alone, outer = model_of(), model_of()
-    inner, nesterov = ADAMW(alone.parameters()), torch.optim.SGD(outer.parameters(), 0.7, momentum=0.9, nesterov=True)
-    for step in range(6):
-        loss_of(alone, step).backward()
-        inner.step()
-        inner.zero_grad()
-        if step % 2 == 1:
-            for ours, theirs in zip(outer.parameters(), alone.parameters(), strict=True):
-                ours.grad = (ours - theirs).detach()
-            nesterov.step()
-            alone.load_state_dict(outer.state_dict())
-    model = model_of()
-    got = train(model, join(model), 6)
-    torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
-def test_outer_steps_are_those_of_the_optimizer_that_was_asked_for(
-    join: Callable[..., zeroband.DiLoCoOptimizer],
+@pytest.mark.parametrize(
+    ("asked", "torchs"), [({}, NESTEROV), ({"outer_optimizer": ADAM}, ADAM)], ids=["usual", "Adam"]
+)
+def test_outer_steps_are_those_of_torchs_optimizer_on_what_the_inner_steps_changed(
+    join: Join, asked: dict[str, Any], torchs: Callable[..., Optimizer]
 ) -> None:
-    adam = partial(torch.optim.Adam, lr=0.01)
     alone, outer = model_of(), model_of()
-    inner, stepping = ADAMW(alone.parameters()), adam(outer.parameters())
+    inner, stepping = ADAMW(alone.parameters()), torchs(outer.parameters())
     for step in range(6):
         loss_of(alone, step).backward()
         inner.step()
@@ -126,12 +95,12 @@ def test_outer_steps_are_those_of_the_optimizer_that_was_asked_for(
             stepping.step()
             alone.load_state_dict(outer.state_dict())
     model = model_of()
-    got = train(model, join(model, outer_optimizer=adam), 6)
+    got = train(model, join(model, **asked), 6)
     torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", [ADAMW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.RMSprop])
-def test_ddp_of_one_node_is_plain_training(join: Callable[..., zeroband.DiLoCoOptimizer], inner: Any) -> None:
+def test_ddp_of_one_node_is_plain_training(join: Join, inner: Any) -> None:
     alone, model = model_of(), model_of()
     plain = inner(alone.parameters())
     schedule = COSINE(plain)
@@ -145,7 +114,7 @@ def test_ddp_of_one_node_is_plain_training(join: Callable[..., zeroband.DiLoCoOp
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
-def test_demo_steps_by_signs_with_the_options_of_sgd(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_demo_steps_by_signs_with_the_options_of_sgd(join: Join) -> None:
     model = model_of()
     optimizer = join(
         model,
@@ -161,9 +130,7 @@ def test_demo_steps_by_signs_with_the_options_of_sgd(join: Callable[..., zeroban
 
 
 @pytest.mark.parametrize("outer", ["diloco", "ddp", "demo"])
-def test_frozen_parameters_stay_as_they_are_and_do_not_travel(
-    join: Callable[..., zeroband.DiLoCoOptimizer], outer: str
-) -> None:
+def test_frozen_parameters_stay_as_they_are_and_do_not_travel(join: Join, outer: str) -> None:
     model = model_of()
     frozen = next(iter(model.parameters())).requires_grad_(False)
     before = frozen.clone()
@@ -183,7 +150,7 @@ FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
     [{"outer.type": "sparseloco", "outer.k": 2}, {"outer.type": "custom", "outer.algorithm": FED_ADAM}],
     ids=lambda settings: settings["outer.type"],
 )
-def test_other_algorithms_train(join: Callable[..., zeroband.DiLoCoOptimizer], settings: dict[str, Any]) -> None:
+def test_other_algorithms_train(join: Join, settings: dict[str, Any]) -> None:
     model = model_of()
     optimizer = join(model, settings=settings)
     digests = [optimizer.last_round.state_digest]
@@ -195,7 +162,7 @@ def test_other_algorithms_train(join: Callable[..., zeroband.DiLoCoOptimizer], s
         join(model_of(), settings={"node.id": "other"})
 
 
-def test_it_works_as_an_optimizer_of_torch(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_it_works_as_an_optimizer_of_torch(join: Join) -> None:
     """A gradient scaler that skips a step, a schedule of the user's own, states that go to another optimizer."""
     model = model_of()
     optimizer = join(model)
@@ -220,7 +187,7 @@ def test_it_works_as_an_optimizer_of_torch(join: Callable[..., zeroband.DiLoCoOp
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-def test_closure_gives_the_loss(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_closure_gives_the_loss(join: Join) -> None:
     model = model_of()
     optimizer = join(model)
 
@@ -233,7 +200,7 @@ def test_closure_gives_the_loss(join: Callable[..., zeroband.DiLoCoOptimizer]) -
     assert optimizer.step(closure) == loss_of(model_of(), 0).item()
 
 
-def test_run_with_an_end_ends_and_leaves_nothing(join: Callable[..., zeroband.DiLoCoOptimizer], tmp_path: Path) -> None:
+def test_run_with_an_end_ends_and_leaves_nothing(join: Join, tmp_path: Path) -> None:
     model, before = model_of(), set(threading.enumerate())
     with join(model, total_steps=5) as optimizer:
         assert dist.is_initialized() and shared_memory(tmp_path.name)
@@ -251,7 +218,7 @@ def test_run_with_an_end_ends_and_leaves_nothing(join: Callable[..., zeroband.Di
 
 
 def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
-    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = DiLoCo.sync_parameters
     monkeypatch.setattr(DiLoCo, "sync_parameters", lambda *words, ends_round: sync(*words, ends_round=True))
@@ -262,7 +229,7 @@ def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
 
 
 def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
-    join: Callable[..., zeroband.DiLoCoOptimizer],
+    join: Join,
 ) -> None:
     model = model_of()
     optimizer = join(model, inner_steps=100)
@@ -275,7 +242,7 @@ def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
 
 
 def test_node_that_is_asked_to_leave_while_it_gets_in_makes_no_step(
-    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Departure, "is_asked", True)
     optimizer = join(model_of())
@@ -285,7 +252,7 @@ def test_node_that_is_asked_to_leave_while_it_gets_in_makes_no_step(
 
 
 def test_node_that_is_asked_to_leave_does_not_come_back_when_the_run_goes_on_without_it(
-    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fence(*_: object, **__: object) -> None:
         raise Fenced("the others went on")
@@ -299,7 +266,7 @@ def test_node_that_is_asked_to_leave_does_not_come_back_when_the_run_goes_on_wit
     assert optimizer.last_round.round == 0
 
 
-def test_update_that_is_not_finite_is_left_out(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_update_that_is_not_finite_is_left_out(join: Join) -> None:
     model = model_of()
     optimizer = join(model)
     before = train(model, optimizer, 2).clone()
@@ -311,7 +278,7 @@ def test_update_that_is_not_finite_is_left_out(join: Callable[..., zeroband.DiLo
     assert train(model, optimizer, 2).isfinite().all()
 
 
-def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_node_that_differs_is_told_where(join: Join) -> None:
     join(model_of(), settings={"node.id": "first"})
     for arguments, model, key, theirs in [
         ({}, model_of(width=5), "parameter 0.bias", "(3,)"),
@@ -324,16 +291,12 @@ def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOpti
         assert f"{key} is {theirs!r} in the running run" in str(refused.value)
 
 
-def test_store_that_refuses_for_good_is_said_at_once(
-    join: Callable[..., zeroband.DiLoCoOptimizer], url_without_scripts: str
-) -> None:
+def test_store_that_refuses_for_good_is_said_at_once(join: Join, url_without_scripts: str) -> None:
     with pytest.raises(ConfigError, match="no Redis that a run can use"):
         join(model_of(), store=url_without_scripts)
 
 
-def test_node_whose_outer_step_comes_to_other_bits_is_told(
-    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_whose_outer_step_comes_to_other_bits_is_told(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     join(model_of(), outer_optimizer=torch.optim.Adam, settings={"node.id": "first"})
     monkeypatch.setattr("zeroband.outer.torch_optimizer.digest_of", lambda *_: "of another processor")
     with pytest.raises(ConfigError, match=r"outer_optimizer \(its bits on this machine\) is '[0-9a-f]{32}'"):
@@ -356,21 +319,19 @@ def test_node_whose_outer_step_comes_to_other_bits_is_told(
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    join: Callable[..., zeroband.DiLoCoOptimizer], arguments: dict[str, Any], says: str
-) -> None:
+def test_what_does_not_go_together_is_refused(join: Join, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         join(model_of(), **arguments)
 
 
-def test_ddp_makes_the_inner_optimizer_itself(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+def test_ddp_makes_the_inner_optimizer_itself(join: Join) -> None:
     model = model_of()
     with pytest.raises(ConfigError, match=r"inner_optimizer is an instance, and with outer\.type='ddp'"):
         join(model, inner_optimizer=ADAMW(model.parameters()), inner_steps=None, settings={"outer.type": "ddp"})
 
 
 def test_a_cell_that_is_run_twice_is_told_to_close_the_first_optimizer(
-    join: Callable[..., zeroband.DiLoCoOptimizer],
+    join: Join,
 ) -> None:
     join(model_of(), settings={"node.id": "me"})
     with pytest.raises(ConfigError, match=r"this process is node 'me' of .* already, .*run twice; close the optimizer"):
@@ -388,7 +349,7 @@ def test_store_without_an_address_is_refused(store: str, monkeypatch: pytest.Mon
 
 
 def test_node_that_was_given_a_store_and_stays_alone_warns_once(
-    join: Callable[..., zeroband.DiLoCoOptimizer], redis_url: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    join: Join, redis_url: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     optimizer = join(model := model_of(), settings={"run.token": "a-token-of-many-letters"})
     train(model, optimizer, 2)
@@ -399,7 +360,7 @@ def test_node_that_was_given_a_store_and_stays_alone_warns_once(
 
 
 def test_node_that_has_a_peer_does_not_call_itself_alone(
-    join: Callable[..., zeroband.DiLoCoOptimizer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    join: Join, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = PeerChecks.ended
 

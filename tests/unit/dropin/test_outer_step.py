@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroband.config.outer import OuterSGDConfig
-from zeroband.dropin.outer_step import outer_step_of
+from zeroband.dropin.settings import outer_step_of
 from zeroband.errors import ConfigError
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Running, Shape, State
+from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Running, State
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
-from zeroband.elastic.transport.shape import shape_of
-from zeroband.kernels.codec import Codec
+from zeroband.elastic.transport.shape import Shape, shape_of
+from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import Robustly
 
@@ -163,6 +163,11 @@ class Net:
 
 
 MakeNet = Callable[..., Net]
+KeptNet = Callable[[int, bool], Net]
+
+EACH_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
+EACH_SEALING = pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
 
 
 @pytest.fixture
@@ -180,7 +185,7 @@ def make_net() -> Iterator[MakeNet]:
 
 
 @pytest.fixture(scope="package")
-def kept_net() -> Iterator[Callable[[int, bool], Net]]:
+def kept_net() -> Iterator[KeptNet]:
     """Nets that serve many tests, one reduction after the other, as links serve many rounds. A few at a time."""
     kept: dict[tuple[int, bool], Net] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.model import Transformer, attend_plain, evaluating, generate, init_weights, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize, set_gradient_sync
-from zeroband.node.sharding import is_sharded
+from zeroband.node.sharding import is_sharded, local_part
 
 pytestmark = pytest.mark.slow
 
 V, T = 128, 32
-CONFIG = LlamaConfig(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64)
+CONFIG = LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64)
 ROWS = (2, 3)
 """Of the micro-batches of a step: the last one may have others than those before it."""
 
@@ -53,15 +53,60 @@ def batch(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return tokens, borders, tokens.roll(-1, 1)
 
 
-def run(local: LocalMesh, attend: Any, **train: object) -> tuple[list[float], torch.Tensor]:
-    """Train, evaluate and sample in turns, as a run does: the losses of all, and what was sampled."""
+def built(local: LocalMesh, attend: Any, **train: object) -> Transformer:
+    """A model that was made without values, sharded, and given them."""
     settings = TrainConfig(**train)
     with torch.device("meta"):
         model = Transformer(CONFIG, V, attend)
     parallelize(model, settings, local)
-    assert all(is_sharded(parameter) == settings.compile for parameter in model.parameters())
+    assert all(is_sharded(parameter) == (settings.dtype == "bfloat16") for parameter in model.parameters())
     make_room(model, local)
     init_weights(model, seed=0)
+    return model
+
+
+def gradients(model: Transformer, step: int, rows: int, by_target: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    (model(*batch(step, rows), 1e-4, by_target).objective / (rows * T)).backward()
+    return [local_part(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "dtype", "by_target", "least_alike"),
+    [("none", "bfloat16", False, 0.05), ("selective", "bfloat16", False, 0.05), ("full", "float32", True, 1e-5)],
+)
+def test_compiled_step_is_two_whole_graphs_for_any_documents(
+    checkpointing: ActivationCheckpointing,
+    dtype: str,
+    by_target: bool,
+    least_alike: float,
+    local: LocalMesh,
+    compiled: list[int],
+) -> None:
+    """One of all blocks and one of the loss, with the gradients of a plain model; other rows may trace again."""
+    plain = built(local, attend_plain, dtype="float32", compile=False)
+    attend = varlen_attention()
+    model = built(local, attend, dtype=dtype, compile=True, activation_checkpointing=checkpointing)
+    for step, rows in enumerate((2, 2, 2, 3)):
+        found, expected = gradients(model, step, rows, by_target), gradients(plain, step, rows, by_target)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).norm() < least_alike * theirs.norm()
+        assert rows != 2 or len(compiled) == 2
+
+
+def test_evaluations_and_samples_between_compiled_steps_are_those_of_plain_float32(
+    local: LocalMesh, compiled: list[int]
+) -> None:
+    expected, _ = run(built(local, attend_plain, dtype="float32", compile=False))
+    assert not compiled
+    how = {"dtype": "bfloat16", "compile": True, "activation_checkpointing": "selective"}
+    losses, sampled = run(built(local, varlen_attention(), **how))
+    assert losses == pytest.approx(expected, rel=0.02) and len(set(losses)) == len(losses)
+    assert sampled.shape == (2 + 6,)
+
+
+def run(model: Transformer) -> tuple[list[float], torch.Tensor]:
+    """Train, evaluate and sample in turns, as a run does: the losses of all, and what was sampled."""
     optimizer = InnerOptimizer(model, OptimConfig(warmup_steps=0), total_steps=100)
     losses: list[float] = []
     sampled = torch.empty(0)
@@ -81,17 +126,3 @@ def run(local: LocalMesh, attend: Any, **train: object) -> tuple[list[float], to
         prompt = torch.arange(1 + step)
         sampled = generate(model, prompt, max_new_tokens=6, temperature=0.0, seed=0, context=T // 8)
     return losses, sampled
-
-
-@pytest.mark.parametrize("checkpointing", get_args(ActivationCheckpointing))
-def test_compiled_steps_evaluations_and_samples_are_those_of_plain_float32(
-    checkpointing: ActivationCheckpointing, local: LocalMesh, compiled: list[int]
-) -> None:
-    expected, _ = run(local, attend_plain, dtype="float32", compile=False)
-    assert not compiled
-    losses, sampled = run(
-        local, varlen_attention(), dtype="bfloat16", compile=True, activation_checkpointing=checkpointing
-    )
-    assert losses == pytest.approx(expected, rel=0.02) and len(set(losses)) == len(losses)
-    assert sampled.shape == (2 + 6,)
-    assert compiled

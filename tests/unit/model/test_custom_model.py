@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +80,20 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
+Own = Callable[..., TrainerParts]
+
+
+@pytest.fixture
+def own(local: LocalMesh, tmp_path: Path) -> Own:
+    """own(text): a node with the model of a file that says this, which knows nothing of documents."""
+
+    def own(text: str, **sections: Any) -> TrainerParts:
+        data = {"document_mask": False, "hold_out": 0.0}
+        return trained_with(section(written(tmp_path, text)), local, tmp_path, **{"data": data, **sections})
+
+    return own
+
+
 def first_step(node: TrainerParts) -> tuple[float, list[torch.Tensor]]:
     node.loader.assign([(0, 4)])
     passed = forward_backward(node)
@@ -89,14 +103,9 @@ def first_step(node: TrainerParts) -> tuple[float, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("form", ["tuple", "names", "loss"])
-def test_logits_and_losses_in_every_form_train_alike(form: str, local: LocalMesh, tmp_path: Path) -> None:
-    losses, gradients = [], []
-    for name in ("logits", form):
-        file = written(tmp_path, BODY.format(forward=FORMS[name]))
-        node = trained_with(section(file), local, tmp_path, data={"document_mask": False, "hold_out": 0.0})
-        loss, gradient = first_step(node)
-        losses.append(loss)
-        gradients.append(gradient)
+def test_logits_and_losses_in_every_form_train_alike(form: str, own: Own) -> None:
+    steps = [first_step(own(BODY.format(forward=FORMS[name]))) for name in ("logits", form)]
+    losses, gradients = zip(*steps, strict=True)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -104,11 +113,8 @@ def test_logits_and_losses_in_every_form_train_alike(form: str, local: LocalMesh
 
 
 @pytest.mark.parametrize(("form", "tells"), [("logits", True), ("tuple", False), ("loss", False)])
-def test_losses_of_targets_are_told_where_they_are_made_here(
-    form: str, tells: bool, local: LocalMesh, tmp_path: Path
-) -> None:
-    file = written(tmp_path, BODY.format(forward=FORMS[form]))
-    node = trained_with(section(file), local, tmp_path, data={"document_mask": False, "hold_out": 0.0})
+def test_losses_of_targets_are_told_where_they_are_made_here(form: str, tells: bool, own: Own) -> None:
+    node = own(BODY.format(forward=FORMS[form]))
     node.loader.assign([(0, 4)])
     batch = node.loader.next_step()[0]
     loss = node.model(batch.tokens, None, batch.targets, 0.0, True)
@@ -139,9 +145,8 @@ def test_example_knows_documents_and_is_sampled_from(local: LocalMesh, tmp_path:
     assert text.shape == (5,)
 
 
-def test_rows_without_a_target_teach_nothing(local: LocalMesh, tmp_path: Path) -> None:
-    file = written(tmp_path, BODY.format(forward=FORMS["loss"]))
-    model = trained_with(section(file), local, tmp_path, data={"document_mask": False}).model
+def test_rows_without_a_target_teach_nothing(own: Own) -> None:
+    model = own(BODY.format(forward=FORMS["loss"])).model
     tokens = torch.arange(8)[None]
     loss = model(tokens, None, torch.full_like(tokens, IGNORE_INDEX))
     loss.objective.backward()
@@ -160,10 +165,9 @@ def test_seed_alone_decides_the_first_weights(local: LocalMesh, tmp_path: Path) 
     assert not torch.equal(named[0]["embedding.weight"], named[2]["embedding.weight"])
 
 
-def test_tied_weights_are_one_parameter(local: LocalMesh, tmp_path: Path) -> None:
+def test_tied_weights_are_one_parameter(own: Own) -> None:
     tied = "nn.Linear(16, vocab_size, bias=False)\n        self.head.weight = self.body.weight"
-    text = PLAIN.replace("nn.Linear(16, vocab_size)", tied)
-    node = trained_with(section(written(tmp_path, text)), local, tmp_path, data={"document_mask": False})
+    node = own(PLAIN.replace("nn.Linear(16, vocab_size)", tied))
     assert [name for name, _ in node.parameters.named_parameters()] == ["body.weight"]
     module: Any = node.model.module
     first_step(node)
@@ -190,11 +194,11 @@ def test_file_with_another_content_has_another_fingerprint(local: LocalMesh, tmp
     assert {key for key in nodes[0].shared if nodes[0].shared[key] != nodes[2].shared[key]} == {"model.file (content)"}
 
 
-def test_buffers_that_are_saved_have_a_fingerprint(local: LocalMesh, tmp_path: Path) -> None:
+def test_buffers_that_are_saved_have_a_fingerprint(own: Own) -> None:
     shared = []
     for value in ("0.0", "1.0"):
-        text = PLAIN.replace("self.head =", f"self.register_buffer('bias', torch.tensor({value}))\n        self.head =")
-        node = trained_with(section(written(tmp_path, text)), local, tmp_path, data={"document_mask": False})
+        buffer = f"self.register_buffer('bias', torch.tensor({value}))\n        self.head ="
+        node = own(PLAIN.replace("self.head =", buffer))
         assert node.model.module.bias.item() == float(value)
         shared.append(node.shared["model (buffers)"])
     assert shared[0] != shared[1]
@@ -228,33 +232,25 @@ def test_buffers_that_are_saved_have_a_fingerprint(local: LocalMesh, tmp_path: P
         ),
     ],
 )
-def test_file_that_builds_nothing_to_train_is_refused(
-    text: str, complaint: str, local: LocalMesh, tmp_path: Path
-) -> None:
-    file = written(tmp_path, text)
+def test_file_that_builds_nothing_to_train_is_refused(text: str, complaint: str, own: Own, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
-        trained_with(section(file), local, tmp_path, data={"document_mask": False})
-    assert f"model.file={str(file)!r}" in str(refused.value)
+        own(text)
+    assert f"model.file={str(tmp_path / 'model.py')!r}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("form", "sections", "complaint"),
     [
-        ("logits", {}, "does not keep the documents of a row apart; set data.document_mask=false"),
-        ("loss", {"data": {"document_mask": False}, "observe": {"sample_prompt": "a"}}, "sample_prompt needs logits"),
-        (
-            "loss",
-            {"data": {"document_mask": False}, "optim": {"z_loss": 1e-4}},
-            r"optim\.z_loss=0\.0001 is made of logits",
-        ),
+        ("logits", {"data": {}}, "does not keep the documents of a row apart; set data.document_mask=false"),
+        ("loss", {"observe": {"sample_prompt": "a"}}, "sample_prompt needs logits"),
+        ("loss", {"optim": {"z_loss": 1e-4}}, r"optim\.z_loss=0\.0001 is made of logits"),
     ],
 )
 def test_run_that_asks_more_of_a_model_than_it_gives_is_refused(
-    form: str, sections: dict[str, Any], complaint: str, local: LocalMesh, tmp_path: Path
+    form: str, sections: dict[str, Any], complaint: str, own: Own
 ) -> None:
-    file = written(tmp_path, BODY.format(forward=FORMS[form]))
     with pytest.raises(ConfigError, match=complaint):
-        trained_with(section(file), local, tmp_path, **sections)
+        own(BODY.format(forward=FORMS[form]), **sections)
 
 
 def test_settings_that_are_no_pairs_are_refused(local: LocalMesh, tmp_path: Path) -> None:
@@ -277,11 +273,9 @@ LAYERS = "self.layers = nn.ModuleList([nn.Linear(2, 2)])\n        "
     ],
 )
 def test_model_that_ranks_cannot_share_out_is_refused(
-    added: str, complaint: str | None, local: LocalMesh, tmp_path: Path
+    added: str, complaint: str | None, own: Own, local: LocalMesh
 ) -> None:
-    file = written(tmp_path, PLAIN.replace("self.head =", f"{added}self.head =", 1))
-    node = trained_with(section(file), local, tmp_path, data={"document_mask": False})
-    model = node.blueprint.on_meta()
+    model = own(PLAIN.replace("self.head =", f"{added}self.head =", 1)).blueprint.on_meta()
     with nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint):
         require_cuts(model, replace(local, world_size=2))
 
@@ -294,11 +288,9 @@ FROZEN = PLAIN.replace(
 )
 
 
-def test_frozen_values_of_the_seed_come_back_with_a_checkpoint(local: LocalMesh, tmp_path: Path) -> None:
-    file = written(
-        tmp_path, FROZEN.replace("self.head(self.body(tokens))", "self.head(self.body(tokens) * self.frozen)")
-    )
-    node = trained_with(section(file), local, tmp_path, data={"document_mask": False}, run={"seed": 7})
+def test_frozen_values_of_the_seed_come_back_with_a_checkpoint(own: Own, tmp_path: Path) -> None:
+    text = FROZEN.replace("self.head(self.body(tokens))", "self.head(self.body(tokens) * self.frozen)")
+    node = own(text, run={"seed": 7})
     record = json.loads(json.dumps(node.blueprint.to_record()))
     read = whole_parameters(node.parameters, keeps=True).__getitem__
     ids = torch.arange(8)[None]
@@ -306,19 +298,18 @@ def test_frozen_values_of_the_seed_come_back_with_a_checkpoint(local: LocalMesh,
         wanted = node.model(ids)
     for blueprint in (node.blueprint, blueprint_of_record(record, seq_length=32)):
         assert torch.equal(blueprint.build(read, torch.device("cpu"))(ids), wanted)
-    written(tmp_path, file.read_text().replace("torch.randn(16)", "torch.ones(16)"))
+    written(tmp_path, text.replace("torch.randn(16)", "torch.ones(16)"))
     with pytest.raises(ConfigError, match=r"model \(frozen parameters\) differ from those that this model was trained"):
         blueprint_of_record(record, seq_length=32).build(read, torch.device("cpu"))
 
 
-def test_layers_may_share_a_buffer_and_be_used_again(local: LocalMesh, tmp_path: Path) -> None:
+def test_layers_may_share_a_buffer_and_be_used_again(own: Own) -> None:
     shared = (
         "mask = torch.full((2,), 3.0)\n        block = nn.Linear(2, 2)\n        block.register_buffer('mask', mask)\n"
     )
     again = "        other = nn.Linear(2, 2)\n        other.register_buffer('mask', mask)\n"
     layers = "        self.layers = nn.ModuleList([block, other, block])\n        self.head ="
-    file = written(tmp_path, PLAIN.replace("self.head =", f"{shared}{again}{layers}", 1))
-    node = trained_with(section(file), local, tmp_path, data={"document_mask": False})
+    node = own(PLAIN.replace("self.head =", f"{shared}{again}{layers}", 1))
     module: Any = node.model.module
     assert len(node.model.blocks) == 2
     assert all(layer.mask.tolist() == [3.0, 3.0] for layer in module.layers)

@@ -237,6 +237,22 @@ def test_lost_member_comes_back() -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "at_s", "between"),
+    [
+        ("fenced", 20, [("training", 0.1, 9.0), ("lost", 9.0, 20.0), ("joining", 20.0, 30.0)]),
+        ("recovering", 8, [("training", 0.1, 8.0), ("joining", 8.0, 9.0), ("lost", 9.0, 30.0)]),
+    ],
+)
+def test_node_on_its_way_back_is_lost_only_if_that_was_told_afterwards(
+    kind: str, at_s: float, between: list[tuple[str, float, float]]
+) -> None:
+    back = event("b", at_s, kind, round=3, reason="the run went on without it")
+    b = [*joined("b", 0), back, event("b", 30, "joined", member_id="b#2", round=5)]
+    made = history([*b, *joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])])
+    assert standings(made, "b") == [("starting", 0.0, 0.1), *between, ("training", 30.0, None)]
+
+
 def test_member_that_left_is_not_lost() -> None:
     b = [*joined("b", 0), event("b", 8, "left", reason="asked to leave")]
     made = history([*b, *joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])])

@@ -32,7 +32,7 @@ from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import ConfigError
 from zeroband.outer.payloads import counted_of
-from zeroband.runtime.node_runtime import rules_of
+from zeroband.runtime.run_rules import rules_of
 from zeroband.tools.data.audit import Audit, AuditedRound, audit
 
 BATCH = 4

@@ -36,7 +36,7 @@ def member(store: Store, local: LocalMesh) -> Asks:
         restorer: Any = SimpleNamespace(steps=lambda: steps, is_whole=lambda step: step not in damaged)
         config = RollbackConfig(most=most)
         tell = lambda kind, **fields: said.append((kind, fields))  # noqa: E731
-        return AutoRollback(config, store, lambda: restorer, local, tell), said
+        return AutoRollback(config, store, restorer, local, tell), said
 
     return make
 
@@ -107,7 +107,7 @@ def test_storage_out_of_reach_counts_as_no_checkpoint(member: Asks, store: Store
     def fails() -> list[int]:
         raise RecoveryFailed("no route to it")
 
-    auto_rollback.restorer().steps = fails  # pyright: ignore[reportAttributeAccessIssue]
+    auto_rollback.restorer.steps = fails  # pyright: ignore[reportAttributeAccessIssue]
     auto_rollback.answer(9, SPIKE)
     assert orders(store).is_paused and len(said) == 1
 

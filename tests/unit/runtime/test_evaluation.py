@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from tests.memberships import hold_leases_here
+from tests.unit.runtime.conftest import BATCH, LENGTH, Build, config_of
 from torch import Tensor, nn
 
-from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import ConfigError
@@ -25,7 +26,6 @@ from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS, metric_of
 from zeroband.observe.status import RunReader, render
 from zeroband.runtime import loop
-from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.evaluation import (
     USUAL_BATCHES,
     EvaluationSet,
@@ -35,22 +35,12 @@ from zeroband.runtime.evaluation import (
 )
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
-STEPS, BATCH, LENGTH = 12, 4, 16
-SMALL: dict[str, Any] = {
-    "model.d_model": 16,
+STEPS = 12
+EVALUATED: dict[str, Any] = {
     "model.n_layers": 2,
-    "model.n_heads": 2,
-    "data.seq_length": LENGTH,
-    "data.source": '{"type": "synthetic", "documents": 40}',
     "data.hold_out": 0.1,
-    "train.batch_size": BATCH,
-    "train.micro_bs": 2,
-    "train.dtype": "float32",
     "train.total_steps": STEPS,
-    "optim.warmup_steps": 0,
     "optim.adamw.lr": 0.01,
-    "run.id": "run",
-    "node.id": "a",
 }
 DILOCO = {"outer.type": "diloco", "outer.inner_steps": 4}
 ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -94,14 +84,15 @@ class Trained:
 
 
 @pytest.fixture
-def train(local: LocalMesh, redis_url: str, tmp_path: Path) -> Callable[..., Trained]:
+def train(local: LocalMesh, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trained]:
     """train(**settings): a whole run of one node, in this process."""
+    hold_leases_here(monkeypatch)
 
     def train(**settings: Any) -> Trained:
         folder = tmp_path / f"evaluating-{secrets.token_hex(4)}"
-        chosen = {**SMALL, "run.dir": folder, "data.cache_dir": tmp_path / "cache", **settings}
-        chosen |= {"run.id": folder.name} | ({"store.url": redis_url} if "outer.type" in settings else {})
-        config = load_config([f"--{key}={value}" for key, value in chosen.items()], {})
+        chosen = {**EVALUATED, "run.id": folder.name, "fault.detect_s": 60, **settings}
+        chosen |= {"store.url": redis_url} if "outer.type" in settings else {}
+        config = config_of(folder, **chosen, **{"data.cache_dir": tmp_path / "cache"})
         with ExitStack() as stack:
             loop.train(config, local, Departure(1.0), stack)
         run_dir = folder / folder.name
@@ -197,27 +188,17 @@ MIXED, TINY = mixed("long", type="synthetic", documents=30), mixed("tiny", type=
 
 
 @pytest.fixture
-def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
-    """build(**settings): a node that evaluates."""
-    nodes: list[TrainerParts] = []
-
-    def build(**settings: Any) -> TrainerParts:
-        chosen = {**SMALL, "run.dir": tmp_path, "data.cache_dir": tmp_path / "cache", "eval": "{}", **settings}
-        config = load_config([f"--{key}={value}" for key, value in chosen.items()], {})
-        nodes.append(build_trainer(config, local, Departure(1.0)))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.loader.close()
+def evaluating(build: Build) -> Build:
+    """evaluating(**settings): a node that evaluates."""
+    return lambda **settings: build(**{**EVALUATED, "eval": "{}", **settings})
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in parameter_shards(model).items()}
 
 
-def test_model_holds_its_own_parameters_again_after_an_evaluation_of_others(build: Callable[..., TrainerParts]) -> None:
-    node = build()
+def test_model_holds_its_own_parameters_again_after_an_evaluation_of_others(evaluating: Build) -> None:
+    node = evaluating()
     layout = FlatLayout.of(node.model)
     flat, own = torch.linspace(-0.1, 0.1, layout.numel), bits(node.model)
     (one,) = open_evaluation_sets(node)
@@ -248,8 +229,8 @@ def test_evaluation_that_fails_leaves_the_model_its_own_parameters() -> None:
     assert all(torch.equal(value, own[name]) for name, value in bits(model).items())
 
 
-def test_same_samples_are_evaluated_each_time_and_their_bytes_counted_once(build: Callable[..., TrainerParts]) -> None:
-    node = build()
+def test_same_samples_are_evaluated_each_time_and_their_bytes_counted_once(evaluating: Build) -> None:
+    node = evaluating()
     sets = open_evaluation_sets(node)
     evaluations = HeldOutEvaluations(node, MagicMock(outer_parameters=None), sets, 1, MagicMock())
     first, second = (dict(evaluations.run(step)) for step in (1, 2))
@@ -258,25 +239,23 @@ def test_same_samples_are_evaluated_each_time_and_their_bytes_counted_once(build
     assert first == second and first["eval/bits_per_byte"]
 
 
-def test_node_that_is_asked_to_leave_does_not_evaluate_to_the_end(build: Callable[..., TrainerParts]) -> None:
-    node, events, world = build(), MagicMock(), MagicMock(outer_parameters=None)
+def test_node_that_is_asked_to_leave_does_not_evaluate_to_the_end(evaluating: Build) -> None:
+    node, events, world = evaluating(), MagicMock(), MagicMock(outer_parameters=None)
     world.show_progress.side_effect = lambda: node.departure.ask(0.0)
     assert HeldOutEvaluations(node, world, open_evaluation_sets(node), 1, events).run(1) == {}
     events.emit.assert_not_called()
 
 
-def test_number_of_batches_is_of_the_batch_size_or_what_there_is(
-    build: Callable[..., TrainerParts], tmp_path: Path
-) -> None:
+def test_number_of_batches_is_of_the_batch_size_or_what_there_is(evaluating: Build, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text('{"text": "' + "x" * 50 + '"}\n')
-    node = build(**{"eval.sources": f"short={tmp_path / 'short.jsonl'}"})
+    node = evaluating(**{"eval.sources": f"short={tmp_path / 'short.jsonl'}"})
     held_out, short = open_evaluation_sets(node)
     assert (held_out.source, held_out.samples) == (None, USUAL_BATCHES * BATCH)
     assert (short.source, short.samples) == ("short", 4)  # 51 ids, of which 50 are targets
     rows = [row for batch in short.loader.held_out_batches(short.samples, 2) for row in batch.targets]
     assert sum(int((row >= 0).sum()) for row in rows) == 50
     assert isinstance(held_out, EvaluationSet)
-    (exact,) = open_evaluation_sets(build(**{"eval.batches": 2}))
+    (exact,) = open_evaluation_sets(evaluating(**{"eval.batches": 2}))
     assert exact.samples == 2 * BATCH
 
 
@@ -291,16 +270,16 @@ def test_number_of_batches_is_of_the_batch_size_or_what_there_is(
     ],
 )
 def test_text_that_is_not_there_is_an_error_before_the_first_step(
-    build: Callable[..., TrainerParts], tmp_path: Path, settings: dict[str, Any], message: str
+    evaluating: Build, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "tiny.txt").write_text("ab")
-    node = build(**{key: str(value).replace("{folder}", str(tmp_path)) for key, value in settings.items()})
+    node = evaluating(**{key: str(value).replace("{folder}", str(tmp_path)) for key, value in settings.items()})
     with pytest.raises(ConfigError, match=message):
         open_evaluation_sets(node)
 
 
-def test_made_up_ids_have_a_loss_and_no_bits_per_byte(build: Callable[..., TrainerParts]) -> None:
+def test_made_up_ids_have_a_loss_and_no_bits_per_byte(evaluating: Build) -> None:
     made_up = {"type": "synthetic-tokens", "tokens": 4000}
-    node = build(**{"data.source": json.dumps(made_up), "data.vocab_size": 50})
+    node = evaluating(**{"data.source": json.dumps(made_up), "data.vocab_size": 50})
     values = HeldOutEvaluations(node, MagicMock(outer_parameters=None), open_evaluation_sets(node), 1, MagicMock())
     assert values.run(1)["eval/bits_per_byte"] is None

@@ -27,8 +27,8 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import NoEvents
-from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import NodeRuntimeSteps
+from zeroband.runtime.join import Joiner, NodeRuntimeSteps
+from zeroband.runtime.restart import AbandonedRunWait
 
 PATIENCE_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", received_bytes={}, dropped={}, took_s=0.0)
@@ -91,8 +91,8 @@ def node_of(local: LocalMesh) -> Any:
         SimpleNamespace(batch_size=4, total_steps=100),
         SimpleNamespace(start_timeout_s=PATIENCE_S, start_nodes=1),
     )
-    config = SimpleNamespace(train=train, elastic=elastic)
-    return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2")
+    config = SimpleNamespace(train=train, elastic=elastic, ckpt=SimpleNamespace(path="there"))
+    return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2", resumes=False)
 
 
 @pytest.fixture
@@ -103,7 +103,6 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         attempts = Attempts(*acts)
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
-        monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
         monkeypatch.setattr(
             "zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, **options: attempts
         )
@@ -127,11 +126,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),
             store=store,
-            may_begin_again=lambda view: False,
-            mixes_rounds=False,
-            checkpoint_to_join_from=lambda: None,
-            resumes=False,
-            holding=lambda step=None, rejected=None: Holding(),
+            restorer=None,
             holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = NodeRuntimeSteps(node_of(local), parts, NoEvents())
@@ -145,7 +140,8 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.fixture(autouse=True)
 def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 0.0)
+    monkeypatch.setattr("zeroband.runtime.restart._LINGER_S", 0.0)
+    monkeypatch.setattr(AbandonedRunWait, "is_over", lambda self, view, own: False)
 
 
 NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
@@ -198,12 +194,17 @@ def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(l
     saved = SavedState(4, {}, "another" if fault == "its digest" else "digest of 4", step=40)
     fetched = SimpleNamespace(round=7, record={}, state_digest="digest of 7", later=(), took_s=1.0)
     recovery = SimpleNamespace(begin=lambda *what, **how: None, fetch_state=lambda: fetched, verified_bytes=0)
+    recovery.entry_bytes = lambda round: 10
+    newest = SimpleNamespace(session="session", round=4, inner_step=40)
+    committed = SimpleNamespace(session="session", round=7)
     run: Any = SimpleNamespace(
         outer=outer,
         recovery=recovery,
-        mixes_rounds=True,
-        restorer=SimpleNamespace(read=lambda step: saved),
-        checkpoint_to_join_from=lambda: {"step": 40, "newest": 7},
+        restorer=SimpleNamespace(newest=lambda: newest, read=lambda step, sections: saved),
+        store=SimpleNamespace(view=lambda round: SimpleNamespace(committed=committed)),
+        sections={},
+        is_large=True,
+        state_bytes=100,
     )
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
     outcome = NodeRuntimeSteps(node_of(local), run, events).take(JoinState.FETCHING, None)
@@ -289,26 +290,23 @@ class Place:
         self.outer = SimpleNamespace(
             adopt=lambda round, record: "digest", found=self._found, round=-1, sections=("params",)
         )
-        self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False)
+        self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False, local=local)
+        restorer = SimpleNamespace(restore=self._read, holding=self._holding, passed_over={})
+        restorer.url, restorer.warn_of_newer = "file:///checkpoints", lambda: None
         run: Any = SimpleNamespace(
             store=store,
             mesh=self.mesh,
             outer=self.outer,
-            resumes=resumes,
-            may_begin_again=lambda view: resumes,
-            read_checkpoint=self._read,
+            sections={},
             load_inner=lambda step: True,
             forget_inner=lambda: None,
-            passed_over={},
-            require_unfinished=lambda step: None,
-            restorer=SimpleNamespace(url="file:///checkpoints", warn_of_newer=lambda: None),
+            restorer=restorer,
             recovery=SimpleNamespace(verified_bytes=0, fetch_restart=self._fetch),
-            come_back=lambda: None,
-            holding=self._holding,
+            membership=SimpleNamespace(replace_member=lambda: None),
             holdings=SimpleNamespace(exchange=self._exchange),
         )
         node = node_of(local)
-        node.config.elastic.start_nodes = start_nodes
+        node.config.elastic.start_nodes, node.resumes = start_nodes, resumes
         self.steps = NodeRuntimeSteps(node, run, events)
 
     def _view(self, _round: int) -> View:
@@ -323,7 +321,7 @@ class Place:
         self.told = standing
         return {member: standing, **self.others}
 
-    def _read(self, step: int) -> SavedState:
+    def _read(self, sections: object, step: int) -> SavedState:
         if step in self.damaged:
             raise RecoveryFailed("its hash is another one")
         return SavedState(3, {}, "digest", step=step)
@@ -485,8 +483,8 @@ def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
     local: LocalMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr("zeroband.runtime.join_steps._LINGER_S", 2.0)
+    monkeypatch.setattr("zeroband.runtime.restart.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("zeroband.runtime.restart._LINGER_S", 2.0)
     others = {"c#1": Holding(True, problem="its manifest is damaged")}
     view = view_of(committed=False, alive="c#1")
     place = Place(local, view, resumes=True, start_nodes=2, others=others)
@@ -530,7 +528,7 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     local: LocalMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("zeroband.runtime.join.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     joins = view_of(alive="b#1")
     place = Place(local, view_of(), resumes=True, checkpoints=[50])
     assert place.steps.take(JoinState.DISCOVER, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN

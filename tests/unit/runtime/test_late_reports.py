@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,35 +14,36 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from tests.unit.runtime.conftest import BATCH, Build
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroband.config import load_config
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
-from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.errors import Leaving
 from zeroband.node import mesh
 from zeroband.node.async_copy import Reading
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_
+from zeroband.node.mesh import clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
-from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.checkpointing import Checkpointing
-from zeroband.runtime.report import SilentReport, StepResult
+from zeroband.runtime.report import InnerStep, PassResult, Report
 
-STEPS, BATCH = 5, 4
+STEPS = 5
 
 
-class Rows(SilentReport):
+class Rows(Report):
     """A report that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.results: list[StepResult] = []
+        self.results: list[InnerStep] = []
 
-    def stepped(self, step: int, learned: StepResult, *_: object) -> None:
-        self.steps.append(step)
-        self.results.append(learned)
+    @property
+    def steps(self) -> list[int]:
+        return [made.number + 1 for made in self.results]
+
+    def stepped(self, made: InnerStep) -> None:
+        self.results.append(made)
 
 
 class Reads(TorchDispatchMode):
@@ -95,23 +96,10 @@ def mixed(node: TrainerParts, sources: Sequence[int]) -> TrainerParts:
 
 
 @pytest.fixture
-def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
-    """build(**settings): a node that trains a small model alone; None: without that setting."""
-    nodes: list[TrainerParts] = []
-
-    def build(**settings: Any) -> TrainerParts:
-        small = {"model.d_model": 16, "model.n_layers": 1, "model.n_heads": 2, "data.seq_length": 16}
-        small |= {"data.source.type": "synthetic", "data.source.documents": 40, "data.cache_dir": tmp_path}
-        small |= {"train.batch_size": BATCH, "train.micro_bs": 2, "train.dtype": "float32", "train.compile": "false"}
-        small |= {"optim.warmup_steps": 0, "optim.clip_norm": 0.5, "train.total_steps": 100}
-        given = {key: value for key, value in {**small, **settings}.items() if value is not None}
-        config = load_config([f"--{key}={value}" for key, value in given.items()])
-        nodes.append(build_trainer(config, local, Departure(1.0)))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.loader.close()
+def alone(build: Build) -> Build:
+    """alone(**settings): a node that trains alone."""
+    few = {"train.compile": "false", "optim.clip_norm": 0.5, "train.total_steps": 100}
+    return lambda **settings: build(**{**few, **settings})
 
 
 def training_of(node: TrainerParts, outer: Any, report: Rows) -> loop.Training:
@@ -128,9 +116,9 @@ def train(node: TrainerParts, steps: int = STEPS) -> Rows:
 @pytest.mark.slow  # a dispatch mode loads torch's compiler
 @pytest.mark.parametrize(("dtype", "sources"), [("float32", ()), ("bfloat16", ()), ("float32", (0, 1, 1))])
 def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
-    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch, dtype: str, sources: Sequence[int]
+    alone: Build, monkeypatch: pytest.MonkeyPatch, dtype: str, sources: Sequence[int]
 ) -> None:
-    node, read, made = build(**{"train.dtype": dtype}), Reading.read, list[int]()
+    node, read, made = alone(**{"train.dtype": dtype}), Reading.read, list[int]()
     node = mixed(node, sources) if sources else node
 
     def note(reading: Reading) -> list[float]:
@@ -155,10 +143,8 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.mark.slow  # a dispatch mode loads torch's compiler
-def test_step_of_a_device_without_float64_makes_none(
-    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, wide = build(), train(build())
+def test_step_of_a_device_without_float64_makes_none(alone: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, wide = alone(), train(alone())
     for module in (mesh, loop):
         monkeypatch.setattr(module, "widest_float", lambda _: torch.float32)
     with NoFloat64():
@@ -166,8 +152,8 @@ def test_step_of_a_device_without_float64_makes_none(
     assert [seen.loss for seen in report.results] == pytest.approx([seen.loss for seen in wide.results], rel=1e-5)
 
 
-def test_reported_steps_are_those_of_a_loop_that_reads_at_once(build: Callable[..., TrainerParts]) -> None:
-    report, plain = train(build()), build()
+def test_reported_steps_are_those_of_a_loop_that_reads_at_once(alone: Build) -> None:
+    report, plain = train(alone()), alone()
     plain.loader.assign([(0, STEPS * BATCH)])
     expected = list[tuple[float, float, float]]()
     for _ in range(STEPS):
@@ -201,8 +187,8 @@ def loss_by_hand(node: TrainerParts, batches: Sequence[MicroBatch], source: int)
     return nats / targets
 
 
-def test_each_source_has_the_mean_loss_of_its_rows_and_none_without_rows(build: Callable[..., TrainerParts]) -> None:
-    node = mixed(build(**{"optim.z_loss": 1e-3, "optim.adamw.lr": 1e-9}), (0, 1, 0, 0, 1, 0, 0, 0))
+def test_each_source_has_the_mean_loss_of_its_rows_and_none_without_rows(alone: Build) -> None:
+    node = mixed(alone(**{"optim.z_loss": 1e-3, "optim.adamw.lr": 1e-9}), (0, 1, 0, 0, 1, 0, 0, 0))
     report = train(node, 2)
     expected = [
         {name: loss_by_hand(node, batches, number) for number, name in enumerate(("web", "code"))}
@@ -222,10 +208,8 @@ def test_each_source_has_the_mean_loss_of_its_rows_and_none_without_rows(build: 
 
 @pytest.mark.slow  # bfloat16 loads FSDP
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_telling_sources_apart_changes_no_bit_of_what_is_learned(
-    build: Callable[..., TrainerParts], dtype: str
-) -> None:
-    plain, told = (build(**{"train.dtype": dtype, "optim.z_loss": 1e-3}) for _ in range(2))
+def test_telling_sources_apart_changes_no_bit_of_what_is_learned(alone: Build, dtype: str) -> None:
+    plain, told = (alone(**{"train.dtype": dtype, "optim.z_loss": 1e-3}) for _ in range(2))
     start = {name: value.detach().clone() for name, value in plain.model.named_parameters()}
     expected, found = train(plain), train(mixed(told, (0, 1)))
     for (name, ours), (_, theirs) in zip(*(node.model.named_parameters() for node in (told, plain)), strict=True):
@@ -237,8 +221,8 @@ def test_telling_sources_apart_changes_no_bit_of_what_is_learned(
     assert not any(seen.sources for seen in expected.results)
 
 
-def test_loss_that_is_no_number_is_that_of_one_source(build: Callable[..., TrainerParts]) -> None:
-    node, bad = build(), 200
+def test_loss_that_is_no_number_is_that_of_one_source(alone: Build) -> None:
+    node, bad = alone(), 200
     with torch.no_grad():
         node.model.embed_tokens.weight[bad] = math.nan
     node = mixed(node, (0, 1))
@@ -257,36 +241,34 @@ def test_loss_that_is_no_number_is_that_of_one_source(build: Callable[..., Train
     assert web is not None and math.isfinite(web) and code is not None and math.isnan(code)
 
 
-def test_step_of_all_nodes_has_the_losses_of_sources_too(build: Callable[..., TrainerParts]) -> None:
+def test_step_of_all_nodes_has_the_losses_of_sources_too(alone: Build) -> None:
     report, told, outer = Rows(), list[tuple[int, float]](), NoAlgorithm(RunShape(2, BATCH))
     hooks = MagicMock(wraps=outer, has_own_steps=False)
     hooks.inner_step, hooks.learned = 0, lambda tokens, loss: told.append((tokens, loss))
     hooks.sync_gradients.return_value, hooks.sync_gradients.side_effect = 0.5, None
     type(hooks).progress = property(lambda _: outer.progress)
-    loop.train_round(training_of(mixed(build(), (0, 0, 1)), hooks, report))
+    loop.train_round(training_of(mixed(alone(), (0, 0, 1)), hooks, report))
     assert [seen.grad_norm for seen in report.results] == [0.5, 0.5]
-    assert report.results[0].loss == train(build(), 1).results[0].loss
-    assert told == [(seen.tokens, seen.loss) for seen in report.results]
+    assert report.results[0].loss == train(alone(), 1).results[0].loss
+    assert told == [(seen.passed.tokens, seen.loss) for seen in report.results]
     for seen in report.results:
         sums = [one.loss * one.tokens for one in seen.sources.values() if one.loss is not None]
-        assert len(sums) == 2 and sum(sums) / seen.tokens == pytest.approx(seen.loss, rel=1e-5)
+        assert len(sums) == 2 and sum(sums) / seen.passed.tokens == pytest.approx(seen.loss, rel=1e-5)
 
 
-def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
-    build: Callable[..., TrainerParts], tmp_path: Path
-) -> None:
+def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(alone: Build, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra hf")
     path = tmp_path / "chats.jsonl"
     asked, answered = {"role": "user", "content": "?" * 16 * 50}, {"role": "assistant", "content": "!"}
     path.write_text(json.dumps({"messages": [asked, answered]}))
-    chats = {"data.source.type": "chat", "data.source.paths": path, "data.source.documents": None}
-    node, told = build(**chats, **{"data.hold_out": 0}), list[tuple[int, float]]()
+    chats = json.dumps({"type": "chat", "paths": [str(path)]})
+    node, told = alone(**{"data.source": chats, "data.hold_out": 0}), list[tuple[int, float]]()
     before = {name: value.detach().clone() for name, value in node.model.named_parameters()}
     outer = NoAlgorithm(RunShape(2, BATCH))
     outer.learned = lambda tokens, loss: told.append((tokens, loss))
     report = Rows()
     loop.train_round(training_of(node, outer, report))
-    assert [seen.tokens for seen in report.results] == [0, 0]
+    assert [seen.passed.tokens for seen in report.results] == [0, 0]
     assert [tokens for tokens, _ in told] == [0, 0]
     assert all(torch.equal(value, before[name]) for name, value in node.model.named_parameters())
     assert node.inner.step_count == 2, "the schedule goes on"
@@ -295,8 +277,8 @@ def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("dtype", "sources"), [("float32", ()), ("bfloat16", ()), ("bfloat16", (0, 1, 1))])
-def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str, sources: Sequence[int]) -> None:
-    node = build(**{"train.dtype": dtype, "model.d_model": 64})
+def test_no_step_waits_for_the_gpu(alone: Build, dtype: str, sources: Sequence[int]) -> None:
+    node = alone(**{"train.dtype": dtype, "model.d_model": 64})
     node = mixed(node, sources) if sources else node
     train(node, 2)  # what is set up once may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -312,13 +294,13 @@ def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: st
 
 
 @pytest.fixture
-def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+def told(alone: Build, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """An algorithm whose third step is a boundary, and the report; in the order in which they are called."""
     losses = iter((1.0, 2.0, 3.0))
 
-    def pass_backward(node: TrainerParts, while_waiting: object) -> loop.PassResult:
+    def pass_backward(node: TrainerParts, while_waiting: object) -> PassResult:
         node.loader.next_step()
-        return loop.PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
+        return PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
 
     monkeypatch.setattr(loop, "forward_backward", pass_backward)
     told = MagicMock()
@@ -337,7 +319,7 @@ def calls_of(told: MagicMock) -> list[Any]:
     said: list[Any] = []
     for name, args, _ in told.mock_calls:
         if name == "report.stepped":
-            said.append(("report", args[0]))
+            said.append(("report", args[0].number + 1))
         elif name == "outer.learned":
             said.append(("learned", *args))
         elif name == "outer.sync_parameters":
@@ -345,10 +327,8 @@ def calls_of(told: MagicMock) -> list[Any]:
     return said
 
 
-def test_steps_are_told_of_one_step_late_in_order_and_all_before_a_boundary(
-    build: Callable[..., TrainerParts], told: MagicMock
-) -> None:
-    loop.train_round(training_of(build(), told.outer, told.report))
+def test_steps_are_told_of_one_step_late_in_order_and_all_before_a_boundary(alone: Build, told: MagicMock) -> None:
+    loop.train_round(training_of(alone(), told.outer, told.report))
     assert told.outer.is_boundary.mock_calls == [call(ends_round=ends) for ends in (False, False, True)]
     assert calls_of(told) == [
         *(("synced", 0), ("synced", 1), ("learned", 10, 1.0), ("report", 1)),
@@ -357,7 +337,7 @@ def test_steps_are_told_of_one_step_late_in_order_and_all_before_a_boundary(
 
 
 def test_step_before_the_one_that_is_cut_short_is_told_of(
-    build: Callable[..., TrainerParts], told: MagicMock, monkeypatch: pytest.MonkeyPatch
+    alone: Build, told: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave(step: int, **_: Any) -> tuple[()]:
         if step == 1:
@@ -366,5 +346,5 @@ def test_step_before_the_one_that_is_cut_short_is_told_of(
 
     told.outer.sync_parameters.side_effect = leave
     with pytest.raises(Leaving):
-        loop.train_round(training_of(build(), told.outer, told.report))
+        loop.train_round(training_of(alone(), told.outer, told.report))
     assert ("report", 1) in calls_of(told)

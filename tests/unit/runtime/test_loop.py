@@ -20,12 +20,12 @@ from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime import loop
 from zeroband.runtime.checkpointing import Checkpointing
-from zeroband.runtime.report import SilentReport
+from zeroband.runtime.report import PassResult, Report
 
 TrainOn = Callable[..., InnerOptimizer]
 
 
-PASSED = loop.PassResult(nats=torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
+PASSED = PassResult(nats=torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
 
 
 def a_node(**parts: Any) -> MagicMock:
@@ -51,7 +51,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
         node = a_node(model=model, parameters=model, inner=inner)
         node.config.optim = optim
 
-        def pass_backward(*_: object) -> loop.PassResult:
+        def pass_backward(*_: object) -> PassResult:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             model.weight.grad[0, 0] = left.pop(0)  # pyright: ignore[reportOptionalSubscript]
@@ -61,7 +61,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
         monkeypatch.setattr(loop, "forward_backward", pass_backward)
         hooks.inner_step, hooks.progress, hooks.round = 0, SimpleNamespace(is_complete=False), 0
         hooks.is_time_over.return_value = False
-        loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), Checkpointing(), SilentReport()))
+        loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), Checkpointing(), Report()))
         return inner
 
     return train_on
@@ -82,7 +82,7 @@ def test_inner_steps_end_where_a_round_that_travelled_completes_the_run(monkeypa
 
     hooks.inner_step, hooks.sync_parameters = 0, MagicMock(side_effect=sync)
     monkeypatch.setattr(loop, "forward_backward", lambda *_: PASSED)
-    loop.train_round(loop.Training(a_node(), MagicMock(outer=hooks), MagicMock(), Checkpointing(), SilentReport()))
+    loop.train_round(loop.Training(a_node(), MagicMock(outer=hooks), MagicMock(), Checkpointing(), Report()))
     assert hooks.sync_parameters.call_count == 3
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from zeroband.errors import ConfigError
 from zeroband.observe.view import short_key
-from zeroband.runtime.own_key import KEY_FILE, own_key
+from zeroband.runtime.run_folder import KEY_FILE, own_key
 
 
 def test_key_is_made_once_for_each_folder_and_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +22,14 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_records import shortened
 from zeroband.errors import ConfigError
 from zeroband.model.blueprint import LlamaBlueprint
-from zeroband.node.cards import Card
+from zeroband.node.async_copy import Reading
+from zeroband.node.gpus import Card
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.runtime.report import RunProgress, SourceResult, StepResult, TrainerReport
+from zeroband.runtime.report import InnerStep, PassResult, SourceResult, TrainerReport
 
-LEARNED = StepResult(
-    loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0, data_pass=0, ended_at_s=0.0
-)
+PASSED = PassResult(torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
+MADE = InnerStep(number=0, lr=1e-3, passed=PASSED, shown=Reading(torch.zeros(2)), grad_norm=1.0, loss=2.0)
 
 
 @pytest.fixture
@@ -56,28 +56,36 @@ def round_after(progress: Progress, uncommitted_tokens: int) -> RoundReport:
     return RoundReport(round=1, epoch=1, state_digest="", progress=progress, is_left_out=False, **kept)
 
 
-def tokens_of(node: Any, steps: Sequence[tuple[RunProgress, Sequence[RoundReport]]]) -> list[int]:
+def metrics_of(node: Any, *steps: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Lines of the metrics after these steps: what each of them has that is another than in MADE."""
     report = TrainerReport(node)
-    for step, (committed, synced) in enumerate(steps, start=1):
-        report.stepped(step, replace(LEARNED, ended_at_s=float(step)), synced, committed, {})
+    for number, changes in enumerate(steps):
+        report.stepped(replace(MADE, number=number, ended_at_s=number + 1.0, **changes))
+    report.finished()
     report.close()
-    return [json.loads(line)["train/tokens"] for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    return lines_of(node, METRICS_FILE)
+
+
+def lines_of(node: Any, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (node.node_dir / file).read_text().splitlines()]
+
+
+def committed(progress: Progress, *synced: RoundReport) -> dict[str, Any]:
+    return {"progress": progress, "is_commit": True, "synced": synced}
 
 
 def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node: Any) -> None:
-    start, committed = after(0), after(40)
-    arrival = (RunProgress(committed, is_now=True), [round_after(committed, uncommitted_tokens=10)])
-    steps = [*[(RunProgress(start, is_now=False), [])] * 2, arrival, (RunProgress(committed, is_now=False), [])]
-    assert tokens_of(node, steps) == [10, 20, 50, 60]
+    arrival = committed(after(40), round_after(after(40), uncommitted_tokens=10))
+    lines = metrics_of(node, {}, {}, arrival, {"progress": after(40)})
+    assert [line["train/tokens"] for line in lines] == [10, 20, 50, 60]
 
 
 def test_scored_payloads_are_told_of_with_the_round_that_they_were_sent_in(node: Any) -> None:
     scored = replace(round_after(after(40), 0), round=5, gains=(("a#1", 0.25), ("b#2", -1.0)), score_s=0.5)
-    tokens_of(node, [(RunProgress(after(40), is_now=True), [scored])])
-    (line,) = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    (line,) = metrics_of(node, committed(after(40), scored))
     assert (line["outer/gain"], line["outer/score_s"]) == (0.25, 0.5)
-    events = [json.loads(line) for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]
-    told = [(e["round"], e["member_id"], e["gain"]) for e in events if e["kind"] == "payload_scored"]
+    scores = [event for event in lines_of(node, EVENTS_FILE) if event["kind"] == "payload_scored"]
+    told = [(score["round"], score["member_id"], score["gain"]) for score in scores]
     assert told == [(4, "a#1", 0.25), (4, "b#2", -1.0)]
 
 
@@ -87,34 +95,27 @@ def test_mfu_is_of_all_cards_of_the_node_each_once_whatever_a_rank_sees(node: An
         Card("NVIDIA L4", "a", "1", 24),
         Card("NVIDIA H100", "b", "2", 80),
     )
-    tokens_of(node, [(RunProgress(after(10), is_now=True), ())] * 2)
-    lines = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    lines = metrics_of(node, *[committed(after(10))] * 2)
     flops = lines[-1]["train/tokens_per_s"] * node.model.flops_per_token(node.config.data.seq_length)
     assert lines[-1]["train/mfu"] == pytest.approx(flops / ((121 + 989) * 1e12))
 
 
 def test_tokens_of_a_node_that_trains_alone_are_counted_once(node: Any) -> None:
-    steps = [(RunProgress(after(0), is_now=False), []), (RunProgress(after(20), is_now=True), [])]
-    assert tokens_of(node, steps) == [10, 20]
+    assert [line["train/tokens"] for line in metrics_of(node, {}, committed(after(20)))] == [10, 20]
 
 
 def test_sources_are_told_of_step_by_step_and_their_passes_at_the_end(node: Any) -> None:
-    report, going = TrainerReport(node), RunProgress(after(0), is_now=False)
-    steps = (
-        {"web": SourceResult(8, 0.5, loss=2.5), "code": SourceResult(0, 1.25)},
-        {"web": SourceResult(8, 0.75, loss=float("nan")), "code": SourceResult(2, 1.5, loss=1.0)},
+    told = metrics_of(
+        node,
+        {"sources": {"web": SourceResult(8, 0.5, loss=2.5), "code": SourceResult(0, 1.25)}},
+        {"sources": {"web": SourceResult(8, 0.75, loss=float("nan")), "code": SourceResult(2, 1.5, loss=1.0)}},
     )
-    for step, sources in enumerate(steps, start=1):
-        report.stepped(step, replace(LEARNED, ended_at_s=float(step), sources=sources), [], going, {})
-    report.finished()
-    report.close()
     names = [f"{kind}/{source}" for source in ("web", "code") for kind in ("train/loss", "data/tokens", "data/pass")]
-    told = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
     assert [[line.get(name) for name in names] for line in told] == [
         [2.5, 8, 0.5, None, None, 1.25],
         ["nan", 8, 0.75, 1.0, 2, 1.5],
     ]
-    finished = json.loads((node.node_dir / EVENTS_FILE).read_text().splitlines()[-1])
+    finished = lines_of(node, EVENTS_FILE)[-1]
     assert (finished["kind"], finished["data_pass_web"], finished["data_pass_code"]) == ("run_finished", 0.75, 1.5)
 
 
@@ -129,7 +130,7 @@ def test_node_that_trains_with_others_tells_how_soon_it_notices_a_loss(
     report = TrainerReport(node)
     report.started()
     report.close()
-    (started,) = [json.loads(line) for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]
+    (started,) = lines_of(node, EVENTS_FILE)
     assert (started["kind"], started.get("detect_s")) == ("node_started", detect_s)
 
 

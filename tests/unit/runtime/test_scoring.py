@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.unit.runtime.conftest import Build
 
-from zeroband.config import load_config
-from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import evaluate
-from zeroband.node.mesh import LocalMesh
-from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.evaluation import open_evaluation_sets
 from zeroband.runtime.scoring import HeldOutScorer, open_scorer
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
-SMALL: dict[str, Any] = {
-    "model.d_model": 16,
-    "model.n_layers": 1,
-    "model.n_heads": 2,
-    "data.seq_length": 16,
-    "data.source": '{"type": "synthetic", "documents": 40}',
-    "data.hold_out": 0.1,
-    "train.batch_size": 4,
-    "train.micro_bs": 2,
-    "train.dtype": "float32",
-    "run.id": "run",
-    "node.id": "a",
-    "outer.type": "sparseloco",
-    "outer.score": "{}",
-    "store.url": "redis://host:6379",
-}
+SCORED = {"data.hold_out": 0.1, "outer.type": "sparseloco", "outer.score": "{}", "store.url": "redis://host:6379"}
 
 
 @pytest.fixture
-def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
-    """build(**settings): a node that scores payloads."""
-    nodes: list[TrainerParts] = []
-
-    def build(**settings: Any) -> TrainerParts:
-        chosen = {**SMALL, "run.dir": tmp_path, "data.cache_dir": tmp_path / "cache", **settings}
-        config = load_config([f"--{key}={value}" for key, value in chosen.items()], {})
-        nodes.append(build_trainer(config, local, Departure(1.0)))
-        return nodes[-1]
-
-    yield build
-    for node in nodes:
-        node.loader.close()
+def scoring(build: Build) -> Build:
+    """scoring(**settings): a node that scores payloads."""
+    return lambda **settings: build(**{**SCORED, **settings})
 
 
 def scorer_of(node: TrainerParts) -> HeldOutScorer:
@@ -60,9 +31,9 @@ def scorer_of(node: TrainerParts) -> HeldOutScorer:
 
 
 def test_loss_is_that_of_the_other_parameters_on_rows_of_the_lot_and_the_model_keeps_its_own(
-    build: Callable[..., TrainerParts],
+    scoring: Build,
 ) -> None:
-    node = build()
+    node = scoring()
     layout, shards = FlatLayout.of(node.model), parameter_shards(node.model)
     flat, own = torch.linspace(-0.1, 0.1, layout.numel), {name: value.clone() for name, value in shards.items()}
     places, scorer = ShardMap(layout, 0, 1), scorer_of(node)
@@ -75,14 +46,14 @@ def test_loss_is_that_of_the_other_parameters_on_rows_of_the_lot_and_the_model_k
 
 
 def test_rows_are_those_of_evaluation_where_none_is_held_out_and_too_few_are_an_error(
-    build: Callable[..., TrainerParts], tmp_path: Path
+    scoring: Build, tmp_path: Path
 ) -> None:
     (tmp_path / "other.jsonl").write_text('{"text": "' + "x" * 400 + '"}\n')
-    node = build(**{"data.hold_out": 0, "eval.sources": f"other={tmp_path / 'other.jsonl'}"})
+    node = scoring(**{"data.hold_out": 0, "eval.sources": f"other={tmp_path / 'other.jsonl'}"})
     assert scorer_of(node).loss((), 3) > 0
     with pytest.raises(ConfigError, match=r"outer\.score: data\.hold_out=0\.1 keeps no sample back"):
-        open_scorer(build(**{"data.source": '{"type": "synthetic", "documents": 1}', "data.seq_length": 311}), [])
+        open_scorer(scoring(**{"data.source": '{"type": "synthetic", "documents": 1}', "data.seq_length": 311}), [])
 
 
-def test_nothing_is_opened_where_nothing_is_scored(build: Callable[..., TrainerParts]) -> None:
-    assert open_scorer(build(**{"outer.score": "none"}), []) is None
+def test_nothing_is_opened_where_nothing_is_scored(scoring: Build) -> None:
+    assert open_scorer(scoring(**{"outer.score": "none"}), []) is None

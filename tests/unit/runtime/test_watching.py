@@ -12,7 +12,7 @@ import pytest
 from zeroband.config import load_config
 from zeroband.config.shared import shared_digest
 from zeroband.observe.prometheus import MetricsServer
-from zeroband.runtime.watching import commit_of, open_watchers
+from zeroband.runtime.report import commit_of, open_watchers
 
 
 @pytest.fixture

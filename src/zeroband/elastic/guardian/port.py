@@ -263,7 +263,7 @@ async def shake_hands(
         called = Callee(key, hello)
         if heard is not None and not heard.is_new(hello):
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
-        _on_shown.get()(False)
+        _on_shown.get()(False)  # a recorded first message comes to here once: such a caller is not proven yet
         asked = called.introduction
         if bans(asked.caller):
             raise HandshakeFailed(f"a call of {asked.caller}, whose key is banned from the run")

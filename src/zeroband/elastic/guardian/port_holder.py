@@ -10,33 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from pydantic import TypeAdapter
-
+from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, take_order
 from zeroband.elastic.guardian.port import Port, cannot_listen
-from zeroband.elastic.guardian.process import speaks
 from zeroband.elastic.guardian.store_calls import StoreCalls
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import Bounds, RedisServer
 from zeroband.elastic.transport.descriptors import raise_limit
 from zeroband.elastic.transport.handshake import DATA_CALL, STORE_CALL
 from zeroband.errors import ConfigError
-from zeroband.observe.log import get_logger, setup_logging
+from zeroband.observe.log import get_logger
 
 DOOR = "port.sock"
 """Name of the Unix socket, in the server's folder, where a guardian takes the calls that are for it."""
 
-_START_DEADLINE_S = 60.0
 _PREDECESSOR_S = 5.0
 _LOOK_S, _AGAIN_S = 0.1, 1.0
 _HAND_OVER_S = 5.0
@@ -67,37 +61,25 @@ class PortHolder:
     """The trainer's end: owns the process. Raises ConfigError where it cannot listen or has no server to run."""
 
     def __init__(self, order: HolderOrder) -> None:
-        self.process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", "zeroband.elastic.guardian.port_holder"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write((json.dumps(asdict(order)) + "\n").encode())
-        said = self.process.stdout.readline() if speaks(self.process.stdout, _START_DEADLINE_S) else b""
+        self._child = Child(__name__)
+        self._child.give(order)
+        said = self._child.output.readline() if speaks(self._child.output, START_DEADLINE_S) else b""
         if not said.strip().isdigit():
             self.close()
             raise ConfigError(said.decode().strip() or "the process that holds this node's port ended; see its log")
         self.port = int(said)
         """The one that it listens on."""
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def is_running(self) -> bool:
-        return self.process.poll() is None
+        return self._child.is_running()
 
     def close(self) -> None:
         """End the process and its server; at most a few seconds."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        self._child.close()
 
 
 class _Holder:
@@ -195,14 +177,10 @@ class _Holder:
 
 def main() -> None:
     """The process: takes its order from standard input, says its port or what is wrong, and serves."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides
-    trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
-    order = TypeAdapter(HolderOrder).validate_json(trainer.readline())
-    setup_logging("WARNING", order.node_id, 0)
+    record, trainer = take_order()
     raise_limit()
     try:
-        asyncio.run(_Holder(order).run(trainer, sys.stdout.buffer))
+        asyncio.run(_Holder(HolderOrder(**record)).run(trainer, sys.stdout.buffer))
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         sys.stdout.flush()

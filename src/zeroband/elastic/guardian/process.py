@@ -9,23 +9,18 @@ members it does not reach, and removes the node's shared memory once trainer and
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import random
-import select
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from pydantic import TypeAdapter
-
+from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, take_order
 from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
@@ -42,10 +37,9 @@ from zeroband.elastic.transport.handshake import Purpose
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import remove_abandoned
-from zeroband.observe.log import get_logger, setup_logging
+from zeroband.observe.log import get_logger
 
 _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
-_START_DEADLINE_S = 60.0
 _TICK_S = 0.1
 _STAT_BYTES = 4096
 _PREDECESSOR_S = 5.0
@@ -97,7 +91,7 @@ class GuardianOrder:
     listen: ListenAddress
     flags: str
     shm_dir: str
-    rank_pids: tuple[int, ...]
+    rank_pids: Sequence[int]
     launcher_pid: int
     lease_s: float
     renew_s: float
@@ -110,19 +104,12 @@ class GuardianOrder:
     """Port under which others reach the store that the node holds; 0: it holds none."""
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start() -> tuple[Child, socket.socket]:
     """Start a guardian's process; it, and the trainer's end of the channel to it. Raises OSError."""
     theirs, ours = channel()
     with theirs, contextlib.ExitStack() as otherwise:
         otherwise.callback(ours.close)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            bufsize=0,  # what has been read ahead would not be seen by a poll
-        )
+        process = Child(__name__, str(theirs.fileno()), pass_fds=[theirs.fileno()])
         otherwise.pop_all()
     return process, ours
 
@@ -134,13 +121,13 @@ class Guardian:
     """
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        self._process, ours = with_descriptors("no guardian can be started", _start)
+        self._child, ours = with_descriptors("no guardian can be started", _start)
         if inbox is None:
             ours.close()
         else:
             inbox.attach(ours)
-        self._send((json.dumps(asdict(order)) + "\n").encode())
-        said = last_word(self._output, store_s=order.store_s)
+        self._child.give(order)
+        said = last_word(self._child.output, store_s=order.store_s)
         if said != _HOLDING:
             self.close()
             if said not in (b"", _WAITING):
@@ -148,41 +135,19 @@ class Guardian:
             if said:
                 raise StoreLost(f"the guardian of {order.member_id} waited {order.store_s:g} s; check store.url")
             raise StoreLost(
-                f"the guardian of {order.member_id} ended, or said nothing for {_START_DEADLINE_S:g} s; see its log"
+                f"the guardian of {order.member_id} ended, or said nothing for {START_DEADLINE_S:g} s; see its log"
             )
 
     @property
-    def _output(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+        return self._child.is_running()
 
     def close(self) -> None:
         """Give the lease back and end the process; at most a few seconds. Once is enough."""
-        assert self._process.stdin is not None
-        if self._process.stdin.closed:
-            return
-        self._send(_LEAVE)
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.close()
+        self._child.close(_LEAVE)
 
 
 def last_word(output: IO[bytes], *, store_s: float) -> bytes:
@@ -191,18 +156,11 @@ def last_word(output: IO[bytes], *, store_s: float) -> bytes:
     Or that it waits for the store, when it has said so for this time.
     """
     end_s = time.monotonic() + store_s
-    while speaks(output, _START_DEADLINE_S):
+    while speaks(output, START_DEADLINE_S):
         said = output.readline()
         if said != _WAITING or time.monotonic() > end_s:
             return said
     return b""
-
-
-def speaks(pipe: IO[bytes], within_s: float) -> bool:
-    """Whether a pipe has something to read, or ends, within this time."""
-    poll = select.poll()  # `select.select` takes no descriptor above 1023
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(1000 * within_s))
 
 
 class LivenessRule:
@@ -482,11 +440,8 @@ def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> 
 
 def main() -> None:
     """The guardian process: takes its order from standard input and stands guard."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal, nor Slurm
-    trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
-    order = TypeAdapter(GuardianOrder).validate_json(trainer.readline())
-    setup_logging("WARNING", order.node_id, 0)
+    record, trainer = take_order()
+    order = GuardianOrder(listen=ListenAddress(**record.pop("listen")), **record)
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
     run_guardian(order, trainer, sys.stdout.buffer, calls)

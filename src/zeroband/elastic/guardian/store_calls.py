@@ -14,8 +14,7 @@ from typing import cast
 from zeroband.elastic.guardian.port import SeenCalls, shake_hands
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, Sealing, record_size
-from zeroband.elastic.transport.store_call import STORE
+from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE, Sealing, record_size
 
 
 class StoreCalls:

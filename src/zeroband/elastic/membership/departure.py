@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from zeroband.observe.events import noop
+
 
 class Departure:
     """Asked for by a signal, or by an operator of the run, who has time.
@@ -21,7 +23,7 @@ class Departure:
         self.is_in_step = False
         self.is_cut_short = False
         """Whether it stopped there, since its time was over."""
-        self.on_cut_off: Callable[[], object] = _say_nothing
+        self.on_cut_off: Callable[[], object] = noop
         """Called before the process ends in an inner step that does not stop."""
         self._grace_s = grace_s
         self._asked_at_s: float | None = None
@@ -61,7 +63,3 @@ class Departure:
     def is_overdue(self, now_s: float) -> bool:
         """Whether the node must go now, with what it learned or without."""
         return self.time_left_s(now_s) == 0.0
-
-
-def _say_nothing() -> None:
-    """Nobody is told."""

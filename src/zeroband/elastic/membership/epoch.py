@@ -29,26 +29,18 @@ from zeroband.elastic.membership.records import (
     Ready,
     Verdict,
     View,
+    Wait,
 )
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
+from zeroband.elastic.membership.rings import plan
 from zeroband.elastic.membership.scoring import ScoringRule, gains_told
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import electors, may_commit
-from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time, plan
+from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import trust_of
 
 LEAST_GRACE_S = 0.25
 """Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A decision that cannot be taken yet."""
-
-    reason: str
-    waiting_for: tuple[str, ...] = ()
-    is_too_few: bool = False
-    """The others may have gone on with another store."""
 
 
 @dataclass(frozen=True)

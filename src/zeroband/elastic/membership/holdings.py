@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from zeroband.config.ranges import Count, EachMember, Id, Number, Text
-from zeroband.elastic.membership.epoch import Wait
+from zeroband.elastic.membership.records import Wait
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zeroband.elastic.membership.records import Peer
+if TYPE_CHECKING:
+    from zeroband.elastic.membership.records import Peer
 
 LINES = 2
 """Members through which one that is behind can be called, so that the loss of one of them cuts nobody off."""

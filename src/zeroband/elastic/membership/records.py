@@ -549,6 +549,16 @@ def view_to_record(view: View) -> dict[str, Any]:
     return {**asdict(view), "alive": sorted(view.alive)}
 
 
+@dataclass(frozen=True)
+class Wait:
+    """A decision that cannot be taken yet."""
+
+    reason: str
+    waiting_for: tuple[str, ...] = ()
+    is_too_few: bool = False
+    """The others may have gone on with another store."""
+
+
 def to_json(value: object) -> str:
     """A record as text, always the same for equal records: the store compares openings by it."""
     return json.dumps(_adapter(type(value)).dump_python(value, warnings="error"), sort_keys=True)

@@ -1,23 +1,14 @@
-"""Topology: who should own how much, and who should follow whom in a ring, by what was measured. Pure.
+"""Links as the members of an opening plan with them, and who should own how much of the state. Pure.
 
-Rates are in Mbit/s, in one direction.
+Rates are in Mbit/s, in one direction. Every process that reads records loads this file: what needs numpy is in `rings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-
-import numpy as np
 
 from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
-
-Rates = np.ndarray
-"""Mbit/s (members, members) from one member to another."""
-
-EXACT_UP_TO = 16
-"""So many members are ordered by looking at all rings; more by improving one."""
 
 UNKNOWN = 0
 """Rate of a node or link that was not measured yet."""
@@ -62,102 +53,6 @@ class LinkTable:
     """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
 
 
-def plan(
-    members: Sequence[str],
-    seen: Sequence[LinkObservation],
-    before: LinkTable,
-    *,
-    sites: Sequence[int] = (),
-    behind: Collection[str] = (),
-) -> LinkTable:
-    """What to plan with: what was planned with before, but for what has really changed.
-
-    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `sites`: place
-    of the member that speaks for each one's site; none: each speaks for itself. `behind`: members that others cannot
-    dial.
-    """
-    rates = steady_rates([s.rate for s in seen], before.rates)
-    places_behind = tuple(place for place, member in enumerate(members) if member in behind)
-    wide = sorted(set(sites)) or list(range(len(members)))
-    table = _relayed(_table(members, [s.links for s in seen]), places_behind)[np.ix_(wide, wide)]
-    places = {place: number for number, place in enumerate(wide)}
-    order_before = [places[place] for place in before.order if place in places]
-    order = steady_order(table, order_before if len(order_before) == len(wide) else ())
-    known = table[table > UNKNOWN]
-    used = [table[step] for step in _steps(order or range(len(wide))) if table[step] > UNKNOWN]
-    return LinkTable(
-        rates=rates,
-        order=tuple(wide[number] for number in order),
-        slowest_link=_steady(int(known.min()) if known.size else UNKNOWN, before.slowest_link),
-        slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
-        rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
-        took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
-        behind=places_behind,
-    )
-
-
-def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
-    """Rates (members, members) from one to another; a direction that was not measured is like the other one."""
-    places = {member: place for place, member in enumerate(members)}
-    table = np.full((len(members), len(members)), float(UNKNOWN))
-    for place, seen in enumerate(links):
-        for member, rate in seen.items():
-            if member in places and places[member] != place:
-                table[place, places[member]] = rate
-    return np.where(table > UNKNOWN, table, table.T)
-
-
-def _relayed(table: Rates, behind: Sequence[int]) -> Rates:
-    """Rates with those guessed that are not known between two members that a relay may have to join.
-
-    What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
-    such pairs where it can, and all-to-all counts them as slow. Measured rates allow for that already, and pairs of
-    whom both dial at once need no relay.
-    """
-    if len(behind) < 2 or not table.any():
-        return table
-    pairs = np.ix_(behind, behind)
-    found = table.copy()
-    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAYED, 1.0))[pairs]
-    found[behind, behind] = UNKNOWN
-    return found
-
-
-def _steady(measured: int, before: int) -> int:
-    return before if is_near(measured, before) else measured
-
-
-def _steps(order: Sequence[int]) -> list[tuple[int, int]]:
-    """The links that a ring uses."""
-    return list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
-
-
-def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """The rates to plan with: those from before, unless one of them has really changed.
-
-    `before`: empty where nothing is known, or as many; so is what is returned.
-    """
-    if len(before) == len(measured) and all(is_near(a, b) for a, b in zip(measured, before, strict=True)):
-        return tuple(before)
-    return tuple(measured) if any(measured) else ()
-
-
-def steady_order(table: Rates, before: Sequence[int]) -> tuple[int, ...]:
-    """The ring to plan with: the one from before, unless another one is really faster.
-
-    `table`: rates (members, members) from one to another, or UNKNOWN. `before`: empty where the members follow one
-    another as listed, or their places; so is what is returned.
-    """
-    members = len(table)
-    as_listed = tuple(range(members))
-    if members <= 3 or not table.any():
-        return ()
-    rates, old = _filled(table), tuple(before) or as_listed
-    new = ring_order(table)
-    chosen = new if slowest(rates, new) >= WORTH * slowest(rates, old) else old
-    return () if chosen == as_listed else chosen
-
-
 def is_near(a: int, b: int) -> bool:
     """Whether of two rates one is no news beside the other."""
     return a == b or (min(a, b) > 0 and max(a, b) < WORTH * min(a, b))
@@ -199,118 +94,3 @@ def all_to_all_time(rates: Sequence[float]) -> float:
     if len(rates) < 2:
         return 0.0
     return max(1 / min(rates), _owners(rates)[1] if len(rates) > 2 else 0.0)
-
-
-def ring_order(table: Rates) -> tuple[int, ...]:
-    """Order members so that the slowest link from one to the next, around the ring, is as fast as possible.
-
-    Exactly so up to EXACT_UP_TO members, nearly above.
-
-    `table`: rates (members, members) from one to another; UNKNOWN ones count as the median of the others.
-    """
-    return _searched(np.ascontiguousarray(table).tobytes(), len(table))
-
-
-@lru_cache(maxsize=4)  # from round to round nothing is told of links that have hardly changed
-def _searched(table: bytes, members: int) -> tuple[int, ...]:
-    if members <= 3:
-        return tuple(range(members))
-    search = _exact_ring if members <= EXACT_UP_TO else _improved_ring
-    return search(_filled(np.frombuffer(table).reshape(members, members)))
-
-
-def _filled(table: Rates) -> Rates:
-    """The rates with the gaps filled."""
-    known = np.sort(table[table > UNKNOWN])
-    return np.where(table > UNKNOWN, table, known[len(known) // 2] if known.size else 1.0)
-
-
-def slowest(rates: np.ndarray, order: Sequence[int]) -> float:
-    """The rate of the slowest link that a ring uses."""
-    return float(min(rates[a, b] for a, b in _steps(order)))
-
-
-def _exact_ring(rates: np.ndarray) -> tuple[int, ...]:
-    """The best bottleneck by bisection over the rates that occur; one set of reachable ends for each set of members."""
-    thresholds = np.unique(rates[~np.eye(len(rates), dtype=bool)])
-    low, high = 0, len(thresholds) - 1  # the lowest always has a ring
-    best = _ring_of(rates >= thresholds[0])
-    assert best is not None
-    while low < high:
-        middle = (low + high + 1) // 2
-        found = _ring_of(rates >= thresholds[middle])
-        if found is None:
-            high = middle - 1
-        else:
-            low, best = middle, found
-    return best
-
-
-def _ring_of(usable: np.ndarray) -> tuple[int, ...] | None:
-    """A ring over all members that uses only these links; it begins with member 0."""
-    others = len(usable) - 1
-    ends = np.zeros(1 << others, np.uint32)  # of each set of others: which can be the last of a path from 0 through it
-    before = [sum(1 << a for a in range(others) if usable[a + 1, b + 1]) for b in range(others)]
-    sets = np.arange(1 << others, dtype=np.uint32)
-    sizes = sum((sets >> bit) & 1 for bit in range(others))
-    for b in range(others):
-        ends[1 << b] = (1 << b) if usable[0, b + 1] else 0
-    for size in range(1, others):
-        layer = sets[sizes == size]
-        for b in range(others):
-            grown = layer[((layer >> b) & 1 == 0) & ((ends[layer] & before[b]) != 0)]
-            ends[grown | (1 << b)] |= 1 << b
-    return _trace(usable, ends, before)
-
-
-def _trace(usable: np.ndarray, ends: np.ndarray, before: Sequence[int]) -> tuple[int, ...] | None:
-    """Read a ring backwards out of the reachable ends."""
-    others = len(usable) - 1
-    left = (1 << others) - 1
-    last = [b for b in range(others) if int(ends[left]) >> b & 1 and usable[b + 1, 0]]
-    if not last:
-        return None
-    at, path = last[0], [last[0]]
-    while left != 1 << at:
-        left ^= 1 << at
-        candidates = int(ends[left]) & before[at]
-        at = candidates.bit_length() - 1
-        path.append(at)
-    return (0, *(b + 1 for b in reversed(path)))
-
-
-def _improved_ring(rates: Rates) -> tuple[int, ...]:
-    """Always to the fastest that is left; then pieces turned around that take the slowest link out of the ring."""
-    members = len(rates)
-    order, left = [0], np.ones(members, bool)
-    left[0] = False
-    while len(order) < members:
-        following = int(np.argmax(np.where(left, rates[order[-1]], -1.0)))
-        order.append(following)
-        left[following] = False
-    ring = np.array(order)
-    for _ in range(members * members):  # each turn leaves fewer links that are as slow
-        links = rates[ring, np.roll(ring, -1)]
-        worst = int(links.argmin())
-        ring = np.roll(ring, -worst - 1)  # the slowest link is now the one from the last to the first
-        turned = _without_last_link(rates, ring, links[worst])
-        if turned is None:
-            break
-        ring = turned
-    start = int(np.flatnonzero(ring == 0)[0])
-    return tuple(int(place) for place in np.roll(ring, -start))
-
-
-def _without_last_link(rates: Rates, ring: np.ndarray, slowest_rate: float) -> np.ndarray | None:
-    """The ring with its begin turned around, so that all new links are faster than this; None: there is no such way.
-
-    Of the first j + 1 members turned around, the links are: last to j, from j down to the first, the first to j + 1.
-    """
-    backwards = rates[ring[1:], ring[:-1]]  # each to the one before it
-    inside = np.minimum.accumulate(np.concatenate([[np.inf], backwards]))[:-1]  # of the first j + 1 members
-    ends = np.minimum(rates[ring[-1], ring[:-1]], rates[ring[0], ring[1:]])
-    gained = np.minimum(inside, ends)
-    best = int(gained[:-1].argmax()) if len(gained) > 1 else 0
-    if gained[best] <= slowest_rate:
-        return None
-    return np.concatenate([ring[: best + 1][::-1], ring[best + 1 :]])

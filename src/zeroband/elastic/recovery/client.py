@@ -28,6 +28,7 @@ from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 from zeroband.state.flat import SharedBuffers
@@ -55,10 +56,6 @@ class FetchedState(RoundState):
     """In all calls that this state needed."""
     later: Sequence[tuple[int, int, int]] = ()
     """Values [start, stop) of all sections that are of a later round than `round`, and that round; ascending."""
-
-
-def _ignore(chunk_bytes: int, total_bytes: int) -> None:
-    """Nobody wants to know."""
 
 
 class StateFetch:
@@ -93,7 +90,7 @@ class StateFetch:
         self.tally = Tally()
         self._took_s = 0.0
 
-    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = _ignore) -> FetchedState:
+    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = noop) -> FetchedState:
         """Fetch the newest committed state into the sections, or go on with the one that was begun.
 
         Donors are used in their order, a few at a time; the first that serves leads. `on_chunk` gets (bytes of a
@@ -196,7 +193,7 @@ def fetch_entry(
     round: int,
     room: Callable[[int], Tensor],
     *,
-    on_chunk: Callable[[int, int], None] = _ignore,
+    on_chunk: Callable[[int, int], None] = noop,
     limits: FetchLimits = LIMITS,
     tally: Tally | None = None,
 ) -> RoundUpdate:

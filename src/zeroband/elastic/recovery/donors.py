@@ -17,6 +17,7 @@ from zeroband.elastic.membership.reach import Way, Ways
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.node.backoff import Backoff
 from zeroband.observe.log import get_logger
 
 MANIFEST_BYTES = 16 << 20
@@ -241,15 +242,14 @@ class Inquiry:
         return manifest
 
     def _await_manifest(self, connection: DonorConnection, path: str) -> tuple[int, bytes]:
-        deadline_s, pause_s = time.monotonic() + self.limits.hashing_s, _FIRST_PAUSE_S
+        deadline_s, pauses = time.monotonic() + self.limits.hashing_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             status, body = connection.get(path, MANIFEST_BYTES)
             if status != HTTPStatus.ACCEPTED:
                 return status, body
             if time.monotonic() > deadline_s:
                 raise RecoveryFailed(f"it hashes its state for more than {self.limits.hashing_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(pauses.pause_s())
 
 
 def no_donor(problems: Mapping[str, str]) -> RecoveryFailed:

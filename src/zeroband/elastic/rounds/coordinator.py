@@ -135,6 +135,7 @@ class RoundCoordinator(ABC):
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
         self._parts = parts
+        self._schedule, self._history = parts.schedule, parts.history
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._opening: Opening | None = None
@@ -196,9 +197,9 @@ class RoundCoordinator(ABC):
 
     def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
-        shape, held = self._parts.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
+        shape, held = self._schedule.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
         _, ahead = take(held, self._offered_steps * shape.batch_size)
-        steps = min(self._parts.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
+        steps = min(self._schedule.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
 
     def flush(self) -> Sequence[RoundReport]:
@@ -207,12 +208,12 @@ class RoundCoordinator(ABC):
 
     def is_time_over(self, steps: int) -> bool:
         """Whether the phase should end with its `steps`-th inner step."""
-        return self._goes_back or self._parts.phase_length.is_over(time.monotonic(), steps)
+        return self._goes_back or self._schedule.phase_length.is_over(time.monotonic(), steps)
 
     @property
     def _goes_back(self) -> bool:
         """Whether the newest round called for going back, so that the steps until then are in vain."""
-        watch = self._parts.auto_rollback
+        watch = self._history.auto_rollback
         return watch is not None and watch.is_due(LossRecord.of(self.record))
 
     def learned(self, tokens: int, loss: float) -> None:
@@ -233,14 +234,14 @@ class RoundCoordinator(ABC):
     def _begin_phase(self) -> None:
         """Training goes on: the inner steps until the next contribution begin."""
         self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
-        self._parts.phase_length.begin(time.monotonic())
+        self._schedule.phase_length.begin(time.monotonic())
 
     def _is_end(self, rounds: int = 1) -> bool:
         """Whether all nodes wait after so many more rounds, and nothing is on its way then.
 
         So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
         """
-        every, is_last = self._parts.flush_every, self.inner_step >= self._parts.shape.total_steps
+        every, is_last = self._schedule.flush_every, self.inner_step >= self._schedule.shape.total_steps
         return is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
 
     def _is_contribution_finite(self, names: Iterable[str]) -> bool:
@@ -248,7 +249,9 @@ class RoundCoordinator(ABC):
 
         `names`: parameters that this rank has shards of.
         """
-        sizes = {name: largest(part) for name, part in self._parts.sent.parts(self._buffers[CONTRIBUTION], names)}
+        sizes = {
+            name: largest(part) for name, part in self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], names)
+        }
         is_finite = self._is_finite_everywhere([name for name, size in sizes.items() if not math.isfinite(size)])
         self._largest = max_over_ranks(max(sizes.values(), default=0.0), self._local) if is_finite else None
         return is_finite
@@ -279,7 +282,7 @@ class RoundCoordinator(ABC):
         if is_joining:  # what it did before it was voted out went back to the run
             self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
             parts.feedback.forget()
-        parts.phase_length.learn(time.monotonic(), self._steps)
+        self._schedule.phase_length.learn(time.monotonic(), self._steps)
         counts = weighted and not is_joining
         tokens, self._tokens = self._tokens, 0
         steps, self._steps = self._steps, 0
@@ -288,7 +291,9 @@ class RoundCoordinator(ABC):
         return Offer(
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
-            steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
+            steps_requested=0
+            if is_leaving
+            else self._wanted_steps(steps, phases=2 if self._schedule.shape.reads_ahead else 1),
             loss=nats / tokens if tokens and abs(nats) <= MOST_LOSS * tokens else None,
             trained=trained,
             largest=self._largest if counts and self.exchange.is_mean else None,
@@ -300,8 +305,8 @@ class RoundCoordinator(ABC):
 
     def _wanted_steps(self, steps: int, *, phases: int) -> int:
         """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
-        left = self._parts.shape.total_steps - self.progress.inner_step - steps
-        return min(self._parts.phase_length.wanted_steps() * phases, max(left, 0))
+        left = self._schedule.shape.total_steps - self.progress.inner_step - steps
+        return min(self._schedule.phase_length.wanted_steps() * phases, max(left, 0))
 
     def _commit(self, offer: Offer) -> Committed:
         """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
@@ -347,17 +352,17 @@ class RoundCoordinator(ABC):
 
     def _attempt(self, offer: Offer) -> Committed | Verdict:
         """The next round, or the verdict of the others where they committed it without this node."""
-        parts, round = self._parts, self.round + 1
-        if parts.auto_rollback is not None and not offer.is_joining:
-            parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
-        parts.journal.settle()  # the result's memory is the next one's
+        watch, round = self._history.auto_rollback, self.round + 1
+        if watch is not None and not offer.is_joining:
+            watch.answer(self.round, LossRecord.of(self.record))
+        self._history.journal.settle()  # the result's memory is the next one's
         if not offer.is_joining:
             self._travel = TransferWindow(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
         self._announce(round, offer)
         try:
             return self._run_until_committed(round, is_member=not offer.is_joining)
         except Fenced as fence:
-            if not offer.is_joining or parts.mesh.is_fenced:
+            if not offer.is_joining or self._parts.mesh.is_fenced:
                 raise
             raise RoundsMissed(round) from fence
         finally:
@@ -368,7 +373,7 @@ class RoundCoordinator(ABC):
         if passes:
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
-        ready = replace(ready, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        ready = replace(ready, loss=offer.loss, trained=offer.trained)
         scored_for, gains = self._gains
         ready = replace(ready, largest=offer.largest, gains=gains if scored_for == round else ())
         ready = replace(ready, missed=round - offer.round if passes else 0)
@@ -465,10 +470,10 @@ class RoundCoordinator(ABC):
         scores = dict[str, dict[str, float]]()
         if opening.trust:
             scores[trust.RECORD] = trust.scores_after(self.record, opening, agreement)
-        if self._parts.scoring is not None and self._parts.scoring.counts:
+        if self._parts.scoring is not None and self._parts.scoring.rule.counts:
             scores[trust.GAIN] = trust.gains_after(self.record, opening)
         return {
-            "progress": self.progress.after(opening, self._parts.shape).to_record(),
+            "progress": self.progress.after(opening, self._schedule.shape).to_record(),
             "weight": opening.total_weight,
             "state_before": self.state_digest,
             "session": self.record["session"],
@@ -505,7 +510,7 @@ class RoundCoordinator(ABC):
 
     def _offered_again(self, offer: Offer) -> Offer:
         """What this node brings to a later round than the one that it was meant for."""
-        left = self._parts.shape.total_steps - self.progress.inner_step - offer.steps
+        left = self._schedule.shape.total_steps - self.progress.inner_step - offer.steps
         return replace(offer, steps_requested=min(offer.steps_requested, max(left, 0)))
 
     def _catch_up_as_member(self, round: int) -> None:
@@ -524,7 +529,7 @@ class RoundCoordinator(ABC):
 
         def room(nbytes: int) -> Tensor:
             try:
-                on_disk.append(self._parts.journal.room(nbytes))
+                on_disk.append(self._history.journal.room(nbytes))
             except OSError as error:
                 _log.warning("no room for the journal, so memory is used", extra={"fields": {"error": str(error)}})
                 return torch.empty(nbytes, dtype=torch.uint8)
@@ -532,7 +537,7 @@ class RoundCoordinator(ABC):
 
         for number in range(self.round + 1, round + 1):
             turn = self._turn
-            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn, room=room))
+            fetched = self._history.source.fetch_entry(number, partial(self.exchange.room, turn, room=room))
             self.exchange.unpack(turn, fetched.update if self._local.rank == 0 else None)
             has_already = [(start, stop) for start, stop, newest in self._later if newest >= number]
             found = self.replay(fetched, self.exchange.result_of(turn), has_already)
@@ -540,7 +545,7 @@ class RoundCoordinator(ABC):
             if self._is_one_state:
                 verify(found, fetched.state_digest, f"the state after round {number}", self._local)
                 if update is not None:
-                    self._parts.journal.add(replace(fetched, update=update))
+                    self._history.journal.add(replace(fetched, update=update))
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
@@ -563,7 +568,7 @@ class RoundCoordinator(ABC):
     def _found_by(self, opening: Opening, costs: RoundCosts) -> Committed:
         """Vote for the state that this node holds, with which a line of rounds begins. Raises PeerLost."""
         after_round = self.round if self.round >= FOUNDING_ROUND else None
-        progress = self.progress.begin(opening, self._parts.shape, after_round=after_round)
+        progress = self.progress.begin(opening, self._schedule.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state_digest}
         said[RECORD] = LossRecord.of(self.record).carried().to_record()
         if self.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
@@ -574,21 +579,21 @@ class RoundCoordinator(ABC):
     def _stage(self, opening: Opening, step: int) -> RoundState:
         """The checkpoint that an opening names. Raises PeerLost where it cannot be had: the order is taken back."""
         try:
-            return self._parts.stage(step)
+            return self._history.source.stage(step, self.sections)
         except RecoveryFailed as error:
             self._parts.mesh.refuse_rollback(opening, str(error))
             raise PeerLost(f"round {opening.round} does not go back: {error}") from error
 
     def _describe_return(self, staged: RoundState, opening: Opening) -> Mapping[str, Any]:
         before = {"state_before": self.state_digest, "session": self.record["session"]}
-        return describe_return(staged, opening, self._parts.shape, self.progress, before)
+        return describe_return(staged, opening, self._schedule.shape, self.progress, before)
 
     def _rolled_back(self, committed: Committed) -> RolledBack:
         verdict, record = committed.verdict, committed.verdict.record
         progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
         assert step is not None
         report = replace(self._report(committed, apply_s=0.0), progress=progress, state_digest=verdict.digest)
-        self._parts.journal.cut(verdict.round)
+        self._history.journal.cut(verdict.round)
         self._offered_steps = 0
         self._parts.feedback.forget()
         self._begin_phase()
@@ -622,8 +627,8 @@ class RoundCoordinator(ABC):
         self.record = record
         self.progress = Progress.from_record(record["progress"])
         self.state_digest = state
-        if self._parts.memory is not None and self._is_one_state:
-            self._parts.memory.stamp(self.sections, round, record, state)
+        if self._history.memory is not None and self._is_one_state:
+            self._history.memory.stamp(self.sections, round, record, state)
 
     def _digest(self) -> str:
         """Digest of the outer state; local rank 0 only, empty on the others."""
@@ -652,7 +657,7 @@ class RoundCoordinator(ABC):
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
         if self._local.rank == 0:
             pack = partial(self.exchange.pack, committed.result)
-            self._parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
+            self._history.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
 
     def _trust_in(self, member_id: str, opening: Opening) -> float | None:
         """What this node counts from here on for how it agreed; None where the run does not ask for it."""
@@ -680,7 +685,7 @@ class RoundCoordinator(ABC):
             member_id=member_id,
             members=opening.members,
             weights=opening.weights,
-            samples=tuple(steps * self._parts.shape.batch_size for steps in opening.steps),
+            samples=tuple(steps * self._schedule.shape.batch_size for steps in opening.steps),
             late=opening.late,
             state_digest=self.state_digest,
             progress=self.progress,

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from zeroband.data.ledger import SHARED, Range
+from zeroband.data.ledger import Range
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
@@ -97,6 +97,63 @@ class Scorer(Protocol):
         ...
 
 
+class RollbackRule(Protocol):
+    """What follows of the loss of a committed round. Called by all local ranks."""
+
+    def is_due(self, record: LossRecord) -> bool:
+        """Whether the run should leave what the round of this record led to."""
+        ...
+
+    def answer(self, round: int, record: LossRecord) -> None:
+        """Have all nodes go back at the next boundary, where that is due."""
+        ...
+
+
+class StateSource(Protocol):
+    """States and rounds that this node does not hold, from peers and from checkpoints. Called by all local ranks."""
+
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch the journal's entry of a round from a peer, into the room that local rank 0 has for its bytes.
+
+        Raises RecoveryFailed.
+        """
+        ...
+
+    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
+        """Read and verify the checkpoint of an inner step, on local rank 0, and keep it. Raises RecoveryFailed."""
+        ...
+
+
+@dataclass(frozen=True)
+class History:
+    """What lies behind the newest round: the rounds that this node keeps, and the states that it can go back to."""
+
+    journal: Journal
+    source: StateSource
+    auto_rollback: RollbackRule | None = None
+    """Answers rounds whose loss calls for going back; None: the run never does by itself."""
+    memory: NodeMemory | None = None
+    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far the run goes, and how this node cuts its inner steps into rounds."""
+
+    shape: RunShape
+    phase_length: PhaseLength
+    flush_every: int | None = None
+    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Which payloads are scored by held-out loss, and what measures it."""
+
+    rule: ScoringRule
+    scorer: Scorer
+
+
 @dataclass(frozen=True)
 class OuterParts:
     """What an outer algorithm works with."""
@@ -109,50 +166,30 @@ class OuterParts:
     """Where this rank's parameters lie in the sections."""
     fragments: tuple[Fragment, ...]
     """The parts of the state that are synchronised one after the other; one: the whole."""
-    sent: ShardMap
-    """Where this rank's parameters lie in contributions and results, which have the fragments one after the other."""
-    codec: Codec
-    """Encodes contributions and their mean."""
     feedback: ErrorFeedback
-    journal: Journal
-    shape: RunShape
-    phase_length: PhaseLength
+    """With the layout of contributions on the wire, and the codec of these and of their mean."""
+    schedule: Schedule
+    history: History
     departure: Departure
     faults: FaultPoints
-    fetch_entry: Callable[[int, Callable[[int], Tensor]], RoundUpdate]
-    """Has the journal's entry of a round fetched from the others, into the room that local rank 0 has for its bytes."""
-    stage: Callable[[int], RoundState]
-    """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
-    corpus: str = SHARED
-    """Name of the corpus that this node's samples are of."""
-    flush_every: int | None = None
-    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
-    auto_rollback: RollbackRule | None = None
-    """Answers rounds whose loss calls for going back; None: the run never does by itself."""
-    scoring: ScoringRule | None = None
-    """Which payloads are scored by held-out loss; None: none is."""
-    scorer: Scorer | None = None
-    """Measures it; there is one wherever payloads are scored."""
-    memory: NodeMemory | None = None
-    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+    scoring: Scoring | None = None
+    """None: no payload is scored."""
+
+    @property
+    def wire_layout(self) -> ShardMap:
+        """Where this rank's parameters lie in contributions and results, which have one fragment after the other."""
+        return self.feedback.shards
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes contributions and their mean."""
+        return self.feedback.codec
 
     @property
     def stepper(self) -> Stepper:
         """The inner optimizer, for an algorithm that takes its steps by itself."""
         assert isinstance(self.inner, Stepper), "such an algorithm needs one that all nodes have"
         return self.inner
-
-
-class RollbackRule(Protocol):
-    """What follows of the loss of a committed round. Called by all local ranks."""
-
-    def is_due(self, record: LossRecord) -> bool:
-        """Whether the run should leave what the round of this record led to."""
-        ...
-
-    def answer(self, round: int, record: LossRecord) -> None:
-        """Have all nodes go back at the next boundary, where that is due."""
-        ...
 
 
 class SyncHooks(Protocol):

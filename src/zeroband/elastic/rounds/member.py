@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.ballots import vote_for
@@ -39,7 +40,9 @@ from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
+from zeroband.node.backoff import Backoff
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.25
@@ -57,10 +60,6 @@ _log = get_logger(__name__)
 _T = TypeVar("_T")
 
 
-def say_nothing(_kind: str, **_fields: object) -> None:
-    """For events that nobody wants to know of."""
-
-
 @dataclass(frozen=True)
 class NodeIdentity:
     """What a node is, for its life: its name, its processes, its shared memory."""
@@ -74,6 +73,8 @@ class NodeIdentity:
     """The site that it is at; None: it names none."""
     store_port: int = 0
     """Port of the store that it holds; 0: it holds none."""
+    corpus: str = SHARED
+    """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
 
 
 class LeaseKeeper(Protocol):
@@ -121,11 +122,11 @@ class RunAccess:
     run_id: str
     shared: Mapping[str, str]
     """What all nodes must share, as it stands in the store."""
-    on_stall: Callable[[str, View], object] = lambda reason, view: None
+    on_stall: Callable[[str, View], object] = noop
     """Told why a round could not be finished and what the store showed then, in a thread of its own."""
     inbox: Inbox | None = None
     """Takes connections of other nodes that the trainer answers."""
-    on_event: Callable[..., object] = say_nothing
+    on_event: Callable[..., object] = noop
     """Told of events, by kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
@@ -232,7 +233,7 @@ class Member:
 
         `links`: Mbit/s to other members, as transfers showed them. `start_nodes`: so many found a run.
         """
-        ready = replace(ready, site=self.identity.site)
+        ready = replace(ready, site=self.identity.site, corpus=self.identity.corpus)
         self._tell_links(links or {})
         committed = self._memory.known.committed
         enough = start_nodes if committed is None else sum(m in self._alive for m in committed.members)
@@ -439,7 +440,7 @@ class Member:
                 raise PeerLost(f"round {opening.round} cannot be finished: {reason}")
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
-        pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
+        pauses, reminded_at_s, said, due_at_s = Backoff(_POLL_MIN_S, _POLL_MAX_S, factor=1.5), self._clock(), "", None
         view = self._take_first_look(round) or self.look(round)
         while True:
             require_admitted(view.orders, self.member_id)
@@ -468,8 +469,7 @@ class Member:
                 within_s = min(left_s, _LOOK_S, max(rule.left_s(), _POLL_MIN_S))
                 view = self._await_change(round, view, within_s=within_s, whole=False)
             else:
-                view = self._await_change(round, view, within_s=pause_s, whole=True)
-                pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+                view = self._await_change(round, view, within_s=pauses.pause_s(), whole=True)
 
     def _place(self, rule: Rule[Any], view: View) -> int:
         """How many come before this member where something is to be proposed."""

@@ -32,37 +32,9 @@ from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_url, place_of
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.store_call import call_store
+from zeroband.elastic.store.keys import ACL_RULES
+from zeroband.elastic.transport.sealed import call_store
 from zeroband.errors import ConfigError, HandshakeFailed
-
-COMMANDS = (
-    *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
-    *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "script|load", "select", "set"),
-    *("strlen", "time", "type", "xadd", "xdel", "xrange", "xread", "xrevrange", "zadd", "zcard", "zcount"),
-    *("zrangebyscore", "zrem", "zscore"),
-)
-"""What a run says to Redis, inside its scripts and outside."""
-
-KEY_PATTERN = "zeroband:*"
-"""The keys of all runs."""
-
-ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
-"""All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
-
-
-def rules_of_run(run_id: str) -> str:
-    """Return what the nodes of one run may do in a server of its own: the commands above, with the keys of this run.
-
-    And with those of its doctor, which has a run of its own name (`rehearsal_of`).
-    """
-    patterns = (f"~zeroband:{{{name}}}:*" for name in (run_id, rehearsal_of(run_id)))
-    return " ".join((*patterns, *(f"+{command}" for command in COMMANDS)))
-
-
-def rehearsal_of(run_id: str) -> str:
-    """Return the name under which `zeroband doctor` tries out a run."""
-    return f"{run_id}.doctor"
-
 
 RECHECK_S = 1.0
 """So often Sentinel is asked whether the master is still the same. A healthy master that was replaced by command takes
@@ -216,17 +188,11 @@ def forget_connections(client: redis.Redis) -> None:
     client.connection_pool.disconnect(inuse_connections=False)
 
 
-def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no connection, no answer, an error of the server that is no refusal.
-
-    Also one that nobody has heard of: what the store is made to say, by whomever, must not end a run.
-    """
-    is_ours = isinstance(error, redis.DataError)  # what cannot be sent
-    return isinstance(error, (redis.RedisError, OSError)) and not is_ours and is_refusal(error) is None
-
-
 def is_refusal(error: BaseException) -> str | None:
-    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass."""
+    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass.
+
+    An error that nobody has heard of may pass: what the store is made to say, by whomever, must not end a run.
+    """
     if isinstance(error, (SentinelRefusal, NodeRefusal)):
         return str(error)
     return _refusal(error, _REDIS)

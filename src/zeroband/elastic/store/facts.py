@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import shown_stores
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
@@ -214,11 +213,3 @@ class NearAndFar(FactSource):
 
     def close(self) -> None:
         self._far.close()
-
-
-def open_store_facts(config: RunConfig) -> StoreFacts:
-    """Read the run that a configuration is of. Raises ConfigError where it names no store."""
-    if config.store.address is None:
-        raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
-    token = config.run.token.get_secret_value() if config.run.token else None
-    return StoreFacts(config.store.address, config.run.id, token)

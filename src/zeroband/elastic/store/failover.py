@@ -1,13 +1,18 @@
-"""A member of a run of several stores goes to another one: it asks all of them, and does what the rules say."""
+"""A member of a run of several stores goes to another one: it asks all of them, and does what the rules say.
+
+It also notices where the run has a second line of history, which a machine founded that was cut off.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 
 from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.succession import (
     Begin,
     Enter,
@@ -16,12 +21,14 @@ from zeroband.elastic.membership.succession import (
     Meeting,
     Pledge,
     Rejoin,
+    StoreProbe,
+    in_use,
+    meeting_of,
     next_step,
 )
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.meetings import Meetings
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import Fenced, LineEnds
+from zeroband.errors import ConfigError, Fenced, LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -144,7 +151,9 @@ class StoreFailover:
                     stores[candidate.store].begin(generation, legacy)
                 case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
-                    self._flags.set_fenced(True)
+                    self._flags.set_fenced(
+                        True
+                    )  # the generation began without what this member knows: it votes no more
                 case KeepWaiting(reason):
                     self._say_waiting(reason)
             return isinstance(step, Enter | Rejoin)
@@ -163,6 +172,52 @@ class StoreFailover:
         self._closing.set()
         self._teller.join(_CLOSE_S)
         self._store.on_silence = self._store.follow
+
+
+class Meetings:
+    """Looks at all stores that a member knows, and tells those that are not in use where its line goes on.
+
+    Members of the line whose session sorts first write the meeting down in their store, once; the others read it there,
+    or where those could copy it to.
+    """
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._lease_ends_ms: dict[str, dict[str, int]] = {}
+        """Ends of the leases in other stores, as the look before this one showed them."""
+
+    def look(self, committed: Verdict | None) -> Meeting | None:
+        """Look once, and tell. `committed`: the newest verdict that this member knows."""
+        own = Line.of(committed)
+        self._store.tell_whereabouts(own)
+        if own is None:
+            return None
+        seen = self._store.survey()
+        met = next((c.meeting for _, c in seen if c.meeting is not None and c.meeting.concerns(own)), None)
+        if met is None:
+            met = meeting_of(own, [line for store, c in seen for line in self._living_lines(store, c)])
+            met = None if met is None else self._own_of(seen).take_meeting(met)
+        for store, candidate in seen if met is not None else ():
+            is_of_either = candidate.line is not None and met is not None and met.concerns(candidate.line)
+            if met is not None and is_of_either and candidate.meeting is None:
+                with suppress(StoreLost, ConfigError):
+                    store.take_meeting(met)
+        return met
+
+    def _own_of(self, seen: list[tuple[RedisStore, StoreProbe]]) -> RedisStore:
+        """The store in use, as one that is asked whatever session it is in."""
+        return next((store for store, _ in seen if store.address == self._store.address), self._store)
+
+    def _living_lines(self, store: RedisStore, candidate: StoreProbe) -> list[Line]:
+        """The lines that a store tells of whose members live: they told it, or renew their leases in it."""
+        told = [candidate.elsewhere.line] if candidate.elsewhere is not None else []
+        if store.address != self._store.address and in_use([candidate]) is not None:
+            with suppress(StoreLost, ConfigError):
+                shown, ends_ms = parse_store_url(store.address).shown, store.lease_ends_ms()
+                if self._lease_ends_ms.get(shown, ends_ms) != ends_ms:
+                    told.append(candidate.line)
+                self._lease_ends_ms[shown] = ends_ms
+        return [line for line in told if line is not None]
 
 
 def _shown(line: Line) -> str:

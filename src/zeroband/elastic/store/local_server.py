@@ -25,7 +25,7 @@ from typing import cast
 from urllib.parse import quote
 
 from zeroband.config.store_url import SOCKET_PATH_BYTES
-from zeroband.elastic.store.connection import rules_of_run
+from zeroband.elastic.store.keys import rules_of_run
 from zeroband.errors import ConfigError
 from zeroband.node.processes import start_leashed
 from zeroband.node.shm import is_ours

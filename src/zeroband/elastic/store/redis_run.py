@@ -6,10 +6,9 @@ May be called from any thread. Raises StoreLost when Redis does not answer in ti
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import redis
@@ -19,7 +18,6 @@ from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import (
-    Shape,
     StoreScript,
     connect,
     forget_connections,
@@ -27,24 +25,14 @@ from zeroband.elastic.store.connection import (
     is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch
+from zeroband.elastic.store.keys import FACTS_TTL_S, GROUP_TTL_S, RUN_TTL_S, SPENT_TTL_S, Keys
 from zeroband.elastic.store.record_verifier import RecordVerifier
-from zeroband.elastic.store.scripts import RUN_TTL_S
+from zeroband.elastic.store.scripts import Script
 from zeroband.elastic.store.seals import Seals
 from zeroband.elastic.store.store_cache import pairs, text_of
 from zeroband.errors import ConfigError, StoreLost
+from zeroband.node.backoff import Backoff
 from zeroband.observe.log import get_logger
-
-ROUND_TTL_S = 7 * 24 * 3600
-"""Life of what belongs to one round: longer than any pause a run may sit through."""
-
-SPENT_TTL_S = 3600
-"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
-
-GROUP_TTL_S = 3600
-"""Life of the keys through which the processes of one group find each other."""
-
-FACTS_TTL_S = ROUND_TTL_S
-"""Life of what a node recorded, after its last line."""
 
 FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
 """At most so much of what a node recorded is kept; the newest stays."""
@@ -60,82 +48,7 @@ _SELF_TEST_TTL_S = 60
 _PAGE, _LOOKED = 64, 16
 """Entries of facts that are read at once, and that are looked at to find one that counts."""
 
-_FLAG = frozenset((0, 1))
-
 _log = get_logger(__name__)
-
-
-class Keys:
-    """Every key of a run. Hash tags keep a run on one shard of a cluster.
-
-    All values are sealed records, but for the leases and the clock, which the store's own scripts write.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self.prefix = f"zeroband:{{{run_id}}}"
-        self.run = f"{self.prefix}:run"  # string: what all nodes must share
-        self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
-        self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
-        self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
-        self.peers_at = f"{self.prefix}:peers_at"  # sorted set: member -> the change that its word came with
-        self.opening = f"{self.prefix}:opening"  # string: the current opening
-        self.votes = f"{self.prefix}:votes"  # hash: member -> the result that it holds for the current opening
-        self.last_votes = f"{self.prefix}:last_votes"  # hash: those for the newest verdict, while another round is open
-        self.votes_at = f"{self.prefix}:votes_at"  # sorted set: member -> the change that its vote came with
-        self.failed = f"{self.prefix}:failed"  # string: why the current opening cannot be finished
-        self.committed = f"{self.prefix}:committed"  # string: the newest verdict
-        self.opening_patch = f"{self.opening}:patch"  # string: what of it is another than in the one before it
-        self.committed_patch = f"{self.committed}:patch"  # string: the same of the newest verdict
-        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
-        self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
-        self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
-        self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
-        self.holdings = f"{self.prefix}:holdings"  # hash: member -> which checkpoints it has, and whose folder it sees
-        self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
-        self.links_at = f"{self.prefix}:links_at"  # sorted set: member -> the change that its word came with
-        self.measuring = f"{self.prefix}:measuring"  # sorted set: member -> when its measurement of a link is over
-        self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
-        self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
-        self.generation = f"{self.prefix}:generation"  # string: the generation that began here last, of several stores
-        self.store_id = f"{self.prefix}:store_id"  # string: by which several stores, and lives of one, are told apart
-        self.accounts = f"{self.prefix}:accounts"  # hash: member -> what it tells, since the run may go to this store
-        self.told_at = f"{self.prefix}:told_at"  # hash: member -> when
-        self.meeting = f"{self.prefix}:meeting"  # string: two lines of history that met
-        self.elsewhere = f"{self.prefix}:elsewhere"  # string: where the run goes on that does not use this store
-        self.recorders = (
-            f"{self.prefix}:recorders"  # hash: name of a node, with its key -> what a late reader has to know of it
-        )
-
-    def scratch(self) -> list[str]:
-        """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""
-        return [f"{self.prefix}:self_test:{kind}" for kind in ("string", "hash", "list", "zset", "stream")]
-
-    def ready(self, round: int) -> str:
-        return f"{self.prefix}:ready:{round}"
-
-    def ready_at(self, round: int) -> str:
-        """Sorted set: member -> number of the change that its word came with."""
-        return f"{self.prefix}:ready_at:{round}"
-
-    def gradients(self, round: int, member_id: str) -> str:
-        return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
-
-    def evidence(self, opening: Opening) -> str:
-        """Hash: member -> what it saw of an opening that failed."""
-        return f"{self.prefix}:evidence:{opening.id}"
-
-    def saving(self, attempt: str) -> str:
-        """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""
-        return f"{self.prefix}:saving:{attempt}"
-
-    def facts(self, node: str) -> str:
-        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
-        return f"{self.prefix}:facts:{node}"
-
-    def group(self, opening: Opening, lane: int) -> str:
-        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
-        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
-        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
 
 
 class Appended(NamedTuple):
@@ -188,25 +101,17 @@ class RedisRun:
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
         self._recorders: dict[str, tuple[bytes, FactBatch | None]] = {}
         """What stood of each node when it was read last, with the record that it was read from."""
-        self._self_test = self.script(scripts.SELF_TEST, redis.ResponseError | int)
-        self._add_once = self.script(scripts.ADD_ONCE, int)
-        self._append_facts = self.script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
-        self._read_facts = self.script(scripts.READ_FACTS, list)
-        self._read_nodes = self.script(scripts.READ_NODES, list)
-        self._tell_holding = self.script(scripts.TELL_HOLDING, int)
-        self._say, self._read_said = self.script(scripts.SAY, int), self.script(scripts.READ_SAID, list)
+        self._scripts: dict[str, StoreScript] = {}
+        """By their texts."""
 
     # -- how Redis is asked -----------------------------------------------------------------------------------
-
-    def script(self, text: str, answer: Shape) -> StoreScript:
-        """A script that says which keys it mended, and gives an answer of this shape."""
-        return self._redis.script(text, (list, answer))
 
     def call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
         """What a call of Redis gives, once it does."""
         patience_s = self._patience_s if patience_s is None else patience_s
         self._find_way()
-        started_at_s, pause_s, reminded_at_s = time.monotonic(), PAUSE_MIN_S, time.monotonic()
+        pauses = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, jitter=0.5)  # members that lost it together come back apart
+        started_at_s = reminded_at_s = time.monotonic()
         while True:
             try:
                 answer = call()
@@ -214,7 +119,7 @@ class RedisRun:
                 if isinstance(error, redis.DataError):
                     raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
                 why, now_s = self._why_refused(error), time.monotonic()
-                if now_s + pause_s > started_at_s + patience_s:
+                if now_s + pauses.longest_s > started_at_s + patience_s:
                     silence = f"Redis did not answer for {patience_s:g} s: {error}; check store.url"
                     raise StoreLost(silence if why is None else f"Redis refused for {patience_s:g} s: {why}") from error
                 if now_s - reminded_at_s > REMIND_S:
@@ -227,8 +132,7 @@ class RedisRun:
             forget_connections(self._redis)
             self._before_retry()
             self._note_silence(time.monotonic() - self._answered_at_s)
-            time.sleep(random.uniform(0.5, 1.0) * pause_s)
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            time.sleep(pauses.pause_s())
 
     def _why_refused(self, error: redis.RedisError | OSError) -> str | None:
         """Why a server that answers does not do what was asked; None: it does not answer, or will soon.
@@ -255,30 +159,41 @@ class RedisRun:
 
     def run_script(
         self,
-        script: StoreScript,
-        keys: Sequence[str],
-        args: Sequence[str | bytes | int],
+        script: Script,
+        *args: str | bytes | int,
         patience_s: float | None = None,
         wait: Sequence[str | int] = (),
+        at: Mapping[str, str] | None = None,
     ) -> Any:
-        """The result of a script; says which keys it found to be of a wrong kind. `wait`: a command before it."""
-        mended, result = self.call(lambda: script(keys=keys, args=args, wait=wait), patience_s)
+        """The result of a script; says which keys it found to be of a wrong kind.
+
+        `wait`: a command before it. `at`: where those of its keys are of which a run has more than one, by their names.
+        """
+        keys = [(at or {}).get(name) or getattr(self.keys, name) for name in script.keys]
+        run = self._bound(script)
+        mended, result = self.call(lambda: run(keys=keys, args=args, wait=wait), patience_s)
         for key in mended:
             fields = {"key": text_of(key)}
             _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
         return result
+
+    def _bound(self, script: Script) -> StoreScript:
+        """A script on this run's server; it also says which keys it mended."""
+        if script.text not in self._scripts:
+            self._scripts[script.text] = self._redis.script(script.text, (list, script.answer))
+        return self._scripts[script.text]
 
     def require_usable(self, *, patience_s: float) -> None:
         """Have Redis do once all that a run asks of it: from then on what it refuses may come back, and is waited for.
 
         Raises ConfigError where it refuses any of it, and StoreLost.
         """
-        keys = self.keys.scratch()
+        keys, self_test = self.keys.scratch(), self._bound(scripts.SELF_TEST)
         wait = ("XREAD", "BLOCK", 1, "COUNT", 1, "STREAMS", keys[-1], "0-0")
 
         def ask() -> None:
-            self._self_test.load()
-            _, refusal = self._self_test(keys=keys, args=[_SELF_TEST_TTL_S], wait=wait)
+            self_test.load()
+            _, refusal = self_test(keys=keys, args=[_SELF_TEST_TTL_S], wait=wait)
             if isinstance(refusal, redis.ResponseError):
                 raise refusal
 
@@ -299,12 +214,12 @@ class RedisRun:
         """
         key = self.keys.saving(attempt)
         sealed = self.judge.seal_saving(key, node, word)
-        self.run_script(self._say, [key], [node, sealed, SPENT_TTL_S], patience_s)
+        self.run_script(scripts.SAY, node, sealed, SPENT_TTL_S, at={"said": key}, patience_s=patience_s)
 
     def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
         """What the writers of a checkpoint last said, by node id."""
         key = self.keys.saving(attempt)
-        said = pairs(self.run_script(self._read_said, [key], [], patience_s))
+        said = pairs(self.run_script(scripts.READ_SAID, at={"said": key}, patience_s=patience_s))
         return self.judge.saving(key, said, self._living_nodes())
 
     def _living_nodes(self) -> dict[str, str]:
@@ -315,12 +230,12 @@ class RedisRun:
 
     def tell_holding(self, member_id: str, holding: Holding, *, patience_s: float | None = None) -> None:
         """Tell the others what this node has at its ckpt.path; the newest word counts. It must hold a lease."""
-        args = [member_id, self.judge.seal_holding(member_id, holding), RUN_TTL_S]
-        self.run_script(self._tell_holding, [self.keys.holdings, self.keys.leases], args, patience_s)
+        sealed = self.judge.seal_holding(member_id, holding)
+        self.run_script(scripts.TELL_HOLDING, member_id, sealed, RUN_TTL_S, patience_s=patience_s)
 
     def holdings(self, *, patience_s: float | None = None) -> dict[str, Holding]:
         """What nodes have at their ckpt.path, by member; some of these may have left."""
-        said = pairs(self.run_script(self._read_said, [self.keys.holdings], [], patience_s))
+        said = pairs(self.run_script(scripts.READ_SAID, at={"said": self.keys.holdings}, patience_s=patience_s))
         return self.judge.holdings(self.keys.holdings, said)
 
     # -- what nodes recorded ------------------------------------------------------------------------------------
@@ -336,11 +251,11 @@ class RedisRun:
         may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
         `is_new`: in place of those that are there.
         """
-        keys, seal = [self.keys.facts(node), self.keys.recorders], self.judge.seal_facts
+        key, seal = self.keys.facts(node), self.judge.seal_facts
         word = "" if standing is None else seal(self.keys.recorders, node, standing)
-        args = [newest, seal(keys[0], node, batch), node, word, int(bool(word) and is_new)]
+        args = [newest, seal(key, node, batch), node, word, int(bool(word) and is_new)]
         args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
-        is_added, said, listed = self.run_script(self._append_facts, keys, args)
+        is_added, said, listed = self.run_script(scripts.APPEND_FACTS, *args, at={"facts": key})
         if is_added:
             return Appended(text_of(said), self._knows_word(node, listed))
         return self._entries(node, said)
@@ -355,7 +270,7 @@ class RedisRun:
 
     def read_facts(self, node: str, behind: str) -> Sequence[FactEntry]:
         """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
-        raw = self.run_script(self._read_facts, [self.keys.facts(node)], [behind, _PAGE])
+        raw = self.run_script(scripts.READ_FACTS, behind, _PAGE, at={"facts": self.keys.facts(node)})
         return self._entries(node, raw)
 
     def _entries(self, node: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
@@ -368,7 +283,7 @@ class RedisRun:
         By their names with their keys.
         """
         name, before = self.keys.recorders, self._recorders
-        said = pairs(self.run_script(self._read_nodes, [name], []))
+        said = pairs(self.run_script(scripts.READ_NODES))
         self._recorders = {
             node: before[node]
             if node in before and before[node][0] == raw
@@ -392,7 +307,7 @@ class RedisRun:
 
     def group_add(self, key: str, amount: int) -> int:
         sign = f"{key}:{uuid.uuid4().hex}"
-        return int(self.run_script(self._add_once, [key, sign], [amount, GROUP_TTL_S]))
+        return int(self.run_script(scripts.ADD_ONCE, amount, GROUP_TTL_S, at={"counter": key, "sign": sign}))
 
     def group_delete(self, key: str) -> bool:
         return bool(self.call(lambda: self._redis.delete(key)))

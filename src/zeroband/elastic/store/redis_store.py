@@ -1,4 +1,4 @@
-"""The store of a run in Redis, or in one of several: leases, rounds, and which one is in use.
+"""The store of a run in Redis, or in one of several: its start, leases and rounds.
 
 All writes that decide something are compare-and-set, fenced by the opening that they build on; what runs inside Redis
 is in `scripts`. What is found there counts if it was sealed by a node of this run (`judge`).
@@ -9,15 +9,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
-from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
 from zeroband.elastic.membership.ballots import is_voted_for
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
@@ -32,39 +27,20 @@ from zeroband.elastic.membership.records import (
     View,
 )
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import (
-    MOST_STORES,
-    ForwardPointer,
-    HandoverState,
-    Line,
-    Meeting,
-    MemberReport,
-    StoreProbe,
-    are_different,
-    in_use,
-    is_nowhere_else,
-    places_of_stores,
-)
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
-from zeroband.elastic.store.connection import (
-    connect,
-)
 from zeroband.elastic.store.interface import Store, record_of, require_equal
+from zeroband.elastic.store.keys import HISTORY_LENGTH, ROUND_TTL_S, RUN_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
 from zeroband.elastic.store.record_verifier import NOT_VOTED_FOR
-from zeroband.elastic.store.redis_run import PAUSE_MAX_S, REMIND_S, ROUND_TTL_S, SPENT_TTL_S, RedisRun
-from zeroband.elastic.store.scripts import RUN_TTL_S
+from zeroband.elastic.store.redis_run import PAUSE_MAX_S
 from zeroband.elastic.store.seals import id_of
 from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
+from zeroband.elastic.store.store_in_use import StoreInUse, stamp_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
-from zeroband.observe.log import get_logger
 
 MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
 """At most so many links of a run are measured at one time, each for so long."""
-
-HISTORY_LENGTH = 1000
-"""Verdicts kept for readers of the run's history."""
 
 _ASK_AGAIN = 8
 """Times that a compare-and-set is tried at once while somebody changes what it builds on."""
@@ -72,48 +48,12 @@ _ASK_AGAIN = 8
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
 
-_TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
-_LIST: type = list
-_NEWS, _WORDS = bytes | int | None, (bytes, _FLAG, _LIST | int)
-_TIMES = (_TEXT, _TEXT, _TEXT)
-_RENEWAL = (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS)
-"""The answer to a renewal."""
-_VIEW = (
-    _TIMES,
-    _NEWS | _LIST,
-    _NEWS | _LIST,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _NEWS,
-    _LIST | int,
-    _WORDS,
-    _WORDS,
-    _WORDS,
-    _FLAG,
-    _NEWS,
-    _NEWS,
-)
-"""The answer to a look."""
-
-_SURVEY_S = 1.0
-"""In which a store that the run may go to must answer."""
-_FRESH_MS = 3000
-"""So long counts what a member told a store that the run may go to; it tells it again every moment."""
-_MEETING_LEASES = 12
-"""So long stands what was written down of two lines that met: all members of both look once a lease."""
-_ELSEWHERE_LEASES = 4
-"""So long counts what a store was told that the run does not use; it is told once a lease."""
-
 _NEVER = 1 << 31
 """More than members can be."""
 
 _WHOLE_LEASES, _WHOLE_MEMBERS = 6, 64
 """A look takes nothing for known after so many leases, and after more of them in proportion where there are more
 members than so many: what somebody damages without a trace is seen by then."""
-
-_log = get_logger(__name__)
 
 
 class _Said(NamedTuple):
@@ -123,7 +63,7 @@ class _Said(NamedTuple):
     opening: Opening | None = None
 
 
-class RedisStore(RedisRun, Store):
+class RedisStore(StoreInUse, Store):
     """The store of real runs.
 
     `url`: of several stores, with blanks between them or held by nodes, the one in use is found at the first call
@@ -146,9 +86,13 @@ class RedisStore(RedisRun, Store):
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
-        listed = addresses_in(url) or (url,)
         super().__init__(
-            listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
+            *(url, run_id),
+            key=key,
+            lease_s=lease_s,
+            patience_s=patience_s,
+            answer_s=answer_s,
+            before_retry=before_retry,
         )
         self._seen = StoreCache()
         self._seeing = threading.Lock()
@@ -156,8 +100,6 @@ class RedisStore(RedisRun, Store):
         """The verdict that this node could write itself, which need not be told."""
         self._own = ""
         """The member that speaks through this store; empty: none did yet."""
-        self._era = 0
-        """Grows with each session and each store: what was seen in one is not learned from in another."""
         self._shared: Mapping[str, str] | None = None
         """What all nodes share; None: this node has not compared it."""
         self._newest: Verdict | None = None
@@ -165,44 +107,6 @@ class RedisStore(RedisRun, Store):
         self._doubted = "", 0.0
         """Opening of the newest verdict that was not shown to be voted for, and since when."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
-        self._lease_ms = int(lease_s * 1000)
-        self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
-        self.generation: StoreTerm | None = None
-        """The one that the store in use is in, of several; None: it is the only one, or not found yet."""
-        self.on_silence: Callable[[], None] = self.follow
-        """Called while the store in use, of several, has been silent for a lease: finds another one, if it can."""
-        self._following = threading.RLock()
-        self._others: tuple[str, ...] = ()
-        """Addresses of stores that are not listed, and that members hold or told of."""
-        self._asked: dict[str, RedisStore] = {}
-        """Those that were asked by themselves, by what is shown of their addresses."""
-        self._ask = partial(RedisStore, run_id=run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
-        self._refusals: dict[str, str] = {}
-        """Why stores that answered the last survey cannot serve a run, by what is shown of their addresses."""
-        self._is_quiet_since_s: float | None = None
-        self._said = "", 0.0
-        """Why it waits to begin a run, and when that was said."""
-        self._load_scripts()
-
-    def _load_scripts(self) -> None:
-        self._view = self.script(scripts.VIEW, _VIEW)
-        self._open, self._begin, self._fail, self._order = (
-            self.script(text, _FLAG) for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER)
-        )
-        self._clear, self._end_lease, self._tell_links, self._measure = (
-            self.script(text, _FLAG) for text in (scripts.CLEAR, scripts.END_LEASE, scripts.TELL_LINKS, scripts.MEASURE)
-        )
-        self._commit, self._restore = (self.script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
-        self._renew = self.script(scripts.RENEW, _RENEWAL)
-        self._leave = self.script(scripts.LEAVE, (list, list))
-        self._found = self.script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
-        self._read = self.script(scripts.READ, (_TEXT, _TEXT, _TEXT))
-        self._read_history = self.script(scripts.READ_HISTORY, list)
-        self._read_links = self.script(scripts.READ_LINKS, (_TIMES, _WORDS))
-        self._testify = self.script(scripts.TESTIFY, _FLAG)
-        self._tell_account = self.script(scripts.TELL_ACCOUNT, (bytes, _TEXT, list, _TEXT, _TEXT, _TEXT))
-        self._begin_generation = self.script(scripts.BEGIN_GENERATION, _FLAG)
-        self._tell_whereabouts = self.script(scripts.TELL_WHEREABOUTS, _FLAG)
 
     @property
     def session(self) -> str:
@@ -221,294 +125,17 @@ class RedisStore(RedisRun, Store):
         """Without any renewal for so long, the store itself was out of reach: a guardian renews five times a lease."""
         return self._lease_ms // 2
 
-    def reach(self, *, patience_s: float, least_stores: int = 1) -> None:
-        """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
-
-        Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
-        serve a run and none is. `least_stores`: different ones that must be there for that.
-        """
-        if not self.has_several:
-            self.require_usable(patience_s=patience_s)
-            raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
-            if (told := self.judge.whereabouts(self.keys.elsewhere, raw)) is not None:
-                raise ConfigError(
-                    f"store.url names one of several stores of this run, which uses {told.store}: name all"
-                )
-            return
-        until_s, self._said = time.monotonic() + patience_s, ("", time.monotonic())
-        while self.generation is None:
-            seen = self.survey()
-            self._enter_newest(seen)
-            if self.generation is not None:
-                break
-            if self._refusals and not self._are_of_nodes:  # a store of another node's may be replaced
-                raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
-            silent = self._silent(seen)
-            found = [candidate for _, candidate in seen]
-            sees_enough = bool(silent) or are_different(found, least_stores)
-            if not silent and sees_enough and is_nowhere_else(found, None):
-                first, candidate = seen[0]
-                with suppress(StoreLost):  # the next look shows that it is gone
-                    self._require_all_usable(seen)
-                    first.begin(StoreTerm(1, candidate.store), None)
-                self._is_quiet_since_s = time.monotonic()
-                continue
-            if time.monotonic() > until_s:
-                raise StoreLost(self._why_not_reached(silent, sees_enough=sees_enough))
-            self._say_waits(self._why_not_reached(silent, sees_enough=sees_enough))
-            time.sleep(PAUSE_MAX_S)
-        self._require_all_usable(self.survey())
-
-    def _require_all_usable(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> None:
-        """Have each of these stores do once what a run asks of it. Says which of those that are not in use refuse.
-
-        Raises StoreLost, and ConfigError where the one in use refuses, or any while none is.
-        """
-        for store, _ in seen:
-            shown = _shown(store.address)
-            try:
-                store.require_usable(patience_s=_SURVEY_S)
-            except ConfigError as error:
-                if self.generation is None or shown == _shown(self.address):
-                    raise ConfigError(f"{shown}: {error}") from error
-                fields = {"store": shown, "why": str(error)}
-                _log.warning("the run cannot go on in one of its stores", extra={"fields": fields})
-            except StoreLost:
-                if self.generation is None or shown == _shown(self.address):
-                    raise
-
-    def _say_waits(self, why: str) -> None:
-        """Say why no run is begun here, where that is another reason than before and stays for a moment."""
-        said, since_s = self._said
-        if why != said and time.monotonic() - since_s > REMIND_S:
-            self._said = why, time.monotonic()
-            _log.warning("cannot start the run yet", extra={"fields": {"why": why}})
-
-    def _why_not_reached(self, silent: Sequence[str], *, sees_enough: bool = True) -> str:
-        if not sees_enough:
-            return (
-                "this node sees no store of another machine: it may be the first of the run, or cut off from all "
-                "others, who go on; start another node of the run, or this one with --found if no other one lives"
-            )
-        if not silent:
-            return "the stores of the run tell that its members go on with another one, which does not answer yet"
-        key = "store.peers" if self._are_of_nodes else "store.url"
-        why = self._refusals
-        named = ", ".join(f"{shown} ({why[shown]})" if shown in why else shown for shown in silent)
-        return (
-            f"no store of {key} holds this run, and {len(silent)} of {len(self._listed)} do not answer, of which one "
-            f"may hold it: {named}; start them, or take out of {key} those that are gone"
-        )
-
-    # -- several stores -----------------------------------------------------------------------------------------
-
-    @property
-    def has_several(self) -> bool:
-        """Whether the run has several stores, as far as this node knows."""
-        return self._are_of_nodes or len(self._listed) > 1 or self.generation is not None
-
-    @property
-    def candidates(self) -> tuple[RedisStore, ...]:
-        """The stores that the run may use: those listed, then those found. Each is asked by itself."""
-        with self._seeing:
-            addresses = (*self._listed, *self._others, self.address)
-            for shown, address in zip(map(_shown, addresses), addresses, strict=True):
-                if shown not in self._asked:
-                    self._asked[shown] = self._ask(address)
-            return tuple(self._asked[shown] for shown in dict.fromkeys(map(_shown, addresses)))
-
-    def survey(self, member_id: str = "", account: MemberReport | None = None) -> list[tuple[RedisStore, StoreProbe]]:
-        """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them.
-
-        Those of which one of them tells are asked, too.
-        """
-        answers = dict[RedisStore, StoreProbe | None]()
-
-        refusals = dict[str, str]()
-
-        def ask(store: RedisStore) -> StoreProbe | None:
-            try:
-                return store.look_at_candidate(member_id, account)
-            except ConfigError as error:
-                refusals[_shown(store.address)] = str(error)
-            except StoreLost:
-                pass
-            return None
-
-        while unasked := [store for store in self.candidates if store not in answers]:
-            with ThreadPoolExecutor(len(unasked), "survey") as pool:
-                answers.update(zip(unasked, pool.map(ask, unasked), strict=True))
-            for store, seen in answers.items():
-                if seen is not None and seen.elsewhere is not None:
-                    self._find(beside(store.address, seen.elsewhere.store))
-        self._refusals = refusals
-        return [(store, seen) for store in self.candidates if (seen := answers.get(store)) is not None]
-
-    def _find(self, *addresses: str) -> None:
-        """Ask these stores, too, from now on, and fewer of those that were found before."""
-        with self._seeing:
-            self._others = tuple(dict.fromkeys([*addresses, *self._others]))[:MOST_STORES]
-
-    def _find_stores_of(self, peers: Mapping[str, Peer]) -> None:
-        if self._are_of_nodes:
-            places = [place_of(host, port) for host, port in places_of_stores(peers)]
-            self._find(*map(address_of_node, places))
-
-    def _silent(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> list[str]:
-        """The stores that are listed and do not answer."""
-        answering = [_shown(store.address) for store, _ in seen]
-        return [shown for shown in map(_shown, self._listed) if shown not in answering]
-
-    def look_at_candidate(self, member_id: str, account: MemberReport | None) -> StoreProbe:
-        """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
-        keys, judge = self.keys, self.judge
-        names = [keys.store_id, keys.generation, keys.accounts, keys.told_at, keys.committed, keys.elsewhere]
-        names.append(keys.meeting)
-        word = "" if account is None else judge.seal_account(member_id, account)
-        args = [uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS]
-        id, generation, said, committed, elsewhere, met = self.run_script(self._tell_account, names, args)
-        verdict = judge.verdict(keys.committed, committed)
-        accounts = judge.accounts(keys.accounts, pairs(said))
-        round = -1 if verdict is None else verdict.round
-        told = judge.whereabouts(keys.elsewhere, elsewhere)
-        return StoreProbe(
-            *(text_of(id), judge.generation(keys.generation, generation), round, accounts, told),
-            line=Line.of(verdict),
-            meeting=judge.meeting(keys.meeting, met),
-        )
-
-    def tell_whereabouts(self, line: Line | None = None) -> None:
-        """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
-        if self.generation is None:
-            return
-        word = ForwardPointer(self.generation, _shown(self.address), line)
-        listed = {*map(_shown, self._listed)} - {word.store}
-        idle = [store for store in self.candidates if _shown(store.address) in listed]
-
-        def tell(store: RedisStore) -> None:
-            with suppress(StoreLost, ConfigError):
-                store.take_whereabouts(word)
-
-        if idle:
-            with ThreadPoolExecutor(len(idle), "whereabouts") as pool:
-                list(pool.map(tell, idle))
-
-    def take_whereabouts(self, word: ForwardPointer) -> None:
-        """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
-        key, sealed = self.keys.elsewhere, self.judge.seal_whereabouts(word)
-        self.run_script(
-            self._tell_whereabouts, [key], [sealed, _ELSEWHERE_LEASES * self._lease_ms, self.judge.junk(key)]
-        )
-
-    def take_meeting(self, meeting: Meeting) -> Meeting:
-        """Write down here that two lines of history met, unless somebody has. Returns what stands there.
-
-        Raises StoreLost, ConfigError.
-        """
-        key, sealed = self.keys.meeting, self.judge.seal_meeting(meeting)
-        px = _MEETING_LEASES * self._lease_ms
-        if self.call(lambda: self._redis.set(key, sealed, nx=True, px=px)):
-            return meeting
-        if (standing := self.judge.meeting(key, self.call(lambda: self._redis.get(key)))) is not None:
-            return standing
-        self.call(lambda: self._redis.set(key, sealed, px=px))
-        return meeting
-
-    def find_run(self) -> None:
-        """Go to the store that the run uses, if this one tells that it has several: one address of them is enough."""
-        if not self.has_several:
-            names = [self.keys.generation, self.keys.elsewhere]
-            begun, elsewhere = self.call(lambda: self._redis.mget(names))
-            if begun is None and elsewhere is None:
-                return
-        self.follow()
-
-    def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
-        """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
-        keys, judge = self.keys, self.judge
-        names = [keys.store_id, keys.generation, keys.opening, keys.committed, keys.history, keys.clock, keys.run]
-        names += [keys.leases, keys.orders, keys.changes, keys.news, keys.votes, keys.votes_at, keys.failed]
-        records = ["", "", "", ""]
-        if legacy is not None:
-            committed = judge.seal_verdict(legacy.committed)
-            judge.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [judge.seal_opening(legacy.opening), committed, judge.seal_run(legacy.run)]
-            records.append(judge.seal_orders(legacy.orders))
-        args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
-        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
-        return bool(self.run_script(self._begin_generation, names, args))
-
-    def follow(self) -> None:
-        """Go to the store that the run uses, if it is seen to use another one."""
-        with self._following:
-            self._enter_newest(self.survey())
-
-    def may_found(self) -> bool:
-        """Whether nobody can go on with the run in another store: so a node may begin it in this one.
-
-        That is when it was asked again and again, for longer than a lease: all stores that are listed have answered,
-        and no member told one of them that it is in another generation or without its store, nor began another one.
-        """
-        if not self.has_several:
-            return True
-        seen, now_s = self.survey(), time.monotonic()
-        silent = self._silent(seen)
-        if silent or not is_nowhere_else([candidate for _, candidate in seen], self.generation):
-            self._is_quiet_since_s = None
-            self._enter_newest(seen)
-            self._say_waits(self._why_not_reached(silent))
-            return False
-        if self._is_quiet_since_s is None:
-            self._is_quiet_since_s = now_s
-        return now_s - self._is_quiet_since_s > self._lease_ms / 1000 + 2 * _SURVEY_S
-
-    def _enter_newest(self, seen: Sequence[tuple[RedisStore, StoreProbe]]) -> None:
-        newest = in_use([candidate for _, candidate in seen])
-        if newest is None or newest.generation is None or newest.generation == self.generation:
-            return
-        told = [c.elsewhere.generation for _, c in seen if c.elsewhere is not None]
-        if self.generation is None and max(told, default=newest.generation) > newest.generation:
-            return  # the run goes on in one that does not answer here, and left this one behind
-        if self.generation is None or newest.generation.number >= self.generation.number:
-            self.enter(next(store for store, candidate in seen if candidate is newest), newest.generation)
-
-    def enter(self, store: RedisStore, generation: StoreTerm) -> None:
-        """Use this one of the candidates from now on."""
-        if store.address != self.address:
-            self._redis.connection_pool = connect(
-                store.address, timeout_s=self._answer_s, key=self._key
-            ).connection_pool
-            self.address = store.address
-        self.generation = generation
-        self._answered_at_s = time.monotonic()
-        self._is_proven = True
-        self._era += 1
-
-    @property
-    def _stamp(self) -> str:
-        """The generation as scripts compare it."""
-        return _stamp_of(self.generation)
-
-    def _find_way(self) -> None:
-        if self.has_several and self.generation is None:
-            self.follow()
-
-    def _note_silence(self, silent_s: float) -> None:
-        if self.has_several and silent_s > self._lease_ms / 1000:
-            self.on_silence()
-
     # -- the run ------------------------------------------------------------------------------------------------
 
     def found_or_match(self, shared: Mapping[str, str]) -> dict[str, str]:
         record = record_of(shared)
         deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
         while True:
-            keys, is_first = [self.keys.run, self.keys.leases, self.keys.clock], time.monotonic() < deadline_s
+            is_first = time.monotonic() < deadline_s
             if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
                 raise JoinRefused("run.token", "another", "this one")
-            args: list[str | bytes | int] = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run)]
-            args += [self._silence_ms, int(is_first)]
-            raw, other_protocol, is_alive = self.run_script(self._found, keys, args)
+            args = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run), self._silence_ms]
+            raw, other_protocol, is_alive = self.run_script(scripts.FOUND, *args, int(is_first))
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
                 raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
@@ -529,7 +156,7 @@ class RedisStore(RedisRun, Store):
 
     def require_token(self) -> None:
         """Raise ConfigError where the run's record was sealed with another token than this one's."""
-        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
         if raw and self._names_another_token(raw) and self.judge.run(self.keys.run, raw) is None:
             raise ConfigError(
                 "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
@@ -537,20 +164,19 @@ class RedisStore(RedisRun, Store):
 
     def record(self) -> dict[str, str] | None:
         """Return what the run's nodes share, as its first one wrote it. None: there is no such run, or it is forged."""
-        raw, _, _ = self.run_script(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
         return self.judge.run(self.keys.run, raw)
 
     def forget_dead_run(self) -> bool:
-        keys = [self.keys.run, self.keys.leases, self.keys.clock]
-        return bool(self.run_script(self._clear, keys, [self._lease_ms, self._silence_ms]))
+        return bool(self.run_script(scripts.CLEAR, self._lease_ms, self._silence_ms))
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         judge, keys = self.judge, self.keys
-        names, news = [keys.restart_point, keys.opening, keys.committed], [keys.changes, keys.news]
+        names = [keys.restart_point, keys.opening, keys.committed]
         before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
         before.append(judge.seal_verdict(view.committed))
         args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
-        return bool(self.run_script(self._begin, [*names, keys.clock, keys.leases, *news], args))
+        return bool(self.run_script(scripts.BEGIN, *args))
 
     def restore(self, known: StoreBackup) -> bool:
         keys, judge, member = self.keys, self.judge, known.member_id
@@ -564,25 +190,20 @@ class RedisStore(RedisRun, Store):
         places = [keys.opening, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
         places.append(f"{keys.votes} {member}")
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
-        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, keys.ready(round), keys.votes]
-        names += [keys.orders, keys.changes, keys.news, keys.generation]
-        names += [keys.ready_at(round), keys.votes_at, keys.failed]
-        args += [_stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
-        return self.run_script(self._restore, names, args) == 1
+        args += [stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
+        return self.run_script(scripts.RESTORE, *args, at=self.keys.of_round(round)) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
 
     def renew_lease(
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
-        names = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
-        names += [self.keys.changes, self.keys.news, self.keys.peers_at]
         args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
         args += [self.judge.seal_peer(member_id, peer), RUN_TTL_S]
         refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
             seen = [refuted, known.changes, known.alive_tag, known.peers.change]
-            granted, against, *living = self.run_script(self._renew, names, [*args, *seen])
+            granted, against, *living = self.run_script(scripts.RENEW, *args, *seen)
             if granted:
                 return self._living(known, *living)
             opening = self.judge.opening(self.keys.opening, against, None)
@@ -616,10 +237,7 @@ class RedisStore(RedisRun, Store):
         self._end(member_id, forget=False)
 
     def _end(self, member_id: str, *, forget: bool) -> None:
-        keys = self.keys
-        names = [keys.leases, keys.peers, keys.clock, keys.changes, keys.news, keys.links]
-        names += [keys.peers_at, keys.links_at]
-        self.run_script(self._end_lease, names, [member_id, int(forget)])
+        self.run_script(scripts.END_LEASE, member_id, int(forget))
 
     def lease_ends_ms(self) -> dict[str, int]:
         leases = self.call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
@@ -629,9 +247,8 @@ class RedisStore(RedisRun, Store):
         return 0 < end_ms - before_ms < self._silence_ms
 
     def say_leaving(self, member_id: str) -> frozenset[str]:
-        keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
-        args = [member_id, self._silence_ms, ROUND_TTL_S, self.judge.seal_leaving(member_id)]
-        alive, leaving = self.run_script(self._leave, keys, args)
+        word = self.judge.seal_leaving(member_id)
+        alive, leaving = self.run_script(scripts.LEAVE, member_id, self._silence_ms, ROUND_TTL_S, word)
         return frozenset(map(text_of, alive)) - self.judge.leaving(self.keys.leaving, pairs(leaving))
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -652,17 +269,17 @@ class RedisStore(RedisRun, Store):
 
     def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
         key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
-        args = [member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} {member_id}")]
-        self.run_script(self._testify, [key], args)
+        junk = self.judge.junk(f"{key} {member_id}")
+        self.run_script(scripts.TESTIFY, member_id, word, SPENT_TTL_S, junk, at={"evidence": key})
 
     def evidence(self, opening: Opening) -> dict[str, Evidence]:
         key = self.keys.evidence(opening)
-        return self.judge.evidence(key, opening, pairs(self.run_script(self._read_said, [key], [])))
+        return self.judge.evidence(key, opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own = member_id
         said = _Said(self.judge.seal_vote(member_id, opening, digest), opening)
-        enough, stamp = len(opening.members), _stamp_of(generation)
+        enough, stamp = len(opening.members), stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
     def _known(self) -> StoreCache:
@@ -702,10 +319,6 @@ class RedisStore(RedisRun, Store):
         """
         keys, known, expected = self.keys, self._known(), self._expected
         known.ask_for_round(round)
-        names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names += [keys.orders, keys.restart_point, keys.changes, keys.generation]
-        names += [keys.opening_patch, keys.committed_patch, keys.peers_at, keys.ready_at(round)]
-        names += [keys.votes, keys.votes_at, keys.failed]
         args: list[str | bytes | int] = [self._silence_ms, known.changes, *map(known.tag, RECORDS)]
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
@@ -717,7 +330,7 @@ class RedisStore(RedisRun, Store):
             args.append("" if said.opening is None else said.opening.id)
         waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
-        told = self.run_script(self._view, names, args, wait=wait)
+        told = self.run_script(scripts.VIEW, *args, wait=wait, at=self.keys.of_round(round))
         if puts_off and told[2] == _EXPECTED and (newest := self._known().view) is not None:
             return newest  # another thread may have seen more meanwhile
         try:
@@ -835,16 +448,15 @@ class RedisStore(RedisRun, Store):
             self._doubted = id, now_s
         if 1000 * (now_s - self._doubted[1]) > self._lease_ms:
             return False
-        votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(self._read_said, [key], [])))
+        votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
         return not is_voted_for(verdict, votes, known)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
-        names = [self.keys.links, self.keys.changes, self.keys.links_at]
-        self.run_script(self._tell_links, names, [member_id, sealed, RUN_TTL_S])
+        self.run_script(scripts.TELL_LINKS, member_id, sealed, RUN_TTL_S)
 
     def may_measure(self, member_id: str) -> bool:
-        return bool(self.run_script(self._measure, [self.keys.measuring], [member_id, MEASURED_AT_ONCE, MEASURING_MS]))
+        return bool(self.run_script(scripts.MEASURE, member_id, MEASURED_AT_ONCE, MEASURING_MS))
 
     def has_measured(self, member_id: str) -> None:
         self.call(lambda: self._redis.zrem(self.keys.measuring, member_id))
@@ -852,8 +464,7 @@ class RedisStore(RedisRun, Store):
     def links(self) -> Mapping[str, LinkRates]:
         keys, known = self.keys, self._known()
         if known.links.change != known.links_change or known.links.unseen:
-            args = [known.changes, known.links.change]
-            times, links = self.run_script(self._read_links, [keys.links, keys.changes, keys.links_at], args)
+            times, links = self.run_script(scripts.READ_LINKS, known.changes, known.links.change)
             known.learn_times(*times)
             known.links.learn(links, known.links_change, lambda raw: self.judge.links(keys.links, raw))
             known.view = None  # it may be older than the changes that count as seen now
@@ -870,34 +481,30 @@ class RedisStore(RedisRun, Store):
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        args += [_stamp_of(generation), patch_of(before, after)]
-        names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
-        names += [keys.generation, keys.opening_patch, keys.votes, keys.votes_at, keys.failed, keys.last_votes]
-        return bool(self.run_script(self._open, names, args))
+        args += [stamp_of(generation), patch_of(before, after)]
+        return bool(self.run_script(scripts.OPEN, *args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        judge, keys = self.judge, [self.keys.committed, self.keys.failed]
+        judge, keys = self.judge, self.keys
         word = judge.seal_failure(opening, reason, by=self._own)
-        args = [opening.version, word, ROUND_TTL_S, *map(judge.junk, keys), opening.id]
-        return bool(self.run_script(self._fail, [*keys, self.keys.changes, self.keys.news, self.keys.opening], args))
+        args = [opening.version, word, ROUND_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed)]
+        return bool(self.run_script(scripts.FAIL, *args, opening.id))
 
     def expect_verdict(self, verdict: Verdict) -> None:
         self._expected = self.judge.expect(verdict)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge
-        names = [keys.opening, keys.committed, keys.history, keys.failed, keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes, keys.orders, keys.changes, keys.news, keys.links]
-        names += [keys.generation, keys.committed_patch, keys.run]
-        names += [keys.ready_at(verdict.round), keys.votes_at, keys.peers_at, keys.links_at]
         before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
-        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), _stamp_of(generation)]
+        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
         args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
-            outcome = self.run_script(self._commit, names, [*args, *self._done_orders(opening), *listed])
+            outcome = self.run_script(
+                scripts.COMMIT, *args, *self._done_orders(opening), *listed, at=self.keys.of_round(verdict.round)
+            )
             if outcome != 2:
                 return bool(outcome)
         return False
@@ -914,13 +521,12 @@ class RedisStore(RedisRun, Store):
     def _look_at_orders(self) -> tuple[bytes, Orders, int]:
         """The orders, as they stand there and as they count; the newest version that a round was opened under."""
         judge, keys = self.judge, self.keys
-        names = [keys.orders, keys.opening, keys.committed]
-        raw, opening, committed = self.run_script(self._read, names, [])
+        raw, opening, committed = self.run_script(scripts.READ, at={"record": keys.orders})
         current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
         return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def history(self) -> list[Verdict]:
-        raw = self.run_script(self._read_history, [self.keys.history], [])
+        raw = self.run_script(scripts.READ_HISTORY)
         return self.judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
@@ -933,20 +539,5 @@ class RedisStore(RedisRun, Store):
                     continue
                 orders = replace(orders, version=newest)
             changed = change(orders)
-            args = [raw, self.judge.seal_orders(changed), RUN_TTL_S]
-            names = [self.keys.orders, self.keys.changes, self.keys.news]
-            if changed == orders or self.run_script(self._order, names, args):
+            if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed
-
-    def close(self) -> None:
-        super().close()
-        for store in self._asked.values():
-            store.close()
-
-
-def _shown(address: str) -> str:
-    return parse_store_url(address).shown
-
-
-def _stamp_of(generation: StoreTerm | None) -> str:
-    return "" if generation is None else f"{generation.number} {generation.store}"

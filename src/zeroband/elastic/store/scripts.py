@@ -11,8 +11,13 @@ there. What the caller has not judged may have been written since it looked: it 
 
 from __future__ import annotations
 
-RUN_TTL_S = 30 * 24 * 3600
-"""Life of the run's own record after its last write."""
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeroband.elastic.store.keys import RUN_TTL_S, Keys
+
+if TYPE_CHECKING:
+    from zeroband.elastic.store.connection import Shape
 
 _PRELUDE = """
 local mended = {}
@@ -41,10 +46,10 @@ local function time_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 local function pulse_of(clock) return tonumber(redis.call('HGET', clock, 'pulse')) end
-local function is_silent(pulse, now, silence)
+local function is_silent(pulse, now, silence) -- a pulse ahead of now: the server's clock was set back
   return pulse and (now < pulse or now - pulse > silence)
 end
-local function reading(clock, silence) -- the time by which leases count
+local function reading(clock, silence) -- the time by which leases count; it stands still while nobody renews
   local now, pulse = time_ms(), pulse_of(clock)
   if is_silent(pulse, now, silence) then return pulse end
   return now
@@ -71,7 +76,8 @@ local function wake(leases, clock, ends, silence) -- who held a lease when a sil
   for _, member in ipairs(alive_at(leases, pulse)) do
     redis.call('ZADD', leases, ends, member)
   end
-  for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end -- also by a clock that was set back
+  -- Who was dead stays so, also by a clock that was set back, and stays listed: it may take its lease again.
+  for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end
 end
 local function longest(now, silence) return now + 8 * silence end -- four leases, which are equal on all nodes
 local function is_settling(leases, clock, silence)
@@ -81,10 +87,21 @@ end
 local function forget_stopped_clock(leases, clock) -- of nobody: the next lease begins it anew
   if redis.call('EXISTS', leases) == 0 then redis.call('HDEL', clock, 'pulse') end
 end
+local function drop(keys)
+  for _, key in ipairs(keys) do redis.call('DEL', key) end
+end
+local function let_live(ttl, keys)
+  for _, key in ipairs(keys) do redis.call('EXPIRE', key, ttl) end
+end
+local function keep_in_history(history, verdict, keep, ttl) -- as the newest, if it is not there
+  if redis.call('LRANGE', history, 0, 0)[1] ~= verdict then redis.call('LPUSH', history, verdict) end
+  redis.call('LTRIM', history, 0, keep - 1)
+  redis.call('EXPIRE', history, ttl)
+end
 local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
 local function next_change(changes) -- numbers every write that a view shows
   if redis.call('HEXISTS', changes, 'born') == 0 then redis.call('HSET', changes, 'born', time_ms()) end
-  local n = redis.pcall('HINCRBY', changes, 'n', 1)
+  local n = redis.pcall('HINCRBY', changes, 'n', 1) -- pcall: somebody may have put a word there, or the last number
   if not is_error(n) then return n end
   redis.call('DEL', changes)
   redis.call('HSET', changes, 'born', time_ms(), 'n', 1)
@@ -94,7 +111,7 @@ local function tell(changes, news) -- and wake those who wait for what decides
   local n = next_change(changes)
   for _ = 1, 2 do
     if not is_error(redis.pcall('XADD', news, 'MAXLEN', '16', string.format('%.0f-0', n), 'n', '1')) then break end
-    redis.call('DEL', news) -- ids of a counter that was lost
+    redis.call('DEL', news) -- a stream takes no smaller id than its last, and that is of a counter that was lost
   end
   redis.call('EXPIRE', news, RUN_TTL)
   redis.call('EXPIRE', changes, RUN_TTL)
@@ -119,7 +136,7 @@ local function since(words, times, known) -- how many there are, whether these a
     return {tostring(many), 1, redis.call('HGETALL', words)}
   end
   local members, found = redis.call('ZRANGEBYSCORE', times, '(' .. known, '+inf'), {}
-  for i = 1, #members, 1000 do
+  for i = 1, #members, 1000 do -- Lua's stack holds the arguments of a call
     local some = {unpack(members, i, math.min(i + 999, #members))}
     local said = redis.call('HMGET', words, unpack(some))
     for j, member in ipairs(some) do
@@ -152,283 +169,322 @@ end
 """.replace("RUN_TTL", str(RUN_TTL_S))
 
 
-_AS_IT_IS = "as-it-is"
-"""A key that the script itself looks after."""
+class Script(NamedTuple):
+    """A script, as it is loaded into a server."""
+
+    text: str
+    keys: tuple[str, ...]
+    """Names of its keys in their order: as `Keys` has them, or as the caller places them."""
+    answer: Shape
+    """Shape of its result."""
 
 
-def _script(kinds: str, body: str) -> str:
-    """A script whose KEYS are of these kinds; it answers with the keys that were of another kind, and its result."""
-    typed = [(i, kind) for i, kind in enumerate(kinds.split(), 1) if kind != _AS_IT_IS]
-    mending = "\n".join(f"if KEYS[{i}] then mend(KEYS[{i}], '{kind}') end" for i, kind in typed)
-    return (
-        f"{_PRELUDE}\n{mending}\nlocal function main()\n{body}\nend\nlocal result = main()\nreturn {{mended, result}}\n"
-    )
+_TEXT, _NEWS = bytes | None, bytes | int | None
+_FLAG, _OUTCOME = frozenset((0, 1)), frozenset((0, 1, 2))
+_LIST: type = list
+_TIMES = (_TEXT, _TEXT, _TEXT)
+_WORDS = (bytes, _FLAG, _LIST | int)
+
+
+def _script(keys: str, args: str, answer: Shape, body: str) -> Script:
+    """A script that names its keys and arguments, as `key.opening` and `arg.round`; in what runs these are numbers.
+
+    `keys`: those that `Keys` has, of the kind that it says; NAME:KIND for any other, or where the script itself looks
+    after a kind ("any"). `args`: in the order in which they are given; those given beyond them begin at MORE.
+    The script answers with the keys that were of another kind, which it has deleted, and its result.
+    """
+    declared = [_kind_of(key) for key in keys.split()]
+    mending = [f"mend(KEYS[{i}], '{kind}')" for i, (_, kind) in enumerate(declared, 1) if kind != "any"]
+    places = {f"key.{name}": f"KEYS[{i}]" for i, (name, _) in enumerate(declared, 1)}
+    places |= {f"arg.{name}": f"ARGV[{i}]" for i, name in enumerate(args.split(), 1)}
+    placed = re.sub(r"\b(?:key|arg)\.\w+", lambda found: places[found[0]], body)  # KeyError: our mistake
+    placed = placed.replace("MORE", str(len(args.split()) + 1))
+    main = f"local function main()\n{placed}\nend\nlocal result = main()\nreturn {{mended, result}}\n"
+    return Script("\n".join((_PRELUDE, *mending, main)), tuple(name for name, _ in declared), answer)
+
+
+def _kind_of(key: str) -> tuple[str, str]:
+    name, _, kind = key.partition(":")
+    return name, kind or getattr(Keys, name).kind
 
 
 VIEW = _script(
-    "string string zset hash hash string hash string string hash string string string zset zset hash zset string",
+    "opening committed leases clock peers run ready:hash orders restart_point changes generation opening_patch"
+    " committed_patch peers_at ready_at:zset votes votes_at failed",
+    "silence_ms changes tag_opening tag_committed tag_failed tag_run tag_orders tag_restart_point tag_generation alive"
+    " ready peers votes_of votes whole enough_ready enough_votes member lacks_ready lacks_vote tag_expected"
+    " word ttl generation word_on",
+    (_TIMES, _NEWS | _LIST, _NEWS | _LIST, *(_NEWS,) * 5, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS),
     """
--- KEYS: opening committed leases clock peers run ready orders restart_point changes generation patch_opening
---   patch_committed peers_at ready_at votes votes_at failed
--- ARGV: silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
---   tag_restart_point tag_generation alive ready peers votes_of votes; whole enough_ready enough_votes member
---   lacks_ready lacks_vote tag_expected [word ttl generation opening]
+-- From `changes` to `votes` arguments say what the caller knows. From `word` on they may be missing.
 -- What a member says is written first, if the store is in that generation; its first word counts. With the id of an
 -- opening it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
 -- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
 -- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
-local goes_on = follows(KEYS[10], ARGV[2])
-local function known(i) return goes_on and ARGV[i] or '0' end
-local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
-if ARGV[22] and is_current(KEYS[11], ARGV[24]) and (ARGV[25] == '' or ARGV[25] == id) then
-  local words, times = KEYS[7], KEYS[15]
-  if ARGV[25] ~= '' then words, times = KEYS[16], KEYS[17] end
-  if redis.call('HSETNX', words, ARGV[18], ARGV[22]) == 1 then note(KEYS[10], times, ARGV[18], ARGV[23]) end
-  redis.call('EXPIRE', words, ARGV[23])
+local goes_on = follows(key.changes, arg.changes)
+local function known(change) return goes_on and change or '0' end
+local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+if arg.word and is_current(key.generation, arg.generation) and (arg.word_on == '' or arg.word_on == id) then
+  local words, times = key.ready, key.ready_at
+  if arg.word_on ~= '' then words, times = key.votes, key.votes_at end
+  -- A call whose answer was lost is made again, and must neither change a word nor number it anew.
+  if redis.call('HSETNX', words, arg.member, arg.word) == 1 then note(key.changes, times, arg.member, arg.ttl) end
+  redis.call('EXPIRE', words, arg.ttl)
 end
 local function own(words, lacks)
-  if lacks == '1' then return redis.call('HGET', words, ARGV[18]) or 0 end
-  return redis.call('HEXISTS', words, ARGV[18])
+  if lacks == '1' then return redis.call('HGET', words, arg.member) or 0 end
+  return redis.call('HEXISTS', words, arg.member)
 end
-local function told(words, times, i, enough) -- where they are asked for
+local function told(words, times, change, enough) -- where they are asked for
   local many = redis.call('HLEN', words)
-  if ARGV[15] == '1' or many >= tonumber(enough) then return since(words, times, known(i)) end
+  if arg.whole == '1' or many >= tonumber(enough) then return since(words, times, known(change)) end
   return {tostring(many), 0, 0}
 end
 local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
-  if id ~= ARGV[13] then ARGV[14] = '0' end
-  own_vote = own(KEYS[16], id ~= ARGV[13] and '1' or ARGV[20])
-  votes, failed = told(KEYS[16], KEYS[17], 14, ARGV[17]), unless(KEYS[18], id == ARGV[13] and ARGV[5] or '')
+  if id ~= arg.votes_of then arg.votes, arg.lacks_vote, arg.tag_failed = '0', '1', '' end -- known of another opening
+  own_vote, failed = own(key.votes, arg.lacks_vote), unless(key.failed, arg.tag_failed)
+  votes = told(key.votes, key.votes_at, arg.votes, arg.enough_votes)
 end
-local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[1])), ARGV[10])
-return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), changed(KEYS[1], ARGV[3], KEYS[12], ''),
-        changed(KEYS[2], ARGV[4], KEYS[13], ARGV[21]), failed,
-        unless(KEYS[6], ARGV[6]), unless(KEYS[8], ARGV[7]), unless(KEYS[9], ARGV[8]),
-        unless(KEYS[11], ARGV[9]), alive, told(KEYS[7], KEYS[15], 11, ARGV[16]), since(KEYS[5], KEYS[14], known(12)),
-        votes, is_settling(KEYS[3], KEYS[4], tonumber(ARGV[1])) and 1 or 0, own(KEYS[7], ARGV[19]), own_vote}
+local silence = tonumber(arg.silence_ms)
+return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
+        changed(key.opening, arg.tag_opening, key.opening_patch, ''),
+        changed(key.committed, arg.tag_committed, key.committed_patch, arg.tag_expected),
+        failed, unless(key.run, arg.tag_run), unless(key.orders, arg.tag_orders),
+        unless(key.restart_point, arg.tag_restart_point), unless(key.generation, arg.tag_generation),
+        alive_unless(key.leases, reading(key.clock, silence), arg.alive),
+        told(key.ready, key.ready_at, arg.ready, arg.enough_ready), since(key.peers, key.peers_at, known(arg.peers)),
+        votes, is_settling(key.leases, key.clock, silence) and 1 or 0, own(key.ready, arg.lacks_ready), own_vote}
 """,
 )
 
 OPEN = _script(
-    "string string hash string zset hash stream string string hash as-it-is as-it-is as-it-is",
+    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any"
+    " last_votes",
+    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch",
+    _FLAG,
     """
--- KEYS: opening committed clock orders leases changes news generation patch votes votes_at failed last_votes
--- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch
-if not is_current(KEYS[8], ARGV[10]) then return 0 end
-local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
-if (judged(redis.call('GET', KEYS[1]), ARGV[7]) or '') ~= ARGV[1] then return 0 end
-if is_settling(KEYS[5], KEYS[3], tonumber(ARGV[6])) then return 0 end
+if not is_current(key.generation, arg.generation) then return 0 end
+local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
+local orders = judged(redis.call('GET', key.orders), arg.junk_orders)
+if (judged(redis.call('GET', key.opening), arg.junk_opening) or '') ~= arg.current then return 0 end
+if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 local round = label(committed)
-if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
-local _, version = label(orders)
-if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
-local _, _, open = label(redis.call('GETRANGE', KEYS[1], 0, 255))
+if committed and (not round or round >= tonumber(arg.round)) then return 0 end
+local _, version = label(orders) -- who has not seen an order begins no round without it
+if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
+local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
 local _, _, done = label(committed)
 if open and open == done then -- those who were not in that round ask for its votes
-  redis.call('DEL', KEYS[13])
-  local votes = redis.call('HGETALL', KEYS[10])
-  for i = 1, #votes, 2 do redis.call('HSET', KEYS[13], votes[i], votes[i + 1]) end
-  redis.call('EXPIRE', KEYS[13], ARGV[4])
+  redis.call('DEL', key.last_votes)
+  local votes = redis.call('HGETALL', key.votes)
+  for i = 1, #votes, 2 do redis.call('HSET', key.last_votes, votes[i], votes[i + 1]) end
+  redis.call('EXPIRE', key.last_votes, arg.ttl)
 end
-redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
-redis.call('SET', KEYS[9], ARGV[11], 'EX', ARGV[4])
-for i = 10, 12 do redis.call('DEL', KEYS[i]) end -- they were of the one before
-tell(KEYS[6], KEYS[7])
+redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
+redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
+drop({key.votes, key.votes_at, key.failed}) -- they were of the one before
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 BEGIN = _script(
-    "string string string hash zset hash stream",
+    "restart_point opening committed clock leases changes news",
+    "restart_point opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed",
+    _FLAG,
     """
--- KEYS: restart_point opening committed clock leases changes news
--- ARGV: current opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed
-for i = 1, 3 do
-  if (judged(redis.call('GET', KEYS[i]), ARGV[6 + i]) or '') ~= ARGV[i] then return 0 end
-end
-if is_settling(KEYS[5], KEYS[4], tonumber(ARGV[6])) then return 0 end
-redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5])
-tell(KEYS[6], KEYS[7])
+local function is_as_seen(key, seen, junk) return (judged(redis.call('GET', key), junk) or '') == seen end
+if not is_as_seen(key.restart_point, arg.restart_point, arg.junk_restart_point)
+   or not is_as_seen(key.opening, arg.opening, arg.junk_opening)
+   or not is_as_seen(key.committed, arg.committed, arg.junk_committed) then return 0 end
+if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
+redis.call('SET', key.restart_point, arg.record, 'EX', arg.ttl)
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string hash stream hash string string string"
-    " zset zset zset zset",
+    "opening committed history failed leases peers clock ready:hash votes orders changes news links generation"
+    " committed_patch run ready_at:zset votes_at peers_at links_at",
+    "opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch run orders"
+    " next_orders",
+    _OUTCOME,
     """
--- KEYS: opening committed history failed leases peers clock ready votes orders changes news links generation patch run
---   ready_at votes_at peers_at links_at
--- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch run orders
---   next_orders listed ...
--- run: what all nodes share, for the session that begins here; empty: none does.
+-- MORE: the members that the opening lists. `run`: what all nodes share, for the session that begins here, if one
+-- does.
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
-if not is_current(KEYS[14], ARGV[10]) then return 0 end
-local silence = tonumber(ARGV[6])
-local committed = judged(redis.call('GET', KEYS[2]), ARGV[8])
-if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[5], KEYS[7], silence) then return 0 end
+if not is_current(key.generation, arg.generation) then return 0 end
+local silence = tonumber(arg.silence_ms)
+local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
+if redis.call('GET', key.opening) ~= arg.opening or is_settling(key.leases, key.clock, silence) then return 0 end
 local round = label(committed)
-if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
-if judged(redis.call('GET', KEYS[4]), ARGV[9]) then return 0 end
-if ARGV[14] ~= '' then
-  if redis.call('GET', KEYS[10]) ~= ARGV[13] then return 2 end
-  redis.call('SET', KEYS[10], ARGV[14], 'EX', ARGV[4])
+if committed and (not round or round >= tonumber(arg.round)) then return 0 end
+if judged(redis.call('GET', key.failed), arg.junk_failed) then return 0 end -- who saw it fail dropped the result
+if arg.next_orders ~= '' then
+  if redis.call('GET', key.orders) ~= arg.orders then return 2 end
+  redis.call('SET', key.orders, arg.next_orders, 'EX', arg.ttl)
 end
-if ARGV[12] ~= '' then redis.call('SET', KEYS[16], ARGV[12], 'EX', ARGV[4]) end
-redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
-redis.call('SET', KEYS[15], ARGV[11], 'EX', ARGV[4])
-redis.call('LPUSH', KEYS[3], ARGV[3])
-redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
-redis.call('EXPIRE', KEYS[3], ARGV[4])
-for _, key in ipairs({KEYS[8], KEYS[9], KEYS[17], KEYS[18]}) do redis.call('EXPIRE', key, ARGV[7]) end
+if arg.run ~= '' then redis.call('SET', key.run, arg.run, 'EX', arg.ttl) end
+redis.call('SET', key.committed, arg.record, 'EX', arg.ttl)
+redis.call('SET', key.committed_patch, arg.patch, 'EX', arg.ttl)
+redis.call('LPUSH', key.history, arg.record)
+redis.call('LTRIM', key.history, 0, arg.keep - 1)
+redis.call('EXPIRE', key.history, arg.ttl)
+let_live(arg.spent_ttl, {key.ready, key.votes, key.ready_at, key.votes_at})
 local listed = {}
-for i = 15, #ARGV do listed[ARGV[i]] = true end
-local at = reading(KEYS[7], silence)
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
+for i = MORE, #ARGV do listed[ARGV[i]] = true end
+local at = reading(key.clock, silence)
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', key.leases, '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
-    redis.call('ZREM', KEYS[5], member)
-    forget(KEYS[6], KEYS[19], member)
-    forget(KEYS[13], KEYS[20], member)
+    redis.call('ZREM', key.leases, member)
+    forget(key.peers, key.peers_at, member)
+    forget(key.links, key.links_at, member)
   end
 end
-tell(KEYS[11], KEYS[12])
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 FAIL = _script(
-    "string string hash stream string",
+    "committed failed changes news opening",
+    "version reason ttl junk_committed junk_failed id",
+    _FLAG,
     """
--- KEYS: committed failed changes news opening   ARGV: version reason ttl junk_committed junk_failed id
 -- An opening is either committed or failed, never both. One that is not the current one cannot be finished anyway.
-local committed = judged(redis.call('GET', KEYS[1]), ARGV[4])
+local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
 local _, version = label(committed)
-if committed and (not version or version >= tonumber(ARGV[1])) then return 0 end
-local _, _, id = label(redis.call('GETRANGE', KEYS[5], 0, 255))
-if id ~= ARGV[6] then return 1 end
-if not judged(redis.call('GET', KEYS[2]), ARGV[5]) then redis.call('DEL', KEYS[2]) end
-redis.call('SET', KEYS[2], ARGV[2], 'NX', 'EX', ARGV[3])
-tell(KEYS[3], KEYS[4])
+if committed and (not version or version >= tonumber(arg.version)) then return 0 end
+local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+if id ~= arg.id then return 1 end
+if not judged(redis.call('GET', key.failed), arg.junk_failed) then redis.call('DEL', key.failed) end
+redis.call('SET', key.failed, arg.reason, 'NX', 'EX', arg.ttl)
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 RENEW = _script(
-    "zset hash hash string string hash stream zset",
+    "leases clock peers opening run changes news peers_at",
+    "member lease_ms silence_ms first peer ttl refuted changes alive peers",
+    (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS),
     """
--- KEYS: leases clock peers opening run changes news peers_at
--- ARGV: member lease_ms silence_ms first peer ttl refuted, then what the caller knows: changes alive peers
 -- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
 -- caller reads the opening; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
--- looked are told to who waits.
-local now, silence = time_ms(), tonumber(ARGV[3])
-local ends = now + tonumber(ARGV[2])
-if is_torn(KEYS[1], KEYS[2]) then redis.call('HSET', KEYS[2], 'settled', ends) end -- all get the time to renew
-wake(KEYS[1], KEYS[2], ends, silence)
-for _, member in ipairs(alive_at(KEYS[1], longest(now, silence))) do redis.call('ZADD', KEYS[1], ends, member) end
-local opening = redis.call('GET', KEYS[4])
-if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) and opening and opening ~= ARGV[7] then
+-- looked are told to who waits. `changes`, `alive` and `peers` say what the caller knows.
+local now, silence = time_ms(), tonumber(arg.silence_ms)
+local ends = now + tonumber(arg.lease_ms)
+if is_torn(key.leases, key.clock) then redis.call('HSET', key.clock, 'settled', ends) end -- all get the time to renew
+wake(key.leases, key.clock, ends, silence)
+for _, member in ipairs(alive_at(key.leases, longest(now, silence))) do redis.call('ZADD', key.leases, ends, member) end
+local opening = redis.call('GET', key.opening)
+if arg.first == '0' and not holds(key.leases, arg.member, now) and opening and opening ~= arg.refuted then
   return {0, opening, {false, false, false}, 1, {'0', 0, 0}}
 end
-redis.call('ZADD', KEYS[1], ends, ARGV[1])
-redis.call('HSET', KEYS[2], 'pulse', now)
-local goes_on, before = follows(KEYS[6], ARGV[8]), redis.call('HGET', KEYS[3], ARGV[1])
-if before ~= ARGV[5] then
-  redis.call('HSET', KEYS[3], ARGV[1], ARGV[5])
-  note(KEYS[6], KEYS[8], ARGV[1], ARGV[6])
+redis.call('ZADD', key.leases, ends, arg.member)
+redis.call('HSET', key.clock, 'pulse', now)
+local goes_on, before = follows(key.changes, arg.changes), redis.call('HGET', key.peers, arg.member)
+if before ~= arg.peer then
+  redis.call('HSET', key.peers, arg.member, arg.peer)
+  note(key.changes, key.peers_at, arg.member, arg.ttl)
 end
-local swept = tonumber(redis.call('HGET', KEYS[2], 'swept')) or 0
-redis.call('HSET', KEYS[2], 'swept', now)
-if (before and before ~= ARGV[5]) or redis.call('ZCOUNT', KEYS[1], '(' .. math.min(swept, now), now) > 0 then
-  tell(KEYS[6], KEYS[7])
+local swept = tonumber(redis.call('HGET', key.clock, 'swept')) or 0
+redis.call('HSET', key.clock, 'swept', now)
+if (before and before ~= arg.peer) or redis.call('ZCOUNT', key.leases, '(' .. math.min(swept, now), now) > 0 then
+  tell(key.changes, key.news)
 end
-for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5], KEYS[8]}) do redis.call('EXPIRE', key, ARGV[6]) end
-local times = redis.call('HMGET', KEYS[6], 'born', 'n', 'links')
-return {1, false, times, alive_unless(KEYS[1], now, ARGV[9]), since(KEYS[3], KEYS[8], goes_on and ARGV[10] or '0')}
+let_live(arg.ttl, {key.leases, key.clock, key.peers, key.run, key.peers_at})
+local times = redis.call('HMGET', key.changes, 'born', 'n', 'links')
+local peers = since(key.peers, key.peers_at, goes_on and arg.peers or '0')
+return {1, false, times, alive_unless(key.leases, now, arg.alive), peers}
 """,
 )
 
 END_LEASE = _script(
-    "zset hash hash hash stream hash zset zset",
+    "leases peers clock changes news links peers_at links_at",
+    "member forget",
+    _FLAG,
     """
--- KEYS: leases peers clock changes news links peers_at links_at   ARGV: member forget
 -- It stays listed as one that was alive a moment ago, so that it may take the lease again if it is alive after all.
 local ended
-if ARGV[2] == '0' then
-  ended = redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1])
+if arg.forget == '0' then
+  ended = redis.call('ZADD', key.leases, 'XX', 'CH', 0, arg.member)
 else
-  forget(KEYS[2], KEYS[7], ARGV[1])
-  forget(KEYS[6], KEYS[8], ARGV[1])
-  ended = redis.call('ZREM', KEYS[1], ARGV[1])
-  if ended == 1 then forget_stopped_clock(KEYS[1], KEYS[3]) end
+  forget(key.peers, key.peers_at, arg.member)
+  forget(key.links, key.links_at, arg.member)
+  ended = redis.call('ZREM', key.leases, arg.member)
+  if ended == 1 then forget_stopped_clock(key.leases, key.clock) end
 end
-if ended == 1 then tell(KEYS[4], KEYS[5]) end
+if ended == 1 then tell(key.changes, key.news) end -- once: a guardian may be told of an end twice
 return ended
 """,
 )
 
 LEAVE = _script(
-    "zset hash hash",
+    "leases clock leaving",
+    "member silence_ms ttl word",
+    (_LIST, _LIST),
     """
--- KEYS: leases clock leaving   ARGV: member silence_ms ttl word   returns the living members, and who leaves
-redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
-redis.call('EXPIRE', KEYS[3], ARGV[3])
-return {alive_at(KEYS[1], reading(KEYS[2], tonumber(ARGV[2]))), redis.call('HGETALL', KEYS[3])}
+-- Returns the living members, and who leaves.
+redis.call('HSET', key.leaving, arg.member, arg.word)
+redis.call('EXPIRE', key.leaving, arg.ttl)
+return {alive_at(key.leases, reading(key.clock, tonumber(arg.silence_ms))), redis.call('HGETALL', key.leaving)}
 """,
 )
 
 FOUND = _script(
-    "as-it-is zset hash",
+    "run:any leases clock",
+    "record ttl junk silence_ms first",
+    (_TEXT, _TEXT, _FLAG),
     """
--- KEYS: run leases clock   ARGV: record ttl junk silence_ms first
 -- Returns the run's record, the protocol of an older version that kept it as a hash, and whether somebody is alive.
 -- `first`: it is left to the living ones to bring back what the store has lost.
-local is_alive, protocol = #alive_at(KEYS[2], reading(KEYS[3], tonumber(ARGV[4]))) > 0, false
-if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then protocol = redis.call('HGET', KEYS[1], 'protocol') end
+local is_alive, protocol = #alive_at(key.leases, reading(key.clock, tonumber(arg.silence_ms))) > 0, false
+if redis.call('TYPE', key.run)['ok'] == 'hash' then protocol = redis.call('HGET', key.run, 'protocol') end
 if protocol then return {false, protocol, is_alive and 1 or 0} end
-mend(KEYS[1], 'string')
-local theirs = judged(redis.call('GET', KEYS[1]), ARGV[3])
-if not theirs and not (is_alive and ARGV[5] == '1') then
-  theirs = ARGV[1]
-  redis.call('SET', KEYS[1], theirs)
+mend(key.run, 'string')
+local theirs = judged(redis.call('GET', key.run), arg.junk)
+if not theirs and not (is_alive and arg.first == '1') then
+  theirs = arg.record
+  redis.call('SET', key.run, theirs)
 end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
+redis.call('EXPIRE', key.run, arg.ttl)
 return {theirs, false, is_alive and 1 or 0}
 """,
 )
 
 CLEAR = _script(
-    "string zset hash",
+    "run leases clock",
+    "lease_ms silence_ms",
+    _FLAG,
     """
--- KEYS: run leases clock   ARGV: lease_ms silence_ms
 -- Forgets what the nodes of a run shared, once none of them holds a lease: those that resume it may differ from them.
 local now = time_ms()
-wake(KEYS[2], KEYS[3], now + tonumber(ARGV[1]), tonumber(ARGV[2]))
-redis.call('HSET', KEYS[3], 'pulse', now) -- or the clock of the leases would stand still
-forget_stopped_clock(KEYS[2], KEYS[3])
-if #alive_at(KEYS[2], now) > 0 then return 0 end
-redis.call('DEL', KEYS[1])
+wake(key.leases, key.clock, now + tonumber(arg.lease_ms), tonumber(arg.silence_ms))
+redis.call('HSET', key.clock, 'pulse', now) -- or the clock of the leases would stand still
+forget_stopped_clock(key.leases, key.clock)
+if #alive_at(key.leases, now) > 0 then return 0 end
+redis.call('DEL', key.run)
 return 1
 """,
 )
 
 RESTORE = _script(
-    "string string list hash string hash hash string hash stream string zset zset string",
+    "opening committed history clock run ready:hash votes orders changes news generation ready_at:zset votes_at failed",
+    "ttl lease_ms keep round_ttl member opening committed run orders ready vote junk_opening junk_committed junk_run"
+    " junk_orders junk_ready junk_vote generation vote_on",
+    _OUTCOME,
     """
--- KEYS: opening committed history clock run ready votes orders changes news generation ready_at votes_at failed
--- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk,
---   then the generation, and the id of the opening that the vote is for
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
-if not is_current(KEYS[11], ARGV[18]) then return 0 end
-local opening, committed, run, orders, ready, vote = unpack(ARGV, 6, 11)
-local junk = {unpack(ARGV, 12, 17)}
-local theirs = {opening = judged(redis.call('GET', KEYS[1]), junk[1]),
-                committed = judged(redis.call('GET', KEYS[2]), junk[2]),
-                orders = judged(redis.call('GET', KEYS[8]), junk[4])}
+if not is_current(key.generation, arg.generation) then return 0 end
+local theirs = {opening = judged(redis.call('GET', key.opening), arg.junk_opening),
+                committed = judged(redis.call('GET', key.committed), arg.junk_committed),
+                orders = judged(redis.call('GET', key.orders), arg.junk_orders)}
 for _, raw in pairs(theirs) do if raw and not label(raw) then return 2 end end
-local changed = redis.call('EXISTS', KEYS[5]) == 0
+local changed = redis.call('EXISTS', key.run) == 0
 local function is_older(raw, ours)
   if ours == '' or raw == ours then return false end
   if not raw then return true end
@@ -436,148 +492,157 @@ local function is_older(raw, ours)
   local our_round, our_version = label(ours)
   return round < our_round or (round == our_round and version < our_version)
 end
-local function put(key, record) redis.call('SET', key, record, 'EX', ARGV[1]); changed = true end
-if is_older(theirs.committed, committed) then
-  put(KEYS[2], committed)
-  if redis.call('LRANGE', KEYS[3], 0, 0)[1] ~= committed then redis.call('LPUSH', KEYS[3], committed) end
-  redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
-  redis.call('EXPIRE', KEYS[3], ARGV[1])
+local function put(key, record) redis.call('SET', key, record, 'EX', arg.ttl); changed = true end
+if is_older(theirs.committed, arg.committed) then
+  put(key.committed, arg.committed)
+  keep_in_history(key.history, arg.committed, arg.keep, arg.ttl)
 end
 local _, their_version = label(theirs.opening)
-local _, our_version = label(opening)
-if opening ~= '' and (not theirs.opening or their_version < our_version) then
-  put(KEYS[1], opening)
-  for _, key in ipairs({KEYS[7], KEYS[13], KEYS[14]}) do redis.call('DEL', key) end -- members give theirs again
+local _, our_version = label(arg.opening)
+if arg.opening ~= '' and (not theirs.opening or their_version < our_version) then
+  put(key.opening, arg.opening)
+  drop({key.votes, key.votes_at, key.failed}) -- members give theirs again
 end
-local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
-if id ~= ARGV[19] then vote = '' end
-if is_older(theirs.orders, orders) then put(KEYS[8], orders) end
-if not judged(redis.call('GET', KEYS[5]), junk[3]) then redis.call('SET', KEYS[5], run) end
-redis.call('EXPIRE', KEYS[5], ARGV[1])
+local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+if id ~= arg.vote_on then arg.vote = '' end
+if is_older(theirs.orders, arg.orders) then put(key.orders, arg.orders) end
+if not judged(redis.call('GET', key.run), arg.junk_run) then redis.call('SET', key.run, arg.run) end
+redis.call('EXPIRE', key.run, arg.ttl)
 local is_older_file = false
-for i, word in ipairs({ready, vote}) do
-  if word ~= '' then
-    local key = KEYS[5 + i]
-    if not judged(redis.call('HGET', key, ARGV[5]), junk[4 + i]) then
-      redis.call('HSET', key, ARGV[5], word)
-      note(KEYS[9], KEYS[11 + i], ARGV[5], ARGV[4])
-      is_older_file = true
-    end
-    redis.call('EXPIRE', key, ARGV[4])
+local function put_word(words, times, word, junk)
+  if word == '' then return end
+  if not judged(redis.call('HGET', words, arg.member), junk) then
+    redis.call('HSET', words, arg.member, word)
+    note(key.changes, times, arg.member, arg.round_ttl)
+    is_older_file = true
   end
+  redis.call('EXPIRE', words, arg.round_ttl)
 end
-if changed then redis.call('HSET', KEYS[4], 'settled', time_ms() + tonumber(ARGV[2])) end
-redis.call('EXPIRE', KEYS[4], ARGV[1])
-if changed or is_older_file then redis.call('HSET', KEYS[9], 'born', time_ms()) end -- it may count them a second time
-if changed or is_older_file then tell(KEYS[9], KEYS[10]) end
+put_word(key.ready, key.ready_at, arg.ready, arg.junk_ready)
+put_word(key.votes, key.votes_at, arg.vote, arg.junk_vote)
+if changed then redis.call('HSET', key.clock, 'settled', time_ms() + tonumber(arg.lease_ms)) end
+redis.call('EXPIRE', key.clock, arg.ttl)
+if changed or is_older_file then
+  redis.call('HSET', key.changes, 'born', time_ms()) -- it may count changes a second time, which readers must not skip
+  tell(key.changes, key.news)
+end
 return changed and 1 or 0
 """,
 )
 
 TELL_ACCOUNT = _script(
-    "string string hash hash string string string",
+    "store_id generation accounts told_at committed elsewhere meeting",
+    "new_id member account ttl fresh_ms",
+    (bytes, _TEXT, _LIST, _TEXT, _TEXT, _TEXT),
     """
--- KEYS: id generation accounts told_at committed elsewhere meeting   ARGV: new_id member account ttl fresh_ms
 -- What a member tells that may go to this store; empty: it only looks. Returns the store's id, its generation, what was
 -- told within the last moments, the newest verdict, where the run goes on, and two lines that met.
-redis.call('SET', KEYS[1], ARGV[1], 'NX')
+redis.call('SET', key.store_id, arg.new_id, 'NX')
 local now, found = time_ms(), {}
-if ARGV[3] ~= '' then
-  redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
-  redis.call('HSET', KEYS[4], ARGV[2], now)
+if arg.account ~= '' then
+  redis.call('HSET', key.accounts, arg.member, arg.account)
+  redis.call('HSET', key.told_at, arg.member, now)
 end
-for _, key in ipairs({KEYS[1], KEYS[3], KEYS[4]}) do redis.call('EXPIRE', key, ARGV[4]) end
-local at = redis.call('HGETALL', KEYS[4])
+let_live(arg.ttl, {key.store_id, key.accounts, key.told_at})
+local at = redis.call('HGETALL', key.told_at)
 for i = 1, #at, 2 do
   local age = now - (tonumber(at[i + 1]) or 0)
-  if age >= 0 and age <= tonumber(ARGV[5]) then
-    local said = redis.call('HGET', KEYS[3], at[i])
+  if age >= 0 and age <= tonumber(arg.fresh_ms) then
+    local said = redis.call('HGET', key.accounts, at[i])
     if said then found[#found + 1] = at[i]; found[#found + 1] = said end
   else
-    redis.call('HDEL', KEYS[3], at[i])
-    redis.call('HDEL', KEYS[4], at[i])
+    redis.call('HDEL', key.accounts, at[i])
+    redis.call('HDEL', key.told_at, at[i])
   end
 end
-return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), found, redis.call('GET', KEYS[5]),
-        redis.call('GET', KEYS[6]), redis.call('GET', KEYS[7])}
+return {redis.call('GET', key.store_id), redis.call('GET', key.generation), found, redis.call('GET', key.committed),
+        redis.call('GET', key.elsewhere), redis.call('GET', key.meeting)}
 """,
 )
 
 TELL_WHEREABOUTS = _script(
-    "string",
+    "elsewhere",
+    "record ttl_ms junk",
+    _FLAG,
     """
--- KEYS: elsewhere   ARGV: record ttl_ms junk   where the run goes on, unless a newer word is there
-local _, known = label(judged(redis.call('GET', KEYS[1]), ARGV[3]))
-local _, number = label(ARGV[1])
+-- Where the run goes on, unless a newer word is there.
+local _, known = label(judged(redis.call('GET', key.elsewhere), arg.junk))
+local _, number = label(arg.record)
 if known and known > number then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('SET', key.elsewhere, arg.record, 'PX', arg.ttl_ms)
 return 1
 """,
 )
 
 BEGIN_GENERATION = _script(
-    "string string string string list hash string zset string hash stream hash hash string",
+    "store_id generation opening committed history clock run leases orders changes news votes votes_at failed",
+    "id generation junk_generation opening committed run orders ttl keep lease_ms",
+    _FLAG,
     """
--- KEYS: id generation opening committed history clock run leases orders changes news votes votes_at failed
--- ARGV: id generation junk_generation opening committed run orders ttl keep lease_ms members ...
--- A generation begins here, with what those who promised it know; unless a newer one did.
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local _, newest = label(judged(redis.call('GET', KEYS[2]), ARGV[3]))
-local _, number = label(ARGV[2])
+-- A generation begins here, with what those who promised it know; unless a newer one did. MORE: its members.
+if redis.call('GET', key.store_id) ~= arg.id then return 0 end
+local _, newest = label(judged(redis.call('GET', key.generation), arg.junk_generation))
+local _, number = label(arg.generation)
 if newest and newest >= number then return 0 end
-for i, record in ipairs({ARGV[2], ARGV[4], ARGV[5], ARGV[6], ARGV[7]}) do
-  local key = ({KEYS[2], KEYS[3], KEYS[4], KEYS[7], KEYS[9]})[i]
-  if record == '' then redis.call('DEL', key) else redis.call('SET', key, record, 'EX', ARGV[8]) end
+local function begin_with(key, record)
+  if record == '' then redis.call('DEL', key) else redis.call('SET', key, record, 'EX', arg.ttl) end
 end
-for i = 12, 14 do redis.call('DEL', KEYS[i]) end
-if ARGV[5] ~= '' and redis.call('LRANGE', KEYS[5], 0, 0)[1] ~= ARGV[5] then redis.call('LPUSH', KEYS[5], ARGV[5]) end
-redis.call('LTRIM', KEYS[5], 0, ARGV[9] - 1)
-redis.call('EXPIRE', KEYS[5], ARGV[8])
+begin_with(key.generation, arg.generation)
+begin_with(key.opening, arg.opening)
+begin_with(key.committed, arg.committed)
+begin_with(key.run, arg.run)
+begin_with(key.orders, arg.orders)
+drop({key.votes, key.votes_at, key.failed})
+if arg.committed ~= '' then keep_in_history(key.history, arg.committed, arg.keep, arg.ttl) end
 local now = time_ms()
-redis.call('DEL', KEYS[8])
-for i = 11, #ARGV do redis.call('ZADD', KEYS[8], now + tonumber(ARGV[10]), ARGV[i]) end
-if #ARGV >= 11 then redis.call('HSET', KEYS[6], 'pulse', now) end
-redis.call('HDEL', KEYS[6], 'settled')
-redis.call('HSET', KEYS[10], 'born', now)
-tell(KEYS[10], KEYS[11])
+redis.call('DEL', key.leases)
+for i = MORE, #ARGV do redis.call('ZADD', key.leases, now + tonumber(arg.lease_ms), ARGV[i]) end
+if #ARGV >= MORE then redis.call('HSET', key.clock, 'pulse', now) end
+redis.call('HDEL', key.clock, 'settled')
+redis.call('HSET', key.changes, 'born', now)
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 ORDER = _script(
-    "string hash stream",
+    "orders changes news",
+    "current record ttl",
+    _FLAG,
     """
--- KEYS: orders changes news   ARGV: current record ttl   only on the orders that were looked at
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
-tell(KEYS[2], KEYS[3])
+-- Only on the orders that were looked at.
+if (redis.call('GET', key.orders) or '') ~= arg.current then return 0 end
+redis.call('SET', key.orders, arg.record, 'EX', arg.ttl)
+tell(key.changes, key.news)
 return 1
 """,
 )
 
 ADD_ONCE = _script(
-    "string string",
+    "counter:string sign:string",
+    "amount ttl",
+    int,
     """
--- KEYS: counter sign   ARGV: amount ttl
 -- `sign` marks this addition, so that one whose answer was lost is not made twice.
-if not string.match(redis.call('GET', KEYS[1]) or '0', '^%-?%d+$') then redis.call('DEL', KEYS[1]) end
-if redis.call('SET', KEYS[2], 1, 'NX', 'EX', ARGV[2]) then redis.call('INCRBY', KEYS[1], ARGV[1]) end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return tonumber(redis.call('GET', KEYS[1]))
+if not string.match(redis.call('GET', key.counter) or '0', '^%-?%d+$') then redis.call('DEL', key.counter) end
+if redis.call('SET', key.sign, 1, 'NX', 'EX', arg.ttl) then redis.call('INCRBY', key.counter, arg.amount) end
+redis.call('EXPIRE', key.counter, arg.ttl)
+return tonumber(redis.call('GET', key.counter))
 """,
 )
 
 SELF_TEST = _script(
-    "as-it-is as-it-is as-it-is as-it-is as-it-is",
+    "text:any words:any list:any scores:any stream:any",
+    "ttl",
+    Exception | int,
     """
--- KEYS: string hash list zset stream   ARGV: ttl
 -- Says each command of a run once, on keys that mean nothing. Returns 1, or the error of the one that is refused.
-local text, words, list, scores, stream = unpack(KEYS)
+local text, words, list, scores, stream = key.text, key.words, key.list, key.scores, key.stream
 local refusal
 local commands = {
-  {'TIME'}, {'SET', text, 1, 'EX', ARGV[1]}, -- before a write that takes no memory, which lets others take some
+  {'TIME'}, {'SET', text, 1, 'EX', arg.ttl}, -- before a write that takes no memory, which lets others take some
   {'DEL', text}, {'DEL', words}, {'DEL', list}, {'DEL', scores}, {'DEL', stream},
-  {'SET', text, 1, 'NX', 'PX', 1000 * ARGV[1]}, {'EXPIRE', text, ARGV[1]}, {'TYPE', text}, {'EXISTS', text},
+  {'SET', text, 1, 'NX', 'PX', 1000 * arg.ttl}, {'EXPIRE', text, arg.ttl}, {'TYPE', text}, {'EXISTS', text},
   {'GET', text}, {'MGET', text}, {'STRLEN', text}, {'GETRANGE', text, 0, 0}, {'INCRBY', text, 1},
   {'HSET', words, 'a', 1}, {'HSETNX', words, 'a', 1}, {'HINCRBY', words, 'a', 1}, {'HEXISTS', words, 'a'},
   {'HGET', words, 'a'}, {'HMGET', words, 'a'}, {'HGETALL', words}, {'HLEN', words}, {'HDEL', words, 'a'},
@@ -596,110 +661,127 @@ for _, command in ipairs(commands) do
 end
 if not refusal and redis.call('TYPE', text)['ok'] ~= 'string' then refusal = {err = 'ERR TYPE names no string'} end
 if not refusal then
-  note(words, scores, 'a', ARGV[1])
+  note(words, scores, 'a', arg.ttl)
   alive_unless(scores, 0, '')
 end
-for _, key in ipairs(KEYS) do redis.pcall('DEL', key) end
+for _, name in ipairs(KEYS) do redis.pcall('DEL', name) end
 return refusal or 1
 """,
 )
 
 READ = _script(
-    "string string string",
+    "record:string opening committed",
+    "",
+    (_TEXT, _TEXT, _TEXT),
     """
-return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3])}
+return {redis.call('GET', key.record), redis.call('GET', key.opening), redis.call('GET', key.committed)}
 """,
 )
 
 READ_HISTORY = _script(
-    "list",
+    "history",
+    "",
+    _LIST,
     """
-return redis.call('LRANGE', KEYS[1], 0, -1)
+return redis.call('LRANGE', key.history, 0, -1)
 """,
 )
 
 TELL_LINKS = _script(
-    "hash hash zset",
+    "links changes links_at",
+    "member record ttl",
+    _FLAG,
     """
--- KEYS: links changes links_at   ARGV: member record ttl
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-note(KEYS[2], KEYS[3], ARGV[1], ARGV[3])
-redis.call('HSET', KEYS[2], 'links', redis.call('HGET', KEYS[2], 'n'))
-redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('HSET', key.links, arg.member, arg.record)
+note(key.changes, key.links_at, arg.member, arg.ttl)
+redis.call('HSET', key.changes, 'links', redis.call('HGET', key.changes, 'n'))
+redis.call('EXPIRE', key.links, arg.ttl)
 return 1
 """,
 )
 
 READ_LINKS = _script(
-    "hash hash zset",
+    "links changes links_at",
+    "changes known",
+    (_TIMES, _WORDS),
     """
--- KEYS: links changes links_at   ARGV: changes known
-local known = follows(KEYS[2], ARGV[1]) and ARGV[2] or '0'
-return {redis.call('HMGET', KEYS[2], 'born', 'n', 'links'), since(KEYS[1], KEYS[3], known)}
+local known = follows(key.changes, arg.changes) and arg.known or '0'
+return {redis.call('HMGET', key.changes, 'born', 'n', 'links'), since(key.links, key.links_at, known)}
 """,
 )
 
 MEASURE = _script(
-    "zset",
+    "measuring",
+    "member most lasts_ms",
+    _FLAG,
     """
--- KEYS: measuring   ARGV: member most lasts_ms
 -- measuring: member -> when its measurement is over at the latest
 local now = time_ms()
-local lasts = tonumber(ARGV[3])
+local lasts = tonumber(arg.lasts_ms)
 for _, bounds in ipairs({{'-inf', now}, {'(' .. now + lasts, '+inf'}}) do
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], bounds[1], bounds[2])) do
-    redis.call('ZREM', KEYS[1], member)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key.measuring, bounds[1], bounds[2])) do
+    redis.call('ZREM', key.measuring, member)
   end
 end
-if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
-redis.call('ZADD', KEYS[1], now + lasts, ARGV[1])
-redis.call('EXPIRE', KEYS[1], math.ceil(lasts / 1000))
+if redis.call('ZCARD', key.measuring) >= tonumber(arg.most) then return 0 end
+redis.call('ZADD', key.measuring, now + lasts, arg.member)
+redis.call('EXPIRE', key.measuring, math.ceil(lasts / 1000))
 return 1
 """,
 )
 
 SAY = _script(
-    "hash",
+    "said:hash",
+    "who word ttl",
+    int,
     """
--- KEYS: said   ARGV: who word ttl
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('HSET', key.said, arg.who, arg.word)
+return redis.call('EXPIRE', key.said, arg.ttl)
 """,
 )
 
 TESTIFY = _script(
-    "hash",
+    "evidence:hash",
+    "member word ttl junk",
+    _FLAG,
     """
--- KEYS: evidence   ARGV: member word ttl junk   the first word counts
-if not judged(redis.call('HGET', KEYS[1], ARGV[1]), ARGV[4]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
-return redis.call('EXPIRE', KEYS[1], ARGV[3])
+-- The first word counts.
+if not judged(redis.call('HGET', key.evidence, arg.member), arg.junk) then
+  redis.call('HSET', key.evidence, arg.member, arg.word)
+end
+return redis.call('EXPIRE', key.evidence, arg.ttl)
 """,
 )
 
 TELL_HOLDING = _script(
-    "hash zset",
+    "holdings leases",
+    "member record ttl",
+    int,
     """
--- KEYS: holdings leases   ARGV: member record ttl   what those have said who hold no lease is forgotten
-local said = redis.call('HGETALL', KEYS[1])
+-- What those have said who hold no lease is forgotten.
+local said = redis.call('HGETALL', key.holdings)
 for i = 1, #said, 2 do
-  if not redis.call('ZSCORE', KEYS[2], said[i]) then redis.call('HDEL', KEYS[1], said[i]) end
+  if not redis.call('ZSCORE', key.leases, said[i]) then redis.call('HDEL', key.holdings, said[i]) end
 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('HSET', key.holdings, arg.member, arg.record)
+return redis.call('EXPIRE', key.holdings, arg.ttl)
 """,
 )
 
 READ_SAID = _script(
-    "hash",
+    "said:hash",
+    "",
+    _LIST,
     """
-return redis.call('HGETALL', KEYS[1])
+return redis.call('HGETALL', key.said)
 """,
 )
 
 APPEND_FACTS = _script(
-    "stream hash",
+    "facts:stream recorders",
+    "newest facts node word is_new ttl most_entries most_bytes looked known",
+    (_FLAG, _LIST | bytes, bytes | int | None),
     """
--- KEYS: facts nodes   ARGV: newest facts node word is_new ttl most_entries most_bytes looked known
 -- Adds an entry behind the newest one that the caller knows; where it is another, returns the newest ones instead. An
 -- entry says how many bytes of facts came before it, so that the oldest ones can be dropped by size. `is_new`: the
 -- word is another one than before; else it is written where there is none. `known`: digest of the word that the caller
@@ -709,60 +791,63 @@ local function before_of(entry)
   local before = tonumber(entry[2][2])
   return before and before >= 0 and before < 2^52 and before or 0
 end
-local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
-if (newest and newest[1] or '') ~= ARGV[1] then
-  return {0, redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[9]), 0}
+local newest = redis.call('XREVRANGE', key.facts, '+', '-', 'COUNT', 1)[1]
+if (newest and newest[1] or '') ~= arg.newest then
+  return {0, redis.call('XREVRANGE', key.facts, '+', '-', 'COUNT', arg.looked), 0}
 end
 local before = newest and before_of(newest) + size_of(newest) or 0
-if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then -- somebody used up the ids
-  redis.call('DEL', KEYS[1])
-  mended[#mended + 1] = KEYS[1]
+-- Behind the greatest id of a stream nothing can be added ever again: whoever reaches the store could silence a node.
+if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then
+  redis.call('DEL', key.facts)
+  mended[#mended + 1] = key.facts
   before = 0
 end
 local so_far = string.format('%.0f', before)
-local id = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[7], '*', 'before', so_far, 'facts', ARGV[2])
-local total = before + #ARGV[2]
-for _ = 1, 256 do
-  local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+local id = redis.call('XADD', key.facts, 'MAXLEN', '~', arg.most_entries, '*', 'before', so_far, 'facts', arg.facts)
+local total = before + #arg.facts
+for _ = 1, 256 do -- not for ever: forged entries may say any size, and a script keeps all others waiting
+  local oldest = redis.call('XRANGE', key.facts, '-', '+', 'COUNT', 1)[1]
   local from = before_of(oldest)
-  if oldest[1] == id or (from <= total and total - from <= tonumber(ARGV[8])) then break end
-  redis.call('XDEL', KEYS[1], oldest[1])
+  if oldest[1] == id or (from <= total and total - from <= tonumber(arg.most_bytes)) then break end
+  redis.call('XDEL', key.facts, oldest[1])
 end
-if ARGV[5] == '1' then
-  redis.call('HSET', KEYS[2], ARGV[3], ARGV[4])
-elseif ARGV[4] ~= '' then
-  redis.call('HSETNX', KEYS[2], ARGV[3], ARGV[4])
+if arg.is_new == '1' then
+  redis.call('HSET', key.recorders, arg.node, arg.word)
+elseif arg.word ~= '' then
+  redis.call('HSETNX', key.recorders, arg.node, arg.word)
 end
-redis.call('EXPIRE', KEYS[1], ARGV[6])
-redis.call('EXPIRE', KEYS[2], ARGV[6])
-local word = redis.call('HGET', KEYS[2], ARGV[3])
-if word and redis.sha1hex(word) == ARGV[10] then word = 1 end
+redis.call('EXPIRE', key.facts, arg.ttl)
+redis.call('EXPIRE', key.recorders, arg.ttl)
+local word = redis.call('HGET', key.recorders, arg.node)
+if word and redis.sha1hex(word) == arg.known then word = 1 end
 return {1, id, word}
 """,
 )
 
 READ_FACTS = _script(
-    "as-it-is",
+    "facts:any",
+    "behind count",
+    _LIST,
     """
--- KEYS: facts   ARGV: behind count
 -- Returns the entries behind that one; from the oldest one on where it is gone. A reader mends nothing.
-if redis.call('TYPE', KEYS[1])['ok'] ~= 'stream' then return {} end
-if ARGV[1] ~= '' then
-  local found = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2] + 1)
-  if found[1] and found[1][1] == ARGV[1] then
+if redis.call('TYPE', key.facts)['ok'] ~= 'stream' then return {} end
+if arg.behind ~= '' then
+  local found = redis.call('XRANGE', key.facts, arg.behind, '+', 'COUNT', arg.count + 1)
+  if found[1] and found[1][1] == arg.behind then
     table.remove(found, 1)
     return found
   end
 end
-return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[2])
+return redis.call('XRANGE', key.facts, '-', '+', 'COUNT', arg.count)
 """,
 )
 
 READ_NODES = _script(
-    "as-it-is",
+    "recorders:any",
+    "",
+    _LIST,
     """
--- KEYS: nodes
-if redis.call('TYPE', KEYS[1])['ok'] ~= 'hash' then return {} end
-return redis.call('HGETALL', KEYS[1])
+if redis.call('TYPE', key.recorders)['ok'] ~= 'hash' then return {} end
+return redis.call('HGETALL', key.recorders)
 """,
 )

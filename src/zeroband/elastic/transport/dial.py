@@ -79,7 +79,7 @@ def run_here(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool]
 
 def _new_loop() -> asyncio.AbstractEventLoop:
     """An event loop. Raises OSError where there are no descriptors for it, before half of it is made."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # asyncio leaks what it has when it finds no descriptor half-way
         for _ in range(_OF_LOOP):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
     return asyncio.new_event_loop()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.transport.handshake import StreamKeys
+from zeroband.elastic.transport.shape import Route, Shape
 from zeroband.kernels import native
-from zeroband.kernels.codec import Codec
 from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import Robustly
 
@@ -48,56 +48,6 @@ class Operation:
     epoch: int
     round: int
     lane: int = 0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a reduction goes; the same on all members, but for `self`."""
-
-    codec: Codec
-    bounds: tuple[int, ...]
-    """Shard s, owned by member s, is [bounds[s], bounds[s + 1]); only members that speak for a site own some."""
-    shares: tuple[float, ...]
-    """Share of each member in the mean; they add up to 1, or are all 0."""
-    order: tuple[int, ...]
-    """Order in a ring of the members that speak for a site."""
-    is_ring: bool
-    chunk_numel: int
-    chain: tuple[int, ...]
-    """The next member on each one's way to who speaks for its site, itself where it does."""
-    largest: tuple[float, ...] = ()
-    """Largest size of a value of each member's contribution, which bounds what is taken; empty: not known."""
-
-    def partners(self, member: int) -> frozenset[int]:
-        """Members with whom one exchanges bytes, by their places."""
-        near = frozenset(m for m, after in enumerate(self.chain) if m == member or after == member)
-        near |= {self.chain[member]}
-        if self.chain[member] != member:
-            return near - {member}
-        if not self.is_ring:
-            return (near | frozenset(self.order)) - {member}
-        at = self.order.index(member)
-        return (near | {self.order[at - 1], self.order[(at + 1) % len(self.order)]}) - {member}
-
-
-@dataclass(frozen=True)
-class Route:
-    """How the payloads of a gathering pass one member. Members are told by their places."""
-
-    sources: tuple[int | None, ...]
-    """Who brings each member's payload here; this member its own, nobody what does not come."""
-    receivers: frozenset[int]
-    """Who gets the own payload from here."""
-    near: frozenset[int]
-    """The others of its site: who get from here what members of other sites send here."""
-
-    def partners(self, member: int, lengths: Sequence[int]) -> frozenset[int]:
-        """Members with whom this one exchanges bytes, for payloads of these lengths."""
-        sent = [s for s, length in enumerate(lengths) if length and s != member]
-        coming = {s: source for s in sent if (source := self.sources[s]) is not None}
-        relays = any(source == sender and sender not in self.near for sender, source in coming.items())
-        receivers = self.receivers if lengths[member] else frozenset[int]()
-        return receivers | frozenset(coming.values()) | (self.near if relays else frozenset[int]())
 
 
 @dataclass(frozen=True)

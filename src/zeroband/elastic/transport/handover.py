@@ -76,6 +76,10 @@ class Inbox:
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
         self._thread.start()
 
+    def route(self, kind: str, taker: Callable[[socket.socket, HandedOver], object]) -> None:
+        """Give connections of another kind to `taker` from now on. Any thread."""
+        self._takers[kind] = taker
+
     def attach(self, end: socket.socket) -> None:
         """Take connections from this channel too, until its other end closes it. Any thread."""
         with self._lock:

@@ -66,7 +66,7 @@ class Links:
     def accept(self, connection: socket.socket, what: HandedOver) -> None:
         """Take a stream that another member dialled. Any thread."""
         self.prepare(connection)
-        with self._lock:
+        with self._lock:  # or a stream that comes while `close` runs would outlive it
             if self._is_closed:
                 connection.close()
                 return
@@ -235,7 +235,7 @@ class Links:
         old = self._links.pop(member, None)
         if old is not None:
             self.engine.drop(old.number)
-        self._next += 1
+        self._next += 1  # a frame of the old link must find no new one under its number
         link = self._links[member] = _Link(self._next, session)
         return link
 

@@ -19,16 +19,16 @@ from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, Round
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
-from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
-from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
+from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
 _POLL_S = 0.0005
@@ -45,10 +45,6 @@ _FAULTS = {
 _log = get_logger(__name__)
 
 
-def _tell_nobody(_members: Iterable[str]) -> None:
-    """For partners that nobody wants to know of."""
-
-
 @dataclass(frozen=True)
 class Reach:
     """How a node comes to the others of its run."""
@@ -56,7 +52,7 @@ class Reach:
     links: Links
     ways: Callable[[str, Sequence[str]], Mapping[str, Ways]]
     """The ways from a member to these others, as far as the store knows. Raises StoreLost."""
-    tell_partners: Callable[[Iterable[str]], None] = _tell_nobody
+    tell_partners: Callable[[Iterable[str]], None] = noop
     """Told with which members this node exchanges bytes."""
 
 
@@ -501,7 +497,7 @@ class _Run:
         """Drop what is silent of the links to these members, and raise TransferStalled."""
         traffic = self.traffic()
         for member in members:
-            if self._is_suspect(states[member]):
+            if self._is_suspect(states[member]):  # links that are heard are kept: the next round needs them
                 self.links.drop(member)
         came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
         since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))

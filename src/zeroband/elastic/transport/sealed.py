@@ -1,4 +1,4 @@
-"""A connection to another node as a stream of sealed records, with as much of a socket as its clients need; the call.
+"""A connection to another node as a stream of sealed records, with as much of a socket as its clients need; the calls.
 
 A record is the length of what follows (4 bytes, big-endian) and at most RECORD_BYTES sealed with AES-256-GCM. Its
 nonce is its number, its length is sealed along, and each direction has a key of its own: what was changed, repeated,
@@ -13,7 +13,7 @@ import io
 import socket
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -21,8 +21,8 @@ from typing_extensions import Buffer
 
 from zeroband.elastic.membership.reach import Ways
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import Called, reach, run_here
-from zeroband.elastic.transport.handshake import Introduction, Purpose, StreamKeys
+from zeroband.elastic.transport.dial import Address, Called, keep_alive, reach, run_here
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
 
 RECORD_BYTES = 1 << 16
@@ -34,6 +34,9 @@ LENGTH_BYTES = 4
 """Bytes of a record's length, which it begins with."""
 
 _TAG_BYTES, _NONCE_BYTES = 16, 12
+
+STORE = "store"
+"""What the store of a node is called in a handshake: it is there before the node has a name in its run."""
 
 
 class SealedSocket:
@@ -52,8 +55,8 @@ class SealedSocket:
         """What was read and belongs to no opened record: its first bytes count."""
         self._opened = memoryview(b"")
         self._is_at_end = False
+        # http.client closes a response's socket and reads its file to the end, so the last user closes the connection.
         self._users = 1
-        """Itself and its files: the connection is closed by the last one."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -187,7 +190,7 @@ class Sealing:
         """A record that stopped half-way leaves nothing behind it that could be understood."""
         if self._is_spoilt:
             raise ConnectionAbortedError("the sealed stream broke before")
-        self._is_spoilt = True
+        self._is_spoilt = True  # until all of it went well: half a record on the wire, or a nonce that was used, stays
         yield
         self._is_spoilt = False
 
@@ -243,3 +246,35 @@ class Dialler:
             raise HandshakeFailed(reason) from error
         called.connection.setblocking(True)
         return sealed_by(called.connection, called.keys)
+
+
+def call_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
+    """A connection to the store of the node at this address; always sealed. `within_s`: the longest of its waits.
+
+    Raises OSError, TimeoutError, and HandshakeFailed where the other end hangs up or is not of this run.
+    """
+    connection = socket.create_connection(address, within_s)
+    try:
+        keep_alive(connection)
+        # The token alone admits here: a store is called before its node has a name, and what lies in it is signed.
+        caller = Caller(replace(key, node=None), Introduction("", STORE, "", is_sealed=True, purpose=Purpose.STORE))
+        connection.sendall(caller.hello)
+        proof, keys = caller.take(_read_answer(connection))
+        connection.sendall(proof)
+    except BaseException:
+        connection.close()
+        raise
+    return sealed_by(connection, keys)
+
+
+def _read_answer(connection: socket.socket) -> bytes:
+    answer = b""
+    while len(answer) < ANSWER_BYTES:
+        try:
+            part = connection.recv(ANSWER_BYTES - len(answer))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise HandshakeFailed("it hung up on the handshake: are run.id and run.token the same there?")
+        answer += part
+    return answer

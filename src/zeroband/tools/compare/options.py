@@ -23,10 +23,11 @@ from zeroband.config.presets import config_file
 from zeroband.config.section import Section
 from zeroband.config.sources import parse_toml
 from zeroband.errors import ConfigError
+from zeroband.tools.arguments import bounded
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.plan.forecast import Link
-from zeroband.tools.plan.units import parse_positive, parse_rate
+from zeroband.tools.plan.units import parse_rate
 
 TABLE = "compare"
 
@@ -117,8 +118,8 @@ def parse_link(text: str) -> Link:
     if not comma or not rtt.strip().endswith("ms"):
         raise ConfigError(f"--link={text!r}: write the rate and the round trip like 100mbit,80ms")
     try:
-        bytes_per_s, rtt_ms = parse_rate(rate), parse_positive(rtt.strip().removesuffix("ms"))
-    except ConfigError as error:
+        bytes_per_s, rtt_ms = parse_rate(rate), bounded(float, gt=0)(rtt.strip().removesuffix("ms"))
+    except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--link: {error}") from None
     return Link(bytes_per_s, bytes_per_s, rtt_ms / 1e3)
 

@@ -9,7 +9,6 @@ run there, or one that trained no sample.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from zeroband.elastic.membership.progress import renewed
 from zeroband.elastic.membership.records import from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
+from zeroband.tools.arguments import parser_of
 
 _EXIT_CONFIG, _EXIT_INEXACT = 2, 3
 
@@ -203,7 +203,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
 
 def main(argv: Sequence[str]) -> int:
     """`zeroband data audit RUN_DIR`. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zeroband data audit", description=__doc__)
+    parser = parser_of("data audit", __doc__)
     parser.add_argument("run_dir", type=Path, help="<run.dir>/<run.id>, with the folders of all nodes")
     run_dir: Path = parser.parse_args(argv).run_dir
     rounds = read_rounds(run_dir)

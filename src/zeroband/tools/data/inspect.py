@@ -6,7 +6,6 @@ Exit codes: 0 all is well; 2 there is no such set, or it cannot be read; 3 with 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
@@ -30,6 +29,7 @@ from zeroband.data.shard_set import (
 from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
+from zeroband.tools.arguments import parser_of
 from zeroband.tools.data.folder import Folder, open_out
 
 _EXIT_DAMAGED = 3
@@ -41,9 +41,7 @@ _READERS = 16
 
 def main(argv: Sequence[str]) -> int:
     """Print what a set is. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="zeroband data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("data inspect", __doc__)
     parser.add_argument("out", metavar="OUT", help="folder of prepared ids")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="beginnings of N documents (default: 3)")
     parser.add_argument("--tokenizer", metavar="T", help="where the tokenizer lies now, to write samples as text")

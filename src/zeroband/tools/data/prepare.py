@@ -29,6 +29,7 @@ from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.processors import usable_processors
 from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
+from zeroband.tools.arguments import bounded, parser_of
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
 from zeroband.tools.data.plan import Looking, Options, Plan, differences, make_plan, size_of
@@ -77,18 +78,13 @@ def main(argv: Sequence[str], open_workers: OpenPool = Pool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband data prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s SOURCE... OUT --tokenizer T [options]",
-    )
+    parser = parser_of("data prepare", __doc__, usage="%(prog)s SOURCE... OUT --tokenizer T [options]")
     add = parser.add_argument
     add("places", nargs="+", metavar="SOURCE... OUT", help="what to read; last of all, the folder to write")
     add("--tokenizer", required=True, metavar="T", help="`byte`, or the name or folder of a Hugging Face tokenizer")
     add(
         "--workers",
-        type=int,
+        type=bounded(int, ge=1),
         default=usable_processors(),
         help="processes (default: as many as there are processors for this one)",
     )
@@ -97,13 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--binary", action="store_true", help="take bytes that are no UTF-8, for --tokenizer byte")
     add("--dedup", action="store_true", help="leave out documents that equal an earlier one")
     add("--min-tokens", type=int, metavar="N", help="leave out documents of fewer tokens")
-    add("--max-tokens", type=int, metavar="N", help="leave out documents of more tokens")
+    add("--max-tokens", type=bounded(int, ge=1), metavar="N", help="leave out documents of more tokens")
     add("--pack", choices=["best-fit"], help="fill samples with whole documents, for data.packing = best-fit")
-    add("--seq-length", type=int, metavar="T", help="tokens of a sample, data.seq_length; for --pack")
-    add("--unit-mb", type=float, default=64.0, help="megabytes of text that make a shard (default: 64)")
+    add("--seq-length", type=bounded(int, ge=2), metavar="T", help="tokens of a sample, data.seq_length; for --pack")
+    add(
+        "--unit-mb",
+        type=bounded(float, ge=1e-6),
+        default=64.0,
+        help="megabytes of text that make a shard (default: 64)",
+    )
     add(
         "--retry-s",
-        type=float,
+        type=bounded(float, ge=0),
         default=DataConfig().retry_s,
         metavar="S",
         help="seconds that a server of a SOURCE that fails is asked again (default: %(default)g)",
@@ -117,14 +118,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(given: argparse.Namespace) -> Options:
     """What the arguments ask for. Raises ConfigError for values that make no sense together."""
-    if given.workers < 1 or given.unit_mb * 1e6 < 1:
-        raise ConfigError(f"--workers {given.workers} and --unit-mb {given.unit_mb:g} must both be more than 0")
-    if given.retry_s < 0:
-        raise ConfigError(f"--retry-s {given.retry_s:g} must be 0 or more")
-    if given.max_tokens is not None and given.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {given.max_tokens} leaves out all documents; for no limit leave it out")
-    if (given.pack is None) != (given.seq_length is None) or (given.seq_length or 2) < 2:
-        raise ConfigError("--pack best-fit and --seq-length T, 2 or more, belong together; give both or none")
+    if (given.pack is None) != (given.seq_length is None):
+        raise ConfigError("--pack best-fit and --seq-length T belong together; give both or none")
     if given.min_tokens is not None and given.max_tokens is not None and given.min_tokens > given.max_tokens:
         raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
     if given.binary and given.tokenizer != "byte":

@@ -15,7 +15,7 @@ from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.connection import rehearsal_of
+from zeroband.elastic.store.keys import rehearsal_of
 from zeroband.elastic.store.local_server import find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost

@@ -26,22 +26,14 @@ from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
 from zeroband.observe.words import aligned
+from zeroband.tools.arguments import bounded, parser_of, run_command
 from zeroband.tools.plan.advice import Advice, OuterKnobs, advise, cautions_of
 from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
 from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
 from zeroband.tools.plan.recorded import Recorded, read_run
-from zeroband.tools.plan.units import (
-    argument,
-    human_time,
-    parse_count,
-    parse_positive,
-    parse_rate,
-    parse_share,
-    parse_size,
-    parse_whole,
-)
+from zeroband.tools.plan.units import human_time, parse_count, parse_rate, parse_size
 
-_EXIT_CONFIG, _EXIT_UNFIT = 2, 3
+_EXIT_UNFIT = 3
 _OF_A_LINK = ("params", "nodes", "up", "step_s")
 _COLUMNS = {
     "method": "",
@@ -63,23 +55,20 @@ _COLUMNS = {
 
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for. Returns the exit code."""
+    return run_command("plan", lambda: _plan(argv))
+
+
+def _plan(argv: Sequence[str]) -> int:
     parser = _parser()
-    try:
+    options, of_run = parser.parse_known_args(argv)
+    if options.from_run:
+        recorded = read_run(options.from_run)
+        parser.set_defaults(**_defaults_from(recorded, is_up_given=options.up is not None))
         options, of_run = parser.parse_known_args(argv)
-        recorded = read_run(options.from_run) if options.from_run else None
-        if recorded is not None:
-            parser.set_defaults(**_defaults_from(recorded, is_up_given=options.up is not None))
-            options, of_run = parser.parse_known_args(argv)
-            print(f"{_what_was_measured(recorded)}\n")
-        fits = _plan_memory(options, of_run) if of_run else True
-        if not of_run or options.up:
-            _plan_link(options)
-    except ConfigError as error:
-        print(f"zeroband plan: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    except argparse.ArgumentError as error:
-        print(f"zeroband plan: {error.argument_name}: {error.message}", file=sys.stderr)
-        return _EXIT_CONFIG
+        print(f"{_what_was_measured(recorded)}\n")
+    fits = _plan_memory(options, of_run) if of_run else True
+    if not of_run or options.up:
+        _plan_link(options)
     return 0 if fits else _EXIT_UNFIT
 
 
@@ -109,20 +98,11 @@ def _plan_link(options: argparse.Namespace) -> None:
     print(render(job, found, advise(found, job, knobs, target), knobs, target))
 
 
-_COUNT, _WHOLE, _POSITIVE, _SHARE, _RATE, _SIZE = map(
-    argument, (parse_count, parse_whole, parse_positive, parse_share, parse_rate, parse_size)
-)
+_WHOLE, _POSITIVE, _SHARE = bounded(int, ge=1), bounded(float, gt=0), bounded(float, gt=0, le=1)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
-        usage="zeroband plan [@FILE] [--key value ...] [options]",
-    )
+    parser = parser_of("plan", __doc__, usage="zeroband plan [@FILE] [--key value ...] [options]")
     parser.add_argument(
         "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id> to learn from"
     )
@@ -136,10 +116,10 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     """What a node is, and how many there are."""
     add = parser.add_argument
     add("--gpus", type=_WHOLE, default=1, help="of one node, a rank on each; default: %(default)s")
-    add("--gpu-memory", type=_SIZE, help="of one GPU: 80GB, 79.6GiB")
+    add("--gpu-memory", type=parse_size, help="of one GPU: 80GB, 79.6GiB")
     add("--gpu-tflops", type=_POSITIVE, help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
-    add("--mfu", type=float, default=0.4, help="part of them that training uses; default: %(default)s")
-    add("--params", type=_COUNT, help="of the model: 1e9, 150M, 7B")
+    add("--mfu", type=_SHARE, default=0.4, help="part of them that training uses; default: %(default)s")
+    add("--params", type=parse_count, help="of the model: 1e9, 150M, 7B")
     add("--nodes", type=_WHOLE, help="machines that train together")
     add("--step-s", type=_POSITIVE, help="seconds of an inner step of one node")
     add("--slowest-step-s", type=_POSITIVE, help="the same of the slowest node; default: --step-s")
@@ -162,8 +142,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_link(parser: argparse.ArgumentParser) -> None:
     """What lies between the nodes."""
     add = parser.add_argument
-    add("--up", type=_RATE, help="rate at which the slowest node sends: 20mbit, 1gbit")
-    add("--down", type=_RATE, help="rate at which it receives; default: --up")
+    add("--up", type=parse_rate, help="rate at which the slowest node sends: 20mbit, 1gbit")
+    add("--down", type=parse_rate, help="rate at which it receives; default: --up")
     add("--efficiency", type=_SHARE, default=1.0, help="part of the rates that transfers get; default: %(default)s")
     add("--rtt-ms", type=_POSITIVE, default=100.0, help="round trip between the nodes; default: %(default)s")
     add("--store-rtt-ms", type=_POSITIVE, help="round trip to the store; default: --rtt-ms")
@@ -188,23 +168,19 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     add("--inner-steps", type=_WHOLE, default=100, help="of diloco, streaming, eager; default: %(default)s")
     add("--sparse-steps", type=_WHOLE, default=30, help="inner steps of sparseloco; default: %(default)s")
     add("--fragments", type=_WHOLE, default=5, help="of streaming; default: %(default)s")
-    add(
-        "--overlap", type=lambda text: 0 if text == "0" else _WHOLE(text), default=5,
-        help="inner steps that a fragment may travel; default: %(default)s",
-    )  # fmt: skip
+    add("--overlap", type=bounded(int, ge=0), default=5, help="steps that a fragment may travel; default: %(default)s")
     add("--k", type=_WHOLE, default=4, help="coefficients of 4096 that demo sends; default: %(default)s")
     add("--demo-overlap", type=int, choices=(0, 1), default=0, help="steps that demo's payload may travel")
     add("--outer-lr", type=_POSITIVE, help="to judge; default: what is safe for each method")
-    add("--outer-momentum", type=float, default=0.9, help="default: %(default)s")
+    add("--outer-momentum", type=bounded(float, ge=0, lt=1), default=0.9, help="default: %(default)s")
     add("--total-steps", type=_WHOLE, help="inner steps of the run, to judge whether the rounds are enough")
-    add("--target", type=float, default=0.95, help="part of the time to compute in; default: %(default)s")
+    add(
+        "--target", type=bounded(float, gt=0, lt=1), default=0.95,
+        help="part of the time to compute in; default: %(default)s",
+    )  # fmt: skip
 
 
 def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
-    if not 0 < options.target < 1:
-        raise ConfigError(f"--target: {options.target:g} is outside 0 to 1; write 95 % as 0.95")
-    if not 0 <= options.outer_momentum < 1:
-        raise ConfigError(f"--outer-momentum: {options.outer_momentum:g} is outside 0 to 1")
     given = vars(options)
     job = Job(**{field.name: given[field.name] for field in fields(Job)})
     if job.sites is not None and job.sites > job.nodes:

@@ -2,7 +2,7 @@
 
 With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
 
-- all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/times.py` predicts
+- all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/shape.py` predicts
 - all-gather: each node sends its payload to M - 1 others and receives theirs
 - utilisation: H t / (H t + own + stragglers + max(0, agreement + transfer + unpacking - overlap))
 
@@ -21,7 +21,7 @@ from typing import Literal
 from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName, overlap_problem
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.transport.times import MESSAGE_S, all_to_all_s
+from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
 from zeroband.outer.compression.sizes import HEADER, combined_size, records_size

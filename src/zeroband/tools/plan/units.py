@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-from collections.abc import Callable
-from typing import TypeVar
-
-from zeroband.errors import ConfigError
+from argparse import ArgumentTypeError
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
@@ -16,70 +12,32 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SIZES = {"mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
-_T = TypeVar("_T")
-
-
-def argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return the type of an argument that is read as `parse` does."""
-
-    def read(text: str) -> _T:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
 
 def parse_count(text: str) -> float:
-    """`1e9`, `1.5e9`, `150M`, `7B`: a number of parameters or tokens, 1 or more. Raises ConfigError."""
+    """`1e9`, `1.5e9`, `150M`, `7B`: a number of parameters or tokens, 1 or more. Raises ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([kmbt]?)", text.strip().lower())
     count = float(match[1]) * _COUNTS[match[2]] if match else 0.0
     if count < 1 or count == float("inf"):
-        raise ConfigError(f"{text!r} is not a count of 1 or more; write it like 1.5e9, 150M or 7B")
+        raise ArgumentTypeError(f"{text!r} is not a count of 1 or more; write it like 1.5e9, 150M or 7B")
     return count
 
 
 def parse_rate(text: str) -> float:
-    """`20mbit`, `1gbit`, `2.5gbit/s`: the rate of a link, in bytes a second. Raises ConfigError."""
+    """`20mbit`, `1gbit`, `2.5gbit/s`: the rate of a link, in bytes a second. Raises ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"\s*(kbit|mbit|gbit|tbit)(?:/s)?", text.strip().lower())
     rate = float(match[1]) * _RATES[match[2]] / 8 if match else 0.0
     if rate <= 0 or rate == float("inf"):
-        raise ConfigError(f"{text!r} is not a rate above 0; write it in bits a second like 20mbit or 1gbit")
+        raise ArgumentTypeError(f"{text!r} is not a rate above 0; write it in bits a second like 20mbit or 1gbit")
     return rate
 
 
 def parse_size(text: str) -> int:
-    """`80GB`, `79.6GiB`: bytes of memory. Raises ConfigError."""
+    """`80GB`, `79.6GiB`: bytes of memory. Raises ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"\s*(mb|gb|mib|gib)", text.strip().lower())
     size = float(match[1]) * _SIZES[match[2]] if match else 0.0
     if size < 1 or size == float("inf"):
-        raise ConfigError(f"{text!r} is not a size of memory; write it like 80GB or 79.6GiB")
+        raise ArgumentTypeError(f"{text!r} is not a size of memory; write it like 80GB or 79.6GiB")
     return int(size)
-
-
-def parse_positive(text: str) -> float:
-    """`2`, `0.5`, `1e-3`: a finite number above 0. Raises ConfigError."""
-    match = re.fullmatch(_NUMBER, text.strip().lower())
-    number = float(match[1]) if match else 0.0
-    if number <= 0 or number == float("inf"):
-        raise ConfigError(f"{text!r} is not a number above 0; write it like 2 or 0.5")
-    return number
-
-
-def parse_whole(text: str) -> int:
-    """`8`: a whole number of 1 or more. Raises ConfigError."""
-    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
-        raise ConfigError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def parse_share(text: str) -> float:
-    """`0.9`: a part of a whole, above 0 and at most 1. Raises ConfigError."""
-    part = parse_positive(text)
-    if part > 1:
-        raise ConfigError(f"{text!r} is more than all of it; write 95 % as 0.95")
-    return part
 
 
 def human_time(seconds: float) -> str:

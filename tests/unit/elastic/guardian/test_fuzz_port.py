@@ -36,7 +36,7 @@ from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.store_call import STORE
+from zeroband.elastic.transport.sealed import STORE
 from zeroband.errors import HandshakeFailed
 from zeroband.node.shared_flags import SharedFlags
 

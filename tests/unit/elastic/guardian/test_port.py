@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian import port as port_module
 from zeroband.elastic.guardian.port import CALL_BYTES, Answer, Port, SeenCalls, read_exactly, shake_hands
@@ -22,7 +23,6 @@ from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction
 from zeroband.errors import HandshakeFailed
 
-HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)
 ME, CALLER = "me#1", "caller#1"
 STRANGERS = 4

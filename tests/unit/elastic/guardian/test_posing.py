@@ -8,6 +8,7 @@ import socket
 from collections.abc import Generator, Iterator
 
 import pytest
+from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.node_key import NodeKey
@@ -15,7 +16,6 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
 
-HOST = "127.0.0.1"
 A, B, X = (NodeKey(bytes([at] * 32)) for at in range(3))
 MEMBER, OTHER = A.new_member_id("a"), B.new_member_id("b")
 

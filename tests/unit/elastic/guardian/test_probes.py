@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from tests.unit.elastic.conftest import HOST, until
 
 from zeroband.elastic.guardian import probes as links
 from zeroband.elastic.guardian.link_report import LinkSeen
@@ -19,7 +20,6 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
 
-HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)
 A, B, C = "a#1", "b#1", "c#1"
 DETECT_S = 0.1
@@ -81,14 +81,6 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
 def at(address: Address) -> Ways:
     """The only way to a member: its own address."""
     return (Way(*address),)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    pause, end_s = threading.Event(), time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s, "not within 10 s"
-        pause.wait(0.005)
 
 
 def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from tests.unit.elastic.conftest import until
 
 from zeroband.elastic.guardian import process
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
@@ -29,7 +28,6 @@ from zeroband.elastic.guardian.process import (
     process_state,
     remove_when_abandoned,
     run_guardian,
-    speaks,
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.neighbours import neighbours
@@ -115,25 +113,6 @@ def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> No
         assert process_state(process.pid) in "RSD"
     finally:
         process.communicate(b"\n")
-
-
-# -- its pipes --------------------------------------------------------------------------------------------------------
-
-
-def test_pipe_is_listened_to_whatever_its_number() -> None:
-    """A trainer of many files has descriptors above those that `select` takes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    low, writer = os.pipe()
-    try:
-        with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
-            assert not speaks(reader, 0)
-            os.write(writer, b"holding\n")
-            assert speaks(reader, 10)
-    finally:
-        os.close(low)
-        os.close(writer)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # -- the guardian's life ----------------------------------------------------------------------------------------------
@@ -236,14 +215,6 @@ def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
         store.close()
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    pause, tries = threading.Event(), 0
-    while not condition():
-        assert tries < 2000, "not within 10 s"
-        tries += 1
-        pause.wait(0.005)
-
-
 def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> None:
     assert start_guard().is_alive()
 
@@ -301,124 +272,122 @@ def test_trainer_is_told_why_its_guardian_holds_no_lease(
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
     guarded.flags.set_serves_state(True)
-    _until(lambda: guarded.said().serves_state)
+    until(lambda: guarded.said().serves_state)
     said = guarded.said()
     assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
 
 
+KEY = RunKey(b"k" * 32)
+WITH_KEY = ListenAddress("127.0.0.1", run_key=KEY.secret.hex())
+
+
 @pytest.fixture
-def other(redis_url: str) -> Iterator[socket.socket]:
-    """Where another member's guardian listens, which answers nothing; its lease is long."""
-    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
+def others(redis_url: str) -> Iterator[RedisStore]:
+    """The store as other members use it; their leases are long."""
+    with closing(RedisStore(redis_url, "run", key=KEY, lease_s=1000.0, patience_s=5.0)) as store:
+        yield store
+
+
+@pytest.fixture
+def other(others: RedisStore) -> Iterator[socket.socket]:
+    """Where another member's guardian listens, which answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
-        store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
+        others.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
         yield listener
-    store.close()
 
 
-def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, redis_url: str) -> None:
+def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, others: RedisStore) -> None:
     """Each of two that meet measures the way to the other."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
 
     async def take(connection: socket.socket, what: HandedOver) -> None:
         await answer_rate(connection)
 
-    met = LinkMonitor("127.0.0.1", identity=Identity(OTHER, key), detect_s=5.0, on_gone=print, take=take)
-    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
-    try:
-        store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
+    with closing(
+        LinkMonitor("127.0.0.1", identity=Identity(OTHER, KEY), detect_s=5.0, on_gone=print, take=take)
+    ) as met:
+        others.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         reader = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id)
-        _until(lambda: reader.news() is not None and bool(reader.rates.mbit))
+        until(lambda: reader.news() is not None and bool(reader.rates.mbit))
         assert reader.rates.mbit[OTHER] > 0 and reader.rates.rtt_ms > 0
-    finally:
-        met.close()
-        store.close()
 
 
 @pytest.mark.slow
 def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
-    guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=WITH_KEY)
     assert guarded.said().cut_off == ()
-    _until(lambda: guarded.said().cut_off == (OTHER,))
+    until(lambda: guarded.said().cut_off == (OTHER,))
 
 
 def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
-    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    start_guard: StartGuard, others: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, many = RunKey(b"k" * 32), [f"m{number}#1" for number in range(20)]
-    watched = list[set[str]]()
+    many, watched = [f"m{number}#1" for number in range(20)], list[set[str]]()
     monkeypatch.setattr(
         LinkMonitor,
         "watch",
         lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
     )
-    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
     writer = NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE)
     near = neighbours(MEMBER, many)
     far = sorted(set(many) - near)
-    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
-    try:
-        for member in many:
-            store.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
-        _until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
-        writer.tell(())
-        _until(lambda: watched[-1] == near)
-        writer.tell([far[0], "gone#1"])
-        _until(lambda: watched[-1] == {*near, far[0]})
-        store.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
-        _until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
-    finally:
-        store.close()
+    for member in many:
+        others.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
+    until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
+    writer.tell(())
+    until(lambda: watched[-1] == near)
+    writer.tell([far[0], "gone#1"])
+    until(lambda: watched[-1] == {*near, far[0]})
+    others.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
+    until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
 
 
 @pytest.mark.parametrize(("members", "doubted"), [(4, ()), (20, ("m1#1",))])
 def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
-    start_guard: StartGuard, redis_url: str, monkeypatch: pytest.MonkeyPatch, members: int, doubted: tuple[str, ...]
+    start_guard: StartGuard,
+    others: RedisStore,
+    monkeypatch: pytest.MonkeyPatch,
+    members: int,
+    doubted: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(LinkMonitor, "doubted", lambda self: ("m1#1",))
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
-    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
-    try:
-        for number in range(members):
-            store.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-        NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
-        _until(lambda: guarded.said().doubted == doubted)
-    finally:
-        store.close()
+    guarded = start_guard(listen=WITH_KEY)
+    for number in range(members):
+        others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
+    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
+    until(lambda: guarded.said().doubted == doubted)
 
 
 def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
     """Much sooner than it would run out."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=WITH_KEY)
     connection, _ = other.accept()
-    callee = Callee(key, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
     connection.sendall(callee.answer)
     assert len(connection.recv(PROOF_BYTES + 8, socket.MSG_WAITALL)) == PROOF_BYTES + 8  # and the first probe
     other.close()
     connection.close()
-    _until(lambda: OTHER not in guarded.store.view(0).alive)
+    until(lambda: OTHER not in guarded.store.view(0).alive)
     assert OTHER in guarded.store.view(0).peers, "it may take its lease again if it is alive after all"
 
 
 @pytest.mark.parametrize("purpose", [Purpose.DATA, Purpose.STATE])
 def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
     """Not who calls it by another name, and nobody without a handshake."""
-    key = RunKey(b"k" * 32)
-    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=WITH_KEY)
     address = ("127.0.0.1", guarded.said().port)
-    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(key, Introduction(OTHER, "a#0", "", True, purpose)).hello):
+    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(KEY, Introduction(OTHER, "a#0", "", True, purpose)).hello):
         with socket.create_connection(address, timeout=10) as stranger:
             stranger.sendall(said)
             with suppress(ConnectionResetError):  # what was sent had not been read
                 assert stranger.recv(1) == b""
-    caller = Caller(key, Introduction(OTHER, MEMBER, "", True, purpose))
+    caller = Caller(KEY, Introduction(OTHER, MEMBER, "", True, purpose))
     with socket.create_connection(address, timeout=10) as connection:
         connection.sendall(caller.hello)
         proof, keys = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
@@ -432,23 +401,23 @@ def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, pu
 
 def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
     guarded = start_guard(lease_s=0.05, hung_s=0.02)
-    _until(lambda: not guarded.is_alive())
+    until(lambda: not guarded.is_alive())
     guarded.flags.advance()
-    _until(guarded.is_alive)
+    until(guarded.is_alive)
 
 
 def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
     start_guard: StartGuard, ended: subprocess.Popen[bytes]
 ) -> None:
     guarded = start_guard(lease_s=0.05, rank_pids=(os.getpid(), ended.pid))
-    _until(lambda: not guarded.is_alive())
+    until(lambda: not guarded.is_alive())
 
 
 def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
     guarded = start_guard(renew_s=0.02)
     guarded.store.propose_opening(WITHOUT_US, current=None)
     guarded.store.expire_lease(MEMBER)
-    _until(lambda: guarded.flags.is_fenced)
+    until(lambda: guarded.flags.is_fenced)
     assert not guarded.is_alive()
 
 
@@ -486,4 +455,4 @@ def test_guardian_takes_the_lease_again_from_a_store_that_lost_everything(
 ) -> None:
     guarded = start_guard()
     redis_client.flushall()
-    _until(guarded.is_alive)
+    until(guarded.is_alive)

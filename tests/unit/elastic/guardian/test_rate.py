@@ -8,6 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian import rate as rate_module
 from zeroband.elastic.guardian.port import Port, shake_hands
@@ -17,7 +18,6 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose
 from zeroband.errors import HandshakeFailed
 
-HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)
 ME, OTHER = "me#1", "other#1"
 PIECE = 1 << 16

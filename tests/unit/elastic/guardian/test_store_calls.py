@@ -13,8 +13,7 @@ from tests.held_stores import HeldStore
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect, is_refusal
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
-from zeroband.elastic.transport.sealed import Sealing
-from zeroband.elastic.transport.store_call import STORE
+from zeroband.elastic.transport.sealed import STORE, Sealing
 
 KEY, RUN = RunKey(b"k" * 32), "run"
 NAME = f"zeroband:{{{RUN}}}:run"

@@ -18,7 +18,8 @@ from zeroband.elastic.membership.reach import (
     ways_to,
 )
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.topology import RELAYED, LinkObservation, LinkTable, plan
+from zeroband.elastic.membership.rings import plan
+from zeroband.elastic.membership.topology import RELAYED, LinkObservation, LinkTable
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 

@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.topology import (
-    EXACT_UP_TO,
-    LinkObservation,
-    LinkTable,
-    plan,
-    ring_order,
-    shard_shares,
-    slowest,
-    steady_order,
-    steady_rates,
-)
+from zeroband.elastic.membership.rings import EXACT_UP_TO, plan, ring_order, slowest, steady_order, steady_rates
+from zeroband.elastic.membership.topology import LinkObservation, LinkTable, shard_shares
 
 rates = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0])
 

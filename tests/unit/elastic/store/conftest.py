@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from tests.declared_keys import refuse_undeclared_keys
 from tests.servers import SERVERS, Servers
 
+from zeroband.elastic.membership.run_key import RunKey
+
+_key_of = functools.cache(RunKey.of)
+
 
 @pytest.fixture(autouse=True)
 def only_declared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_undeclared_keys(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def keys_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the key of each token once: its hash is slow on purpose."""
+    monkeypatch.setattr(RunKey, "of", staticmethod(_key_of))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=str)

@@ -30,20 +30,18 @@ from tests.relay import Damage, Relay, Wound
 from tests.servers import until
 
 from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
-from zeroband.elastic.store import connection, redis_run, redis_store, scripts
+from zeroband.elastic.store import connection, redis_run, redis_store, scripts, store_in_use
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
-    ACL_RULES,
-    COMMANDS,
     GarbledAnswer,
     StoreClient,
     connect,
     forget_connections,
     is_refusal,
-    is_temporary,
     is_unfit,
 )
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
+from zeroband.elastic.store.keys import ACL_RULES, COMMANDS
 from zeroband.elastic.store.redis_run import Appended
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
@@ -115,10 +113,8 @@ def _error(client: redis.Redis) -> redis.RedisError:
 
 
 def _refusal(client: redis.Redis) -> str:
-    error = _error(client)
-    message = is_refusal(error)
-    assert message is not None and not is_temporary(error)
-    assert "s3cret" not in message
+    message = is_refusal(_error(client))
+    assert message is not None and "s3cret" not in message
     return message
 
 
@@ -189,7 +185,7 @@ def test_rules_of_the_docstring_are_those_of_the_code() -> None:
 def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     """Read from the sources: a path that no test takes must not fail for want of a permission either."""
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
-    asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store))
+    asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store, store_in_use))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
     spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
@@ -308,9 +304,9 @@ def test_tls_to_a_server_without_it_is_refused(opened: Open, script: Script) -> 
     assert "speaks no TLS" in message and "redis://" in message
 
 
-def test_plain_text_to_a_server_with_tls_is_temporary(tls_port: int, opened: Open) -> None:
+def test_plain_text_to_a_server_with_tls_may_pass(tls_port: int, opened: Open) -> None:
     """It hangs up without a word, as one does that is about to stop."""
-    assert is_temporary(_error(opened(f"redis://:{QUOTED}@127.0.0.1:{tls_port}")))
+    assert is_refusal(_error(opened(f"redis://:{QUOTED}@127.0.0.1:{tls_port}"))) is None
 
 
 @pytest.mark.parametrize(
@@ -415,27 +411,42 @@ def script() -> Iterator[Script]:
 _IN_SCRIPT = b"-ERR Error running script (call to f_1): @user_script:1: @user_script: 1: "
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"-LOADING Redis is loading the dataset in memory",
-        b"-READONLY You can't write against a read only replica.",
-        b"-CLUSTERDOWN The cluster is down",
-        b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
-        b"-TRYAGAIN Multiple keys request during rehashing of slot",
-        b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
-        b"-NOREPLICAS Not enough good replicas to write.",
-        b"-MISCONF Redis is configured to save RDB snapshots, but it is currently not able to persist on disk.",
-        b"-OOM command not allowed when used memory > 'maxmemory'.",
-        b"-ERR max number of clients reached",
-        _IN_SCRIPT + b"-READONLY You can't write against a read only replica.",
-        _IN_SCRIPT + b"-OOM command not allowed when used memory > 'maxmemory'.",
-        b"",
-    ],
-)
-def test_errors_that_pass_are_temporary(script: Script, opened: Open, reply: bytes) -> None:
+_REPLICA = "it is a replica: name its master"
+_CLUSTER = "node of a Redis Cluster"
+ANSWERS: list[tuple[bytes, str | None, str | None]] = [
+    (b"-LOADING Redis is loading the dataset in memory", None, None),
+    (b"-TRYAGAIN Multiple keys request during rehashing of slot", None, None),
+    (b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", None, None),
+    (b"-ERR max number of clients reached", None, None),
+    (b"", None, None),
+    (b"-READONLY You can't write against a read only replica.", None, _REPLICA),
+    (_IN_SCRIPT + b"-READONLY You can't write against a read only replica.", None, _REPLICA),
+    (b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", None, _REPLICA),
+    (b"-OOM command not allowed when used memory > 'maxmemory'.", None, "raise its maxmemory"),
+    (_IN_SCRIPT + b"-OOM command not allowed when used memory > 'maxmemory'.", None, "raise its maxmemory"),
+    (b"-MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", None, "--save"),
+    (b"-NOREPLICAS Not enough good replicas to write.", None, "min-replicas-to-write"),
+    (b"-CLUSTERDOWN The cluster is down", None, _CLUSTER),
+    (b"-ERR script tried accessing undeclared key", None, "Redis 6.2 or later"),
+    (b"-NOSCRIPT No matching script.", None, "with scripts"),
+    (b"-MOVED 3999 10.0.0.7:6379", _CLUSTER, _CLUSTER),
+    (b"-CLUSTERDOWN Hash slot not served", _CLUSTER, _CLUSTER),
+    (b"-ERR unknown command 'GET'", "a run needs Redis 6.2 or later", "a run needs Redis 6.2 or later"),
+    (b"HTTP/1.1 400 Bad Request", "there is no Redis; if it expects TLS, write rediss://", "there is no Redis"),
+    (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules", "its rules"),
+    (b"-DENIED Redis is running in protected mode because protected mode is enabled", "accepts no", "accepts no"),
+]
+"""What a server says, with why waiting is pointless, and why it cannot serve a run as it is; None: it may soon."""
+
+
+@pytest.mark.parametrize(("reply", "refusal", "unfit"), ANSWERS, ids=[reply for reply, _, _ in ANSWERS])
+def test_answer_that_time_does_not_change_is_told_from_one_that_may_pass(
+    script: Script, opened: Open, reply: bytes, refusal: str | None, unfit: str | None
+) -> None:
     error = _error(opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=5.0 if reply else 0.05))
-    assert is_temporary(error) and is_refusal(error) is None
+    for said, words in ((is_refusal(error), refusal), (is_unfit(error), unfit)):
+        assert (said is None) == (words is None)
+        assert said is None or (said.startswith("store.url: ") and str(words) in said)
 
 
 def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened: Open) -> None:
@@ -444,69 +455,13 @@ def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened:
     assert way.requests == 1
 
 
-def test_server_that_is_not_there_is_temporary(opened: Open) -> None:
+def test_server_that_is_not_there_may_come(opened: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for url in (f"redis://127.0.0.1:{port}", f"rediss://127.0.0.1:{port}", "unix:///nowhere/redis.sock"):
-        error = _error(opened(url))
-        assert is_temporary(error) and is_refusal(error) is None
+        assert is_refusal(_error(opened(url))) is None
     error = _error(opened(f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"))
-    assert is_temporary(error) and is_refusal(error) is None and str(port) in str(error)
-
-
-@pytest.mark.parametrize(
-    ("reply", "why"),
-    [
-        (b"-MOVED 3999 10.0.0.7:6379", "node of a Redis Cluster"),
-        (b"-ERR unknown command 'GET'", "a run needs Redis 6.2 or later"),
-        (b"HTTP/1.1 400 Bad Request", "there is no Redis; if it expects TLS, write rediss://"),
-        (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules must hold"),
-        (b"-DENIED Redis is running in protected mode because protected mode is enabled", "accepts no connection"),
-        (b"-CLUSTERDOWN Hash slot not served", "node of a Redis Cluster"),
-    ],
-)
-def test_answers_that_time_does_not_change_are_refusals(script: Script, opened: Open, reply: bytes, why: str) -> None:
-    assert why in _refusal(opened(f"redis://127.0.0.1:{script(reply)}"))
-
-
-@pytest.mark.parametrize(
-    ("reply", "way_out"),
-    [
-        (b"-READONLY You can't write against a read only replica.", "name its master"),
-        (_IN_SCRIPT + b"-READONLY You can't write against a read only replica.", "name its master"),
-        (b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "name its master"),
-        (_IN_SCRIPT + b"-OOM command not allowed when used memory > 'maxmemory'.", "raise its maxmemory"),
-        (b"-MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", "--save"),
-        (b"-NOREPLICAS Not enough good replicas to write.", "min-replicas-to-write"),
-        (b"-CLUSTERDOWN The cluster is down", "node of a Redis Cluster"),
-        (b"-ERR script tried accessing undeclared key", "Redis 6.2 or later"),
-        (b"-NOSCRIPT No matching script.", "with scripts"),
-    ],
-)
-def test_state_in_which_a_server_serves_nobody_is_named_with_its_way_out(
-    script: Script, opened: Open, reply: bytes, way_out: str
-) -> None:
-    error = _error(opened(f"redis://127.0.0.1:{script(reply)}"))
-    said = is_unfit(error)
-    assert is_refusal(error) is None and said is not None and said.startswith("store.url: ") and way_out in said
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"-LOADING Redis is loading the dataset in memory",
-        b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
-        b"-TRYAGAIN Multiple keys request during rehashing of slot",
-        b"-ERR max number of clients reached",
-    ],
-)
-def test_server_that_will_soon_serve_is_not_unfit(script: Script, opened: Open, reply: bytes) -> None:
-    assert is_unfit(_error(opened(f"redis://127.0.0.1:{script(reply)}"))) is None
-
-
-@pytest.mark.parametrize("error", [redis.DataError("x"), KeyError("LEFT")])
-def test_errors_of_ours_are_neither_temporary_nor_refusals(error: Exception) -> None:
-    assert not is_temporary(error) and is_refusal(error) is None
+    assert is_refusal(error) is None and str(port) in str(error)
 
 
 @pytest.mark.parametrize(
@@ -522,11 +477,11 @@ def test_errors_of_ours_are_neither_temporary_nor_refusals(error: Exception) -> 
         b"$-7",
     ],
 )
-def test_what_nobody_foresaw_is_temporary(script: Script, opened: Open, reply: bytes) -> None:
+def test_what_nobody_foresaw_may_pass(script: Script, opened: Open, reply: bytes) -> None:
     client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
     with pytest.raises(redis.RedisError) as caught:
         client.script("return 1", int)(keys=[], args=[])
-    assert is_temporary(caught.value) and is_refusal(caught.value) is None
+    assert is_refusal(caught.value) is None
 
 
 def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[..., Relay], opened: Open) -> None:
@@ -536,9 +491,8 @@ def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[...
     client.set("zeroband:a", 12 * "a")
     before = client.client_id()
     way.damage = Damage(Wound.DROP, 1)
-    with pytest.raises(GarbledAnswer) as caught:
+    with pytest.raises(GarbledAnswer):
         client.get("zeroband:a")
-    assert is_temporary(caught.value)
     assert client.get("zeroband:a") == 12 * b"a" and client.client_id() != before
 
 
@@ -607,8 +561,7 @@ def test_refusal_of_one_sentinel_waits_for_the_silent_ones(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         away = free.getsockname()[1]
-    error = _error(opened(_sentinel_url(sentinels(port), away, service="none")))
-    assert is_temporary(error) and is_refusal(error) is None
+    assert is_refusal(_error(opened(_sentinel_url(sentinels(port), away, service="none")))) is None
 
 
 def test_sentinel_and_redis_are_reached_over_tls(

@@ -18,8 +18,8 @@ from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.record_verifier import RecordVerifier
-from zeroband.elastic.store.redis_run import Keys
 from zeroband.elastic.store.seals import Seals
 
 Damage = Callable[[Run, bytes], None]
@@ -32,13 +32,13 @@ def whole_names(run: Run) -> dict[str, bytes]:
     """Every key of a run by a short name, those of the current round too, whether or not they are there."""
     keys, opening, round = run.nodes[0].store.keys, run.nodes[0].opening, run.newest + 1
     assert opening is not None
-    names = {name: value for name, value in vars(keys).items() if name != "prefix"}
+    names = {name: getattr(keys, name) for name in Keys.names()}
     names |= {"ready": keys.ready(round), "ready_at": keys.ready_at(round)}
     names["group"] = keys.group(opening, 0)
     return {name: value.encode() for name, value in names.items()}
 
 
-NAMES = sorted({*(name for name in vars(Keys(RUN_ID)) if name != "prefix"), "ready", "ready_at", "group"})
+NAMES = sorted({*Keys.names(), "ready", "ready_at", "group"})
 
 
 def delete(run: Run, key: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import threading
@@ -16,14 +15,14 @@ import pytest
 import redis
 from tests.servers import SERVERS, until
 
-from zeroband.config import load_config
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import fact_publisher, facts, redis_run
-from zeroband.elastic.store.connection import ACL_RULES, StoreClient
+from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.fact_records import SHORT_LINE_BYTES, FactBatch, FactLine
-from zeroband.elastic.store.facts import StoreFacts, open_store_facts
-from zeroband.elastic.store.redis_run import FACTS_BYTES, FACTS_TTL_S, Keys
+from zeroband.elastic.store.facts import StoreFacts
+from zeroband.elastic.store.keys import ACL_RULES, FACTS_TTL_S, Keys
+from zeroband.elastic.store.redis_run import FACTS_BYTES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EventLog
@@ -41,8 +40,6 @@ AT_ONCE_S, NEVER_S = 0.01, 600.0
 PATIENCE_S = 1.0
 
 Open = Callable[..., StoreFacts]
-
-key_of = functools.cache(RunKey.of)
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=str)
@@ -83,7 +80,7 @@ class Node:
         return FactPublisher(self.folder, self.node_id, self.open_store, every_s=every_s)
 
     def open_store(self) -> RedisStore:
-        key = key_of(TOKEN, RUN_ID)
+        key = RunKey.of(TOKEN, RUN_ID)
         return RedisStore(self.url, RUN_ID, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
 
     def tell(self) -> None:
@@ -581,19 +578,6 @@ def test_address_that_is_none_ends_nothing_and_is_said(node: Node, caplog: pytes
     assert [r.__dict__["fields"]["why"] for r in caplog.records] == [
         "store.url: ssl_ca_certs=/nowhere.pem cannot be read: No such file or directory"
     ]
-
-
-# -- from a configuration ---------------------------------------------------------------------------------------------
-
-
-def test_facts_are_read_with_the_configuration_of_the_run(node: Node, run_dir: Path, server: RedisServer) -> None:
-    node.tell()
-    environment = {"ZERO_BAND_STORE__URL": server.url, "ZERO_BAND_RUN__TOKEN": TOKEN}
-    with closing(open_store_facts(load_config([f"--run.id={RUN_ID}", "--outer.type=diloco"], environment))) as shown:
-        assert shown.read() == in_files(run_dir)
-        assert shown.place == f"{server.url} {RUN_ID}"
-    with pytest.raises(ConfigError, match=r"store\.url"):
-        open_store_facts(load_config([], {}))
 
 
 # -- zeroband status --------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.held_stores import HeldStore
+from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening
 
 from zeroband.elastic.membership.records import Peer, Verdict
@@ -43,16 +43,13 @@ class Node:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Mapping[str, Node]]:
-    with ExitStack() as stack:
-        servers = {m: stack.enter_context(HeldStore(KEY, RUN_ID)) for m in (A, B, C)}
-        yield {m: make_node(m, servers, tmp_path, stack) for m in servers}
+def nodes(tmp_path: Path, stack: ExitStack) -> Mapping[str, Node]:
+    servers = {m: stack.enter_context(HeldStore(KEY, RUN_ID)) for m in (A, B, C)}
+    return {m: make_node(m, servers, tmp_path, stack) for m in servers}
 
 
 def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack: ExitStack) -> Node:
-    url = f"nodes://{','.join(dict.fromkeys(servers[m].place for m in (A, member)))}"
-    store = RedisStore(url, RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
-    stack.callback(store.close)
+    store = open_at(stack, servers[A], servers[member], lease_s=LEASE_S)
     store.reach(patience_s=5.0)
     flags = SharedFlags(folder / member, create=True)
     stack.callback(flags.close)
@@ -115,16 +112,16 @@ def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
     assert nodes[B].memory.account().promised == nodes[B].memory.generation
 
 
-def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(nodes: Mapping[str, Node]) -> None:
+def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(
+    nodes: Mapping[str, Node], stack: ExitStack
+) -> None:
     commit_a_round(nodes)
     nodes[A].server.stop()
     nodes[A].server.start()
-    with ExitStack() as stack:
-        stranger = RedisStore(f"nodes://{nodes[A].server.place}", RUN_ID, key=KEY, lease_s=LEASE_S, patience_s=5.0)
-        stack.callback(stranger.close)
-        stranger.reach(patience_s=5.0)
-        begun = stranger.generation
-        for _ in range(3):
-            nodes[B].mover.recover()
-        assert begun is not None and nodes[B].memory.generation != begun
-        assert not stranger.may_found(), "members have told the store that they live"
+    stranger = open_at(stack, nodes[A].server, lease_s=LEASE_S)
+    stranger.reach(patience_s=5.0)
+    begun = stranger.generation
+    for _ in range(3):
+        nodes[B].mover.recover()
+    assert begun is not None and nodes[B].memory.generation != begun
+    assert not stranger.may_found(), "members have told the store that they live"

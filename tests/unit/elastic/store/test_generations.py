@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import redis
-from tests.held_stores import HeldStore
+from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, hold
 
 from zeroband.elastic.membership.records import Peer, Ready, StoreTerm
@@ -28,15 +28,21 @@ KEY = RunKey.of("a token of the run", RUN_ID)
 OPENING = an_opening(A, B)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[RedisServer, RedisServer]]:
+    with RedisServer() as one, RedisServer() as other:
+        yield one, other
 
 
 @pytest.fixture
-def servers(stack: ExitStack) -> tuple[RedisServer, RedisServer]:
-    return stack.enter_context(RedisServer()), stack.enter_context(RedisServer())
+def servers(both: tuple[RedisServer, RedisServer]) -> tuple[RedisServer, RedisServer]:
+    """Two servers that are empty, and so other stores than before."""
+    for server in both:
+        if not server.is_running:
+            server.start()
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+    return both
 
 
 def open_store(stack: ExitStack, *servers: RedisServer) -> RedisStore:
@@ -176,18 +182,15 @@ def held(stack: ExitStack) -> list[HeldStore]:
     return [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(3)]
 
 
-def open_held(stack: ExitStack, *servers: HeldStore) -> RedisStore:
-    store = RedisStore(
-        f"nodes://{','.join(server.place for server in servers)}", RUN_ID, key=KEY, lease_s=2.0, patience_s=5.0
-    )
-    stack.callback(store.close)
+def reached(stack: ExitStack, *servers: HeldStore) -> RedisStore:
+    store = open_at(stack, *servers)
     store.reach(patience_s=5.0)
     return store
 
 
 def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStack, held: list[HeldStore]) -> None:
     first, _, late = held
-    store = open_held(stack, first)
+    store = reached(stack, first)
     store.renew_lease(A, Peer("a", "127.0.0.1", 4000, True, store_port=late.port), first=True)
     first.stop()
     assert [place_of_store(seen) for seen, _ in store.survey()] == [late.place]
@@ -195,9 +198,9 @@ def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStac
 
 def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitStack, held: list[HeldStore]) -> None:
     first, second, own = held
-    member = open_held(stack, first, second)
+    member = reached(stack, first, second)
     member.tell_whereabouts()
-    newcomer = open_held(stack, second, own)
+    newcomer = reached(stack, second, own)
     assert first.place == place_of_store(member) == place_of_store(newcomer)
     assert newcomer.generation == member.generation
 

@@ -11,7 +11,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from zeroband.elastic.store.connection import rules_of_run
+from zeroband.elastic.store.keys import rules_of_run
 from zeroband.elastic.store.local_server import Bounds, RedisServer, find_redis_server, outdated, redis_servers, sweep
 from zeroband.errors import ConfigError
 from zeroband.node.processes import parent_of

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.held_stores import HeldStore
+from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, an_opening
 
 from zeroband.elastic.membership.progress import Progress
@@ -16,8 +15,7 @@ from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Line, Meeting
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.failover import StoreFailover
-from zeroband.elastic.store.meetings import Meetings
+from zeroband.elastic.store.failover import Meetings, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
@@ -39,23 +37,10 @@ class OneLine:
         self.store.renew_lease(self.member, peer)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def opened(stack: ExitStack, *servers: HeldStore) -> RedisStore:
-    url = f"nodes://{','.join(server.place for server in servers)}"
-    store = RedisStore(url, RUN_ID, key=KEY, lease_s=2.0, patience_s=5.0)
-    stack.callback(store.close)
-    return store
-
-
 def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, tokens: int) -> OneLine:
     """A line that was founded in a store of its own; its member also knows the stores `known`."""
     server = stack.enter_context(HeldStore(KEY, RUN_ID))
-    founder = opened(stack, server)
+    founder = open_at(stack, server)
     founder.reach(patience_s=5.0)
     founder.found_or_match(SHARED)
     opening = an_opening(member)
@@ -63,7 +48,7 @@ def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, token
     verdict = Verdict(opening, "d", {"session": session, "progress": progress.to_record()})
     assert founder.propose_opening(opening, current=None, generation=founder.generation)
     assert founder.propose_verdict(verdict, generation=founder.generation)
-    store = opened(stack, server, *known)
+    store = open_at(stack, server, *known)
     assert founder.generation is not None
     store.enter(store.candidates[0], founder.generation)
     return OneLine(member, server, store, verdict)
@@ -117,13 +102,13 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
 
 def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_to(stack: ExitStack) -> None:
     servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
-    alone = opened(stack, servers[0])
+    alone = open_at(stack, servers[0])
     with pytest.raises(StoreLost, match="--found"):
         alone.reach(patience_s=0.0, least_stores=2)
     assert alone.survey()[0][1].generation is None
-    second = opened(stack, *servers)
+    second = open_at(stack, *servers)
     second.reach(patience_s=5.0, least_stores=2)
     alone.reach(patience_s=5.0, least_stores=2)
     assert alone.generation == second.generation is not None
-    told = opened(stack, servers[1])
+    told = open_at(stack, servers[1])
     told.reach(patience_s=5.0, least_stores=1)

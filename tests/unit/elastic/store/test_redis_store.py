@@ -29,8 +29,8 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.keys import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.record_verifier import RecordVerifier
-from zeroband.elastic.store.redis_run import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURED_AT_ONCE, MEASURING_MS, RedisStore
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost

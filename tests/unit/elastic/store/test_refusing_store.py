@@ -14,7 +14,7 @@ import redis
 from tests.servers import NO_SCRIPTS, until
 
 from zeroband.elastic.store import redis_run
-from zeroband.elastic.store.connection import ACL_RULES, COMMANDS, KEY_PATTERN
+from zeroband.elastic.store.keys import ACL_RULES, COMMANDS, KEY_PATTERN
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.tools import ctl, join, status

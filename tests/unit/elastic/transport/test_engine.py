@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from select import select
@@ -12,6 +12,10 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import (
     DEADLINE_S,
+    EACH_CODEC,
+    EACH_SEALING,
+    EACH_SHAPE,
+    KeptNet,
     MakeNet,
     Net,
     ends_of,
@@ -24,21 +28,17 @@ from tests.unit.elastic.conftest import (
 )
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Engine, Shape, State
+from zeroband.elastic.transport.engine import Encoded, Engine, State
 from zeroband.elastic.transport.handshake import OPEN
-from zeroband.elastic.transport.shape import shape_of
+from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
 
-KeptNet = Callable[[int, bool], Net]
 INT8 = CODECS["int8"]
 FP32 = CODECS["fp32"]
-EACH_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
-EACH_SEALING = pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
 SO_MAX_PACING_RATE = 47
 """Of Linux; `socket` does not have it."""
 
-EACH_WORLD = pytest.mark.parametrize("world", range(2, 10))
+EACH_WORLD = pytest.mark.parametrize("world", [2, 3, 4, 5, 9])
 
 
 def true_mean(sources: Sequence[Tensor], weights: Sequence[int]) -> Tensor:

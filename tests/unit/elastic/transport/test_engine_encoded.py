@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.unit.elastic.conftest import DEADLINE_S, MakeNet, Net, ends_of, noise, split_into
+from tests.unit.elastic.conftest import (
+    DEADLINE_S,
+    EACH_CODEC,
+    EACH_SHAPE,
+    KeptNet,
+    MakeNet,
+    Net,
+    ends_of,
+    noise,
+    split_into,
+)
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Shape, State
+from zeroband.elastic.transport.engine import Encoded, State
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 
-KeptNet = Callable[[int, bool], Net]
-EACH_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
 NUMEL = 2999
 
 

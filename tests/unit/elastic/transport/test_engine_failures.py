@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import (
     DEADLINE_S,
+    EACH_SEALING,
+    EACH_SHAPE,
     MakeNet,
     Net,
     ends_of,
@@ -19,14 +21,13 @@ from tests.unit.elastic.conftest import (
 )
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Running, Shape, State
+from zeroband.elastic.transport.engine import Running, State
 from zeroband.elastic.transport.handshake import OPEN
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 
 N = 20_011
 INT8, FP32 = CODECS["int8"], CODECS["fp32"]
-EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
-EACH_SEALING = pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
 
 
 def shape_for(world: int, *, is_ring: bool) -> Shape:

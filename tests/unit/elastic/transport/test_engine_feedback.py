@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from tests.unit.elastic.conftest import Net, ends_of, noise, split_into
+from tests.unit.elastic.conftest import EACH_SHAPE, KeptNet, Net, ends_of, noise, split_into
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
 from zeroband.elastic.transport.engine import State
 from zeroband.kernels.codec import CODECS, Codec
 
-KeptNet = Callable[[int, bool], Net]
 INT4 = CODECS["int4"]
-EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
 NUMEL = 2999
 
 

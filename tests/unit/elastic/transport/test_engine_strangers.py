@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.unit.elastic.conftest import DEADLINE_S, RUN, ends_of, key_pair, noise, tcp_pair, until
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Engine, Operation, Running, Shape, State
+from zeroband.elastic.transport.engine import Engine, Operation, Running, State
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS
 
 FP32 = CODECS["fp32"]

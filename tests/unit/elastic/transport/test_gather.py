@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.elastic.conftest import MakeNet, Net, ends_of, has_nothing_in_transit, noise, split_into, until
+from tests.unit.elastic.conftest import (
+    EACH_SEALING,
+    KeptNet,
+    MakeNet,
+    Net,
+    ends_of,
+    has_nothing_in_transit,
+    noise,
+    split_into,
+    until,
+)
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Operation, Route, Running, State, Traffic
-from zeroband.elastic.transport.shape import piece_bytes, route_of
+from zeroband.elastic.transport.engine import Operation, Running, State, Traffic
+from zeroband.elastic.transport.shape import Route, piece_bytes, route_of
 from zeroband.kernels.codec import CODECS
 from zeroband.tools.plan.forecast import Job, Link, Method, forecasts
 
-KeptNet = Callable[[int, bool], Net]
-EACH_SEALING = pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
 PIECE = 512
 UNTOUCHED = 0xEE
 

@@ -18,8 +18,7 @@ from tests.unit.elastic.conftest import until
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
-from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
-from zeroband.elastic.transport.rendezvous import GroupRendezvous
+from zeroband.elastic.transport.gloo_plane import GroupRendezvous, LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.node.faults import FaultPoints

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.elastic.conftest import Net, ends_of, noise, split_into
+from tests.unit.elastic.conftest import KeptNet, Net, ends_of, noise, split_into
 from torch import Tensor
 
-from zeroband.elastic.transport.engine import Encoded, Shape, State
+from zeroband.elastic.transport.engine import Encoded, State
+from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.robust import Robustly, RobustRule, combine
 
@@ -18,8 +19,6 @@ INT8, FP32 = CODECS["int8"], CODECS["fp32"]
 RULES = [RobustRule("clip"), RobustRule("trimmed", trim=0.25), RobustRule("centered_clip", iterations=1)]
 EACH_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 CHUNK, NUMEL = 4096, 20_011
-
-KeptNet = Callable[[int, bool], Net]
 
 
 def shape_of_four(codec: Codec, weights: Sequence[int] = (1, 2, 0, 3)) -> Shape:

@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.transport.engine import Route
-from zeroband.elastic.transport.shape import chain_of, chunk_numel, route_of, shape_of, shard_bounds
-from zeroband.elastic.transport.times import CROWDED, MESSAGE_S, all_to_all_s, ring_s
+from zeroband.elastic.transport.shape import (
+    CROWDED,
+    MESSAGE_S,
+    Route,
+    all_to_all_s,
+    chain_of,
+    chunk_numel,
+    ring_s,
+    route_of,
+    shape_of,
+    shard_bounds,
+)
 from zeroband.kernels.codec import CODECS
 
 INT8 = CODECS["int8"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.tools.compare.outcomes import PARAMS, counted
 
-from zeroband.elastic.transport.times import CROWDED, MESSAGE_S
+from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
 from zeroband.tools.compare.trial_measures import at_link, measured, payload_ratio
 from zeroband.tools.plan.forecast import HEADERS, Link
 

@@ -500,13 +500,9 @@ def test_bytes_that_are_no_text_are_taken_where_they_are_asked_for(tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--pack", "best-fit"), "--pack best-fit and --seq-length T, 2 or more, belong together"),
+        (("--pack", "best-fit"), "--pack best-fit and --seq-length T belong together"),
         (("--seq-length", "8"), "--pack best-fit and --seq-length T"),
         (("--min-tokens", "3", "--max-tokens", "2"), "--min-tokens 3 is above --max-tokens 2"),
-        (("--max-tokens", "0"), "--max-tokens 0 leaves out all documents; for no limit leave it out"),
-        (("--retry-s", "-1"), "--retry-s -1 must be 0 or more"),
-        (("--workers", "0"), "--workers 0 and --unit-mb 64 must both be more than 0"),
-        (("--unit-mb", "0"), "must both be more than 0"),
         (("--binary", "--tokenizer", "gpt2"), "--binary needs --tokenizer byte"),
         (("--tokenizer", "/nosuch"), "--tokenizer='/nosuch': neither"),
     ],
@@ -514,6 +510,16 @@ def test_bytes_that_are_no_text_are_taken_where_they_are_asked_for(tmp_path: Pat
 def test_options_that_make_no_sense_are_refused(lines: Path, out: Path, flags: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         prepare(lines, out, *flags)
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens=0", "--retry-s=-1", "--workers=0", "--unit-mb=0", "--seq-length=1"])
+def test_number_out_of_its_bounds_is_refused(
+    lines: Path, out: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare(lines, out, flag)
+    name, _, value = flag.partition("=")
+    assert f"{name}: '{value}': input should be greater than" in capsys.readouterr().err
 
 
 def test_place_that_cannot_be_written_to_is_named(lines: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -12,8 +13,7 @@ import pytest
 from zeroband import cli
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
-from zeroband.elastic.transport.times import CROWDED, MESSAGE_S
-from zeroband.errors import ConfigError
+from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.compression.combine import combined_bytes
 from zeroband.outer.demo import momentum_rule
@@ -34,15 +34,7 @@ from zeroband.tools.plan.forecast import (
     Relay,
     forecasts,
 )
-from zeroband.tools.plan.units import (
-    human_time,
-    parse_count,
-    parse_positive,
-    parse_rate,
-    parse_share,
-    parse_size,
-    parse_whole,
-)
+from zeroband.tools.plan.units import human_time, parse_count, parse_rate, parse_size
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
 JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
@@ -81,9 +73,6 @@ REFUSED = {
         ["20", "20MB", "0mbit", "-1mbit", "mbit", "20mbits", "20mbps", "1e999gbit"],
     ),
     parse_size: ("not a size of memory; write it like 80GB or", ["80", "80G", "-1GB", "GB", "0GB"]),
-    parse_whole: ("whole number of 1 or more", ["0", "-2", "1.5", "", "x", "1e3", "12345678901"]),
-    parse_positive: ("not a number above 0", ["0", "-2", "s", "", "1e999", "2s"]),
-    parse_share: (r"is more than all of it; write 95 % as 0\.95", ["1.1", "95"]),
 }
 
 
@@ -96,7 +85,7 @@ def test_number_with_its_unit_is_read(parse: Callable[[str], float]) -> None:
 def test_what_is_no_such_number_is_refused_with_the_way_out(parse: Callable[[str], float]) -> None:
     way_out, texts = REFUSED[parse]
     for text in texts:
-        with pytest.raises(ConfigError, match=f"^{re.escape(repr(text))} .*{way_out}"):
+        with pytest.raises(ArgumentTypeError, match=f"^{re.escape(repr(text))} .*{way_out}"):
             parse(text)
 
 
@@ -363,16 +352,24 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
     [
         (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits a second like 20mbit or 1gbit"),
         (["--params", "7GB"], "--params: '7GB' is not a count of 1 or more; write it like 1.5e9, 150M or 7B"),
-        (["--nodes", "0"], "--nodes: '0' is not a whole number of 1 or more"),
-        (["--efficiency", "95"], "--efficiency: '95' is more than all of it; write 95 % as 0.95"),
+        (["--nodes", "0"], "--nodes: '0': input should be greater than or equal to 1"),
+        (["--efficiency", "95"], "--efficiency: '95': input should be less than or equal to 1"),
+        (["--target", "95"], "--target: '95': input should be less than 1"),
         (["--sites", "9"], "--sites: 9 sites need a node each, and there are 8"),
-        (["--target", "95"], "--target: 95 is outside 0 to 1; write 95 % as 0.95"),
         (["--fragments", "3"], "outer.inner_steps=100 is not a multiple of outer.fragments=3; nearest: 99 or 102"),
     ],
 )
 def test_command_says_what_is_wrong(changed: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", *changed]) == 2
-    assert capsys.readouterr().err == f"zeroband plan: {message}\n"
+    refused(["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", *changed], message, capsys)
+
+
+def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with 2 and says so, whether its parser or the command itself finds it."""
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
 
 
 TINY = ("--model.d-model=32", "--model.n-layers=1", "--model.n-heads=2", "--model.d-ff=64", "--data.seq-length=64")
@@ -415,5 +412,4 @@ def test_command_ends_with_3_and_names_the_settings_where_memory_is_short(capsys
     ],
 )
 def test_command_says_what_it_lacks(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err == f"zeroband plan: {message}\n"
+    refused(arguments, message, capsys)

@@ -1,0 +1,153 @@
+"""What a run may touch in Redis: its keys, their kinds and lives, and the commands that its nodes say. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    from zeroband.elastic.membership.records import Opening
+
+RUN_TTL_S = 30 * 24 * 3600
+"""Life of the run's own record after its last write."""
+
+ROUND_TTL_S = 7 * 24 * 3600
+"""Life of what belongs to one round: longer than any pause a run may sit through."""
+
+SPENT_TTL_S = 3600
+"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
+
+GROUP_TTL_S = 3600
+"""Life of the keys through which the processes of one group find each other."""
+
+FACTS_TTL_S = ROUND_TTL_S
+"""Life of what a node recorded, after its last line."""
+
+HISTORY_LENGTH = 1000
+"""Verdicts kept for readers of the run's history."""
+
+COMMANDS = (
+    *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
+    *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "script|load", "select", "set"),
+    *("strlen", "time", "type", "xadd", "xdel", "xrange", "xread", "xrevrange", "zadd", "zcard", "zcount"),
+    *("zrangebyscore", "zrem", "zscore"),
+)
+"""What a run says to Redis, inside its scripts and outside."""
+
+KEY_PATTERN = "zeroband:*"
+"""The keys of all runs."""
+
+ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
+"""All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
+
+
+def rules_of_run(run_id: str) -> str:
+    """Return what the nodes of one run may do in a server of its own: the commands above, with the keys of this run.
+
+    And with those of its doctor, which has a run of its own name (`rehearsal_of`).
+    """
+    patterns = (f"~zeroband:{{{name}}}:*" for name in (run_id, rehearsal_of(run_id)))
+    return " ".join((*patterns, *(f"+{command}" for command in COMMANDS)))
+
+
+def rehearsal_of(run_id: str) -> str:
+    """Return the name under which `zeroband doctor` tries out a run."""
+    return f"{run_id}.doctor"
+
+
+class Key:
+    """A key of which a run has one. Its kind is Redis' own word; of an instance of `Keys`, it is the key's name."""
+
+    def __init__(self, kind: str, name: str = "") -> None:
+        self.kind, self.name = kind, name
+
+    def __set_name__(self, owner: type[Keys], name: str) -> None:
+        self.name = self.name or name
+
+    @overload
+    def __get__(self, keys: None, owner: type[Keys]) -> Key: ...
+
+    @overload
+    def __get__(self, keys: Keys, owner: type[Keys]) -> str: ...
+
+    def __get__(self, keys: Keys | None, owner: type[Keys]) -> Key | str:
+        return self if keys is None else f"{keys.prefix}:{self.name}"
+
+
+class Keys:
+    """Every key of a run. Hash tags keep a run on one shard of a cluster.
+
+    All values are sealed records, but for the leases and the clock, which the store's own scripts write. A key that
+    ends with `_at` beside another one tells with which change each member's word came.
+    """
+
+    run = Key("string")  # what all nodes must share
+    leases = Key("zset")  # member -> when its lease ends, in ms of the store's clock
+    clock = Key("hash")  # last renewal, end of settling
+    peers = Key("hash")  # member -> where it is and whom it does not reach
+    peers_at = Key("zset")
+    opening = Key("string")  # the current opening
+    opening_patch = Key("string", "opening:patch")  # what of it is another than in the one before it
+    votes = Key("hash")  # member -> the result that it holds for the current opening
+    votes_at = Key("zset")
+    last_votes = Key("hash")  # those for the newest verdict, while another round is open
+    failed = Key("string")  # why the current opening cannot be finished
+    committed = Key("string")  # the newest verdict
+    committed_patch = Key("string", "committed:patch")  # the same of the newest verdict
+    leaving = Key("hash")  # members that are on their way out
+    restart_point = Key("string")  # on which checkpoint the run is to begin again
+    orders = Key("string")  # what operators want of the run
+    history = Key("list")  # the newest verdicts, newest first
+    holdings = Key("hash")  # member -> which checkpoints it has, and whose folder it sees
+    links = Key("hash")  # member -> what its links to the others carry
+    links_at = Key("zset")
+    measuring = Key("zset")  # member -> when its measurement of a link is over
+    changes = Key("hash")  # numbers all that a look shows
+    news = Key("stream")  # the numbers of the changes for which members wait
+    generation = Key("string")  # the generation that began here last, of several stores
+    store_id = Key("string")  # by which several stores, and lives of one, are told apart
+    accounts = Key("hash")  # member -> what it tells, since the run may go to this store
+    told_at = Key("hash")  # member -> when
+    meeting = Key("string")  # two lines of history that met
+    elsewhere = Key("string")  # where the run goes on that does not use this store
+    recorders = Key("hash")  # name of a node, with its key -> what a late reader has to know of it
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"zeroband:{{{run_id}}}"
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Attributes with a key of which a run has one."""
+        return [name for name, key in vars(cls).items() if isinstance(key, Key)]
+
+    def scratch(self) -> list[str]:
+        """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""
+        return [f"{self.prefix}:self_test:{kind}" for kind in ("string", "hash", "list", "zset", "stream")]
+
+    def ready(self, round: int) -> str:
+        """Hash: member -> that it stands at the boundary of this round."""
+        return f"{self.prefix}:ready:{round}"
+
+    def ready_at(self, round: int) -> str:
+        return f"{self.prefix}:ready_at:{round}"
+
+    def of_round(self, round: int) -> dict[str, str]:
+        """Those of a round, by their names in scripts."""
+        return {"ready": self.ready(round), "ready_at": self.ready_at(round)}
+
+    def evidence(self, opening: Opening) -> str:
+        """Hash: member -> what it saw of an opening that failed."""
+        return f"{self.prefix}:evidence:{opening.id}"
+
+    def saving(self, attempt: str) -> str:
+        """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""
+        return f"{self.prefix}:saving:{attempt}"
+
+    def facts(self, node: str) -> str:
+        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
+        return f"{self.prefix}:facts:{node}"
+
+    def group(self, opening: Opening, lane: int) -> str:
+        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
+        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
+        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"

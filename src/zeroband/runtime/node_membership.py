@@ -1,0 +1,217 @@
+"""A node among the others of its run: the store, its port and data path, its memory, its lease. Knows no algorithm."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from zeroband.config.outer import CustomConfig, DilocoConfig
+from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.records import View, view_to_record
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
+from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.failover import StoreFailover
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import JoinRefused, Leaving
+from zeroband.node.mesh import LocalMesh
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
+from zeroband.observe.log import get_logger
+from zeroband.observe.stall import write_bundle
+from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.run_folder import run_keys
+from zeroband.runtime.run_rules import rules_of
+from zeroband.runtime.transport_setup import TransportSetup, codec_of
+from zeroband.state.crash_memory import NodeMemory
+from zeroband.state.flat import FlatLayout
+
+_FIRST_CONTACT_S = 30.0
+"""A Redis that does not answer at the start for so long is most likely not there."""
+
+_log = get_logger(__name__)
+
+
+class NodeMembership:
+    """This node's place in a run of several, from its store to its mesh. Made by all local ranks together.
+
+    `stack`: gives everything back. `on_event`: told of events on local rank 0. Raises ConfigError, JoinRefused,
+    StoreLost, Leaving.
+    """
+
+    def __init__(self, node: NodeParts, layout: FlatLayout, stack: ExitStack, on_event: Callable[..., object]) -> None:
+        config, local = node.config, node.local
+        assert config.store.address is not None and config.outer is not None
+        self._node = node
+        self._on_event = on_event
+        self._store_url = config.store.address
+        self._keys = run_keys(config, node.node_dir)
+        self.is_left = False
+        """The memory stays when `stack` closes, for the trainer that the launcher starts next."""
+        self.store = self._open_store(stack)
+        self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
+        self.folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+        """The node's folder in shared memory."""
+        self.memory = NodeMemory(
+            self.folder,
+            launcher=restarting_launcher(os.environ),
+            layout=layout.digest(),
+            is_restart=is_restart(os.environ),
+        )
+        on_first_rank(local, lambda: self._claim_folder(stack))
+        self.flags = SharedFlags(self.folder / "flags", create=False)
+        stack.callback(self.flags.close)
+        self._pids = _pids_of_ranks(local)
+        self.transport = self._open_transport()
+        stack.callback(self.transport.close)
+        self.mesh = ElasticDeviceMesh(
+            local.twin(),
+            self._new_member(),
+            self.transport.open(),
+            self.flags,
+            rules_of(config, self._transfer_bytes(layout), node.sample_tokens),
+            start_timeout_s=config.elastic.start_timeout_s,
+        )
+        stack.callback(self.mesh.close)
+
+    @property
+    def own_key(self) -> NodeKey:
+        """The key that identifies this node."""
+        assert self._keys.node is not None, "run_keys gives it one"
+        return self._keys.node
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def _open_store(self, stack: ExitStack) -> RedisStore:
+        """Reach the store: soon, where the address is wrong; later on a node waits for it at its boundary."""
+        config, departure = self._node.config, self._node.departure
+
+        def before_retry() -> None:
+            if departure.is_overdue(time.monotonic()):
+                raise Leaving("asked to leave while Redis was out of reach")
+
+        store = RedisStore(
+            self._store_url,
+            config.run.id,
+            key=self._keys,
+            lease_s=config.fault.time_outs.lease_s,
+            patience_s=config.fault.time_outs.store_s,
+            before_retry=before_retry,
+        )
+        store.judge.on_forgery = lambda place, member: self._tell_impostor(member, place)
+        stack.callback(store.close)
+        if config.run.token is None and self._node.local.rank == 0:
+            _log.warning(
+                "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+            )
+        waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s, least_stores=config.least_stores))
+        store.trust_address()
+        return store
+
+    def _match_run(self) -> dict[str, str]:
+        try:
+            return self.store.found_or_match(self._node.shared)
+        except JoinRefused:
+            if self._node.resumes and self._outlives_dead_run():
+                return self.store.found_or_match(self._node.shared)
+            raise
+
+    def _outlives_dead_run(self) -> bool:
+        """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
+        time_outs = self._node.config.fault.time_outs
+        deadline_s = time.monotonic() + 2 * time_outs.lease_s
+        while not (is_dead := self.store.forget_dead_run()) and time.monotonic() < deadline_s:
+            time.sleep(time_outs.renew_s)
+        return is_dead
+
+    def _tell_impostor(self, member_id: str, where: str) -> None:
+        self._on_event("impostor", member_id=member_id, where=where)
+
+    # -- memory, port and data path -----------------------------------------------------------------------------
+
+    def _claim_folder(self, stack: ExitStack) -> None:
+        config = self._node.config
+        launcher = restarting_launcher(os.environ, left=True)
+        folder = NodeFolder(
+            config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside, launcher=launcher
+        )
+        stack.callback(lambda: folder.close(is_left=self.is_left))
+        SharedFlags(folder.path / "flags", create=True).close()
+
+    def _open_transport(self) -> TransportSetup:
+        node = self._node
+        return TransportSetup(
+            node.config,
+            self.store,
+            self.flags,
+            node.local,
+            node.faults,
+            key=self._keys,
+            on_poser=self._tell_impostor,
+            port=node.port,
+        )
+
+    def _transfer_bytes(self, layout: FlatLayout) -> int:
+        """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""
+        outer = self._node.config.outer
+        if not isinstance(outer, DilocoConfig | CustomConfig):
+            return 0
+        return codec_of(self._node.config).encoded_size(layout.numel // outer.fragments)
+
+    # -- the lease ----------------------------------------------------------------------------------------------
+
+    def replace_member(self) -> None:
+        """Become another member after a fence. Called by all local ranks."""
+        if self._node.local.rank == 0:
+            self.mesh.member.close()
+        self.mesh.replace_member(self._new_member())
+
+    def _new_member(self) -> Member | None:
+        """Another membership of this node; on local rank 0 only."""
+        if self._node.local.rank != 0:
+            return None
+        node, config = self._node, self._node.config
+        identity = NodeIdentity(
+            node_id=node.node_id,
+            listen=self.transport.listen,
+            rank_pids=self._pids,
+            launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
+            shm_dir=self.folder,
+            site=config.node.site,
+            store_port=0 if node.port is None else node.port.number,
+            corpus=node.corpus,
+        )
+        run = RunAccess(
+            store=self.store,
+            store_url=self._store_url,
+            run_id=config.run.id,
+            shared=self._shared,
+            on_stall=self._record_stall,
+            inbox=self.transport.inbox,
+            on_event=self._on_event,
+            start_mover=self._start_mover,
+            name_member=self.own_key.new_member_id,
+        )
+        return Member(run, identity, self.flags, config.fault.time_outs, node.departure)
+
+    def _start_mover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
+        if not self.store.has_several:
+            return None
+        tell_s = self._node.config.fault.time_outs.lease_s
+        return StoreFailover(self.store, member_id, memory, self.flags, self._on_event, tell_s=tell_s)
+
+    def _record_stall(self, reason: str, view: View) -> None:
+        write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
+
+
+def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
+    """Process ids of all local ranks, on all of them."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
+    return tuple(int(pid) for pid in pids)

@@ -1,0 +1,66 @@
+"""What a configuration asks of rounds, in the words of membership and outer algorithms. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroband.config.outer import DdpConfig, DemoConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.schema import RunConfig
+from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.rounds.phase import PhaseLength
+
+
+def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
+    """What turns rounds into steps and samples. `sample_tokens`: targets of a sample at most; 0: not known."""
+    shape = RunShape(config.train.total_steps, config.train.batch_size, sample_tokens=sample_tokens)
+    match config.outer:
+        case RoundsConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
+        case DemoConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0)
+        case _:
+            return shape
+
+
+def phase_length_of(config: RunConfig) -> PhaseLength:
+    """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
+    if not isinstance(config.outer, RoundsConfig):
+        return PhaseLength(1)
+    return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
+
+
+def scoring_of(config: RunConfig) -> ScoringRule | None:
+    """Which payloads are scored by held-out loss; None: none is."""
+    score = config.outer.score if isinstance(config.outer, SparseLocoConfig | DemoConfig) else None
+    return None if score is None else ScoringRule(score.rounds, score.members, score.counts)
+
+
+def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0) -> Rules:
+    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter.
+
+    `sample_tokens`: as for `shape_of`.
+    """
+    outer, elastic = config.outer, config.elastic
+    weighs_equally = isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal"
+    rules = Rules(
+        elastic.min_nodes,
+        elastic.start_nodes,
+        has_several_stores=config.store.are_several,
+        counts_equally=weighs_equally,
+        is_robust=isinstance(outer, RoundsConfig | DemoConfig) and outer.robust is not None,
+        scoring=scoring_of(config),
+        sites=config.comm.sites if config.comm.backend == "native" else "off",
+        shape=shape_of(config, sample_tokens),
+    )
+    if not isinstance(outer, RoundsConfig):
+        return rules
+    return replace(
+        rules,
+        straggler_deadline_s=outer.straggler_deadline_s,
+        straggler_grace=outer.straggler_grace,
+        quorum=outer.quorum,
+        transfer_bytes=transfer_bytes,
+        hidden=1.0 if outer.overlap_steps is None else outer.overlap_steps / outer.phase_steps,
+    )

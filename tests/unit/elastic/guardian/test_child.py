@@ -1,0 +1,39 @@
+"""Processes beside the trainer: their pipes, and what they load, since each node starts two."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from zeroband.elastic.guardian.child import speaks
+
+
+@pytest.mark.parametrize(
+    ("module", "spared"),
+    [("process", {"numpy", "torch"}), ("port_holder", {"numpy", "pydantic", "redis", "torch"})],
+)
+def test_process_beside_the_trainer_does_without(module: str, spared: set[str]) -> None:
+    asked = f"import sys, zeroband.elastic.guardian.{module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    assert spared & set(loaded) == set()
+
+
+def test_pipe_is_listened_to_whatever_its_number() -> None:
+    """A trainer of many files has descriptors above those that `select` takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    low, writer = os.pipe()
+    try:
+        with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
+            assert not speaks(reader, 0)
+            os.write(writer, b"holding\n")
+            assert speaks(reader, 10)
+    finally:
+        os.close(low)
+        os.close(writer)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
