@@ -47,7 +47,7 @@ from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS
-from zeroband.kernels.marks import Marks
+from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import PIECE, Robustly, RobustRule
 
 DEADLINE_S = 300.0
@@ -66,7 +66,7 @@ ROBUST = {
 class Way:
     """One way to average: `native/CODEC/STREAMS/sealed|open/FORM/CONGESTION` or `gloo/LANES`.
 
-    FORM is all, ring, audited, or one of ROBUST.
+    FORM is all, ring, audited, drawn (an audit for which no draw hits), or one of ROBUST.
     """
 
     name: str
@@ -192,16 +192,26 @@ class Worker:
         numbers, rule = itertools.count(1), ROBUST.get(form)
         members = tuple(f"n{rank}#1" for rank in range(job.world))
         mesh = EngineMesh(engine, job.rank, Operation(1, 0, 1, 1))
-        auditor = Auditor(cast("ElasticDeviceMesh", mesh), CODECS[codec], None) if form == "audited" else None
+        chance = {"audited": 1.0, "drawn": 0.0}.get(form)
+        auditor = None
+        if chance is not None:
+            auditor = Auditor(cast("ElasticDeviceMesh", mesh), CODECS[codec], None, lambda *_: chance)
         first, last = shape.bounds[job.rank], shape.bounds[job.rank + 1]
 
         def run() -> None:
             number = next(numbers)
             operation = mesh.operation = Operation(1, number << 16, 1, 1)
             robust = None if rule is None else Robustly(rule, job.world)
-            marks = None if auditor is None else Marks.of(auditor.key, job.world, first, last, shape.chunk_numel)
+            hashes = None if auditor is None else PartHashes.of(auditor.key, job.world, first, last, shape.chunk_numel)
             reduction = engine.start(
-                operation, shape, job.rank, range(job.world), self.values, self.result, robust=robust, marks=marks
+                operation,
+                shape,
+                job.rank,
+                range(job.world),
+                self.values,
+                self.result,
+                robust=robust,
+                hashes=hashes,
             )
             state = reduction.wait(DEADLINE_S)
             reduction.close()
@@ -209,7 +219,7 @@ class Worker:
             if auditor is not None:
                 opening = Opening(number, 1, 1, members, (1,) * job.world)
                 request = RoundRequest(opening, members[job.rank], self.values, self.result)
-                told, _ = auditor.audit(request, Transfer(0.0, 0, 0, borders=shape.bounds, marks=marks))
+                told, _ = auditor.audit(request, Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes))
                 assert not told.is_refused
 
         return run
@@ -365,17 +375,25 @@ def loopback() -> None:
 
 def audited_form() -> None:
     print("\nfloat32 over loopback, 4 nodes, one thread for each process, sealed, in turns\n")
-    heads = ("codec", "values", "processor s, all nodes", "audited", "more", "bytes that a node sends more")
+    heads = (
+        "codec",
+        "values",
+        "processor s, all nodes",
+        "drawn only",
+        "audited",
+        "more",
+        "bytes that a node sends more",
+    )
     print(heading(*heads))
     world = 4
     for codec, numel in itertools.product(("int8", "int4", "fp32"), (1 << 20, 16 << 20)):
-        ways = [f"native/{codec}/1/sealed/{form}/cubic" for form in ("all", "audited")]
-        plain, audited = measure(world, numel, ways, repeats=31).values()
+        ways = [f"native/{codec}/1/sealed/{form}/cubic" for form in ("all", "drawn", "audited")]
+        plain, drawn, audited = measure(world, numel, ways, repeats=31).values()
         opening = Opening(1, 1, 1, tuple(f"n{rank}#1" for rank in range(world)), (1,) * world)
         shown = (world - 1) * len(drawers(opening, numel)) * CODECS[codec].encoded_size(PIECE)
         sent = 2 * (world - 1) * CODECS[codec].encoded_size(numel) // world
         more, share = audited.cpu_s / plain.cpu_s - 1, shown / sent
-        times = f"{plain.cpu_s:.4f} | {audited.cpu_s:.4f} | {more:+.1%}"
+        times = f"{plain.cpu_s:.4f} | {drawn.cpu_s:.4f} | {audited.cpu_s:.4f} | {more:+.1%}"
         print(f"| {codec} | {numel} | {times} | {shown} of {sent}, {share:.2%} |", flush=True)
 
 

@@ -195,8 +195,9 @@ class Node:
                 member.watch(turn)
                 time.sleep(transfer_s)
                 member.watch(None)
-                member.vote(turn, "digest")
-                self.verdict = member.await_verdict(turn, self._record(turn))
+                record = self._record(turn)
+                member.vote(turn, "digest", record)
+                self.verdict = member.await_verdict(turn, record)
                 return True
             except PeerLost:
                 continue

@@ -29,7 +29,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +134,8 @@ class Call:
         callee = STORE if purpose == Purpose.STORE else self.target.member
         names = {"caller": caller, "callee": callee, "session": new_session(), "is_sealed": True, **changes}
         key = names.pop("key", self.target.key)
+        if purpose == Purpose.STORE:  # there the token alone admits, before a node has a name
+            names, key = names | {"caller": "", "session": ""}, replace(self.target.key, node=None)
         return Caller(key, Introduction(**names, purpose=purpose))  # type: ignore[arg-type]
 
     def answer(self) -> bytes:

@@ -82,6 +82,12 @@ def centered(parts: Sequence[Part], total: float, iterations: int) -> Floats:
     return out * np.float32(total)
 
 
+def distinct(parts: Sequence[Part]) -> list[Part]:
+    """The parts without copies of another one, of which that with the largest share counts; all zeros are no copy."""
+    last = {part.data[0]: part for part in parts if part.values.any()}
+    return [part for part in parts if last.get(part.data[0], part) is part]
+
+
 def combined(name: str, parts: Sequence[Part], *, trim: float = 0.0, iterations: int = 0) -> Floats:
     """What an owner makes of contributions, piece by piece."""
     out = np.zeros_like(parts[0].values)
@@ -90,6 +96,7 @@ def combined(name: str, parts: Sequence[Part], *, trim: float = 0.0, iterations:
         here = sorted(here, key=lambda part: (part.data, part.share))
         total = sum(float(part.share) for part in here)
         here = [part for part in here if np.isfinite(part.values).all()]
+        here = distinct(here)
         if not here:
             continue
         if name == "clip":

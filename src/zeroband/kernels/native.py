@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 15
+ABI = 16
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -18,8 +18,8 @@ class ReduceSpec(ctypes.Structure):
     """One reduction, as `zb_reduce_start` takes it.
 
     The pointers are read during the call, but for `input`, `output` and what follows them, which are used until the
-    reduction ended, and so are `measured`, `mark_key` and `marks`. `errors`, both encodings, `largest`, `measured` with
-    rule 0, and the last two may be null.
+    reduction ended, and so are `measured`, `hash_key` and `hashes`. `errors`, both encodings, `largest`, `measured`
+    with rule 0, and the last two may be null.
     """
 
     _fields_ = (
@@ -50,8 +50,8 @@ class ReduceSpec(ctypes.Structure):
         ("iterations", c_uint32),
         ("trim", c_double),
         ("measured", c_void_p),
-        ("mark_key", c_void_p),
-        ("marks", c_void_p),
+        ("hash_key", c_void_p),
+        ("hashes", c_void_p),
     )
 
 
@@ -125,7 +125,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_int, c_int, c_int, c_double, c_uint32, c_uint32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p),
     ),
-    "zb_mark": (c_uint64, (c_int, c_void_p, c_uint64, c_void_p)),
+    "zb_hash": (c_uint64, (c_int, c_void_p, c_uint64, c_void_p)),
     "zb_sealing_problem": (c_char_p, ()),
     "zb_engine_open": (c_void_p, (c_int, c_double)),
     "zb_engine_close": (None, (c_void_p,)),

@@ -21,7 +21,7 @@ from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Runnin
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.kernels.marks import Marks
+from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import Robustly
 
 HOST = "127.0.0.1"
@@ -130,11 +130,11 @@ class Net:
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
         robust: Robustly | None = None,
-        marks: Marks | None = None,
+        hashes: PartHashes | None = None,
     ) -> Running:
         engine, place, how = self.engines[member], (operation, shape, member, range(self.world)), (source, result)
         reduction = engine.start(
-            *place, *how, allowed=allowed, errors=errors, encoded=encoded, robust=robust, marks=marks
+            *place, *how, allowed=allowed, errors=errors, encoded=encoded, robust=robust, hashes=hashes
         )
         self.started.append(reduction)
         return reduction

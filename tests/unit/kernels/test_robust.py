@@ -86,6 +86,28 @@ def test_equal_contributions_come_out_as_they_are(rule: RobustRule) -> None:
 
 
 @EACH_RULE
+@pytest.mark.parametrize("codec", [FP32, INT8], ids=lambda codec: codec.name)
+def test_copies_of_a_contribution_count_once_and_agree_alike(rule: RobustRule, codec: Codec) -> None:
+    """So those who copy one member do not double what its data count."""
+    sources = [noise(PIECE + 9, seed) for seed in range(5)]
+    copied = [*sources, sources[2], sources[2]]
+    shares = [0.1, 0.1, 0.2, 0.1, 0.1]
+    alone, found = combined(rule, sources, codec, shares), combined(rule, copied, codec, [*shares, 0.15, 0.15])
+    torch.testing.assert_close(found * sum(shares), alone * (sum(shares) + 0.3), rtol=1e-5, atol=1e-6)
+    parts = [x.view(torch.uint8) if codec is FP32 else codec.encode(x) for x in copied]
+    _, measured = combine(rule, codec, parts, [1 / 7] * 7, PIECE + 9)
+    cosines = measured.cosines()
+    assert cosines[2] == cosines[5] == cosines[6]
+
+
+@EACH_RULE
+def test_zeros_are_no_copies_of_each_other(rule: RobustRule) -> None:
+    """Most members may have seen nothing of some values, and one of them something."""
+    found = combined(rule, [*[torch.zeros(9)] * 6, torch.ones(9)])
+    assert float(found.abs().max()) <= 1 / 7 + 1e-6
+
+
+@EACH_RULE
 def test_order_of_the_members_does_not_show_in_the_bits(rule: RobustRule) -> None:
     sources = [noise(300, seed) for seed in range(3)]
     sources.append(-sources[0])  # as long as another one

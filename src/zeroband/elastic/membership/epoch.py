@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from zeroband.elastic.membership import blame
+from zeroband.elastic.membership.ballots import digest_in
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
@@ -522,9 +523,9 @@ def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Ver
     if missing:
         reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
         return Wait(reason, missing)
-    digests = {view.votes[m] for m in opening.members}
-    is_agreed = len(digests) == 1 and not any(map(blame.is_refusal, digests))
-    return Verdict(opening, digests.pop(), dict(record)) if is_agreed else None
+    votes = {view.votes[m] for m in opening.members}
+    is_agreed = len(votes) == 1 and not any(map(blame.is_refusal, votes))
+    return Verdict(opening, digest_in(votes.pop()), dict(record)) if is_agreed else None
 
 
 def must_leave(view: View, member_id: str, round: int) -> Excluded | None:

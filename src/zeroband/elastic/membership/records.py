@@ -385,6 +385,11 @@ class Verdict:
         return next(iter(self.sessions), "")
 
 
+def session_after(opening: Opening) -> str:
+    """The session that begins with this opening, as all of its members name it; that of another opening is another."""
+    return hashlib.blake2b(f"session {to_json(opening)}".encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True)
 class Peer:
     """Where a member is found, and whom it does not reach. Its guardian writes it with every renewal of the lease."""

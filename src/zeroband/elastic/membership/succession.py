@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroband.config.ranges import Id, Text
+from zeroband.elastic.membership.ballots import digest_in
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, VerdictRecord
 
@@ -44,9 +45,9 @@ class MemberReport:
     opening: Opening | None = None
     """The newest opening that it has seen."""
     vote: Id | None = None
-    """Digest that it voted for after that opening. None: it has not."""
+    """What it voted after that opening. None: it has not."""
     record: VerdictRecord | None = None
-    """What it would write into the verdict of that opening; None: it does not know that yet."""
+    """What it would write into the verdict of that opening; None: it has not voted."""
     orders: Orders = field(default_factory=Orders)
     run: Mapping[Text, Text] = field(default_factory=dict[str, str])
     """What all nodes must share."""
@@ -215,11 +216,12 @@ def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
     opening = newest.opening
     if opening is not None and opening.round == committed.round + 1:
         here = [account for member, account in accounts.items() if member in opening.members]
-        if digest := _may_be_committed(opening, newest.generation, here):
-            record = next((account.record for account in here if account.vote and account.record is not None), None)
+        if vote := _may_be_committed(opening, newest.generation, here):
+            told = (account.record for account in here if account.vote == vote)
+            record = next((record for record in told if record is not None), None)
             if record is None:
                 return None
-            committed = Verdict(opening, digest, dict(record))
+            committed = Verdict(opening, digest_in(vote), dict(record))
             if not may_move(accounts, committed):
                 return None
     staying = (*committed.members, *committed.opening.late, *(() if opening is None else opening.members))
@@ -233,15 +235,15 @@ def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
 
 
 def _may_be_committed(opening: Opening, generation: StoreTerm, members: Sequence[MemberReport]) -> str:
-    """Digest of the round of an opening of this generation, if it may be committed out of sight; else "".
+    """The vote for the round of an opening of this generation, if it may be committed out of sight; else "".
 
     A later generation may have begun with it if all who promised that one, of these members, have voted for it.
     """
     for later in {promise for member in members for promise in member.promises if promise > generation}:
         bound = [member for member in members if later in member.promises]
         votes = {member.vote if member.opening == opening else None for member in bound}
-        if len(votes) == 1 and (digest := votes.pop()) is not None:
-            return digest
+        if len(votes) == 1 and (vote := votes.pop()) is not None:
+            return vote
     return ""
 
 

@@ -27,6 +27,9 @@ RECORD, GAIN = "agreement", "gain"
 _NEW = 0.1
 """Part of a score that the newest round makes: contributions as opposite as -0.5 count nothing after 4 rounds."""
 
+MOST_A_ROUND = 2 * _NEW
+"""By which two scores differ at most that were equal before the newest round."""
+
 _KEPT = 0.99
 """What is left of a score in a round in which nothing of the member was measured, as of one that counts nothing: after
 50 rounds or more it is tried again."""

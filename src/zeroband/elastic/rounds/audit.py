@@ -1,9 +1,10 @@
 """The audit of a mean: whether its owners summed up what was sent, seen on a few stretches that nobody knew before.
 
-A member draws when it holds the whole result, so an owner has told its sums by then. Everybody shows everybody its part
-of what was drawn, and sums these parts up again. An owner remembers the parts that it got by marks
-(`kernels.marks`), so that it can tell a member that shows another part than it sent. What follows from the findings is
-in `membership.blame`. Local rank 0 draws, shows and compares; the others only wait with it.
+A member draws when it holds the whole result, so an owner has told its sums by then. Its draw says, too, whether this
+round is audited: showing and summing up cost the same for any size, so short rounds are audited now and then. Where a
+draw hits, everybody shows everybody its part of what was drawn, and sums these parts up again. An owner remembers the
+parts that it got by hashes (`kernels.keyed_hash`), so that it can tell a member that shows another part than it sent.
+What follows from the findings is in `membership.blame`. Local rank 0 draws, shows and compares; the others only wait.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.kernels.codec import Codec
-from zeroband.kernels.marks import MarkKey, Marks
+from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import PIECE, RobustRule, combine
 from zeroband.observe.log import get_logger
 
@@ -34,6 +36,15 @@ _MOST_DRAWERS, _FEWEST_DRAWERS = 8, 2
 _PART, _FREE = 64, 1 << 24
 """What all members show of all stretches is a 64th of the values of a round at most; of smaller states as much as of
 one of so many values, whose audit is a fraction of a millisecond's sums (docs/benchmarks.md, audits)."""
+
+_SHOW_S, _AFFORDED = 2e-3, 0.01
+"""Processor seconds of showing and summing up, and the part of a round's that they may take on average."""
+
+_ROUND_S, _STEP_S = 4e-3, 2e-3
+"""Processor seconds of a round and of an inner step at least, however small the state (docs/scale.md: 4.4 ms)."""
+
+_VALUE_S, _VALUE_STEP_S = 4e-9, 20e-9
+"""Those for each value of a round, and of an inner step: a mean in int8, and a step on a few rows."""
 
 _SLACK = 2.0
 """Rounding makes values larger, as in csrc/reduce.cpp."""
@@ -66,6 +77,22 @@ def drawers(opening: Opening, numel: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(world), key=lot)[:count]))
 
 
+def chance_of(opening: Opening, numel: int) -> float:
+    """How likely a round of so many values is audited, in 0..1: so that audits take a hundredth of its time at most."""
+    steps = median_low([n for n in opening.steps if n > 0] or [0])
+    round_s = _ROUND_S + steps * _STEP_S + numel * (_VALUE_S + steps * _VALUE_STEP_S)
+    return min(1.0, _AFFORDED * round_s / _SHOW_S)
+
+
+def hits(draw: Tensor, chance: float, drawers: int) -> bool:
+    """Whether a draw has the round be audited, so that one of so many does with this chance.
+
+    One is enough, so a member that draws last cannot keep the others' from it.
+    """
+    lot = int.from_bytes(hashlib.sha256(bytes(draw.numpy())).digest()[:8], "little") / 2**64
+    return lot < 1 - (1 - chance) ** (1 / drawers)
+
+
 def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> Stretch:
     """The stretch with the value at this position: a piece of a chunk, which a reduction encodes by itself."""
     owner = bisect_right(borders, position) - 1
@@ -95,44 +122,48 @@ class Findings:
 
 
 class Auditor:
-    """Audits the means of one node. Called by all local ranks. `rule`: as the owners combine; None: the mean."""
+    """Audits the means of one node. Called by all local ranks.
 
-    def __init__(self, mesh: ElasticDeviceMesh, codec: Codec, rule: RobustRule | None) -> None:
+    `rule`: as the owners combine; None: the mean. `chance`: of an audit in a round of an opening, of so many values.
+    """
+
+    def __init__(
+        self,
+        mesh: ElasticDeviceMesh,
+        codec: Codec,
+        rule: RobustRule | None,
+        chance: Callable[[Opening, int], float] = chance_of,
+    ) -> None:
         self._mesh = mesh
         self._codec = codec
         self._rule = rule
-        self.key = MarkKey()
+        self._chance = chance
+        self.key = HashKey()
 
     def audit(self, request: RoundRequest, moved: Transfer) -> tuple[Transfer, Findings]:
         """Audit a mean that this node got and has not voted for; nothing where parts came through others.
 
         Raises PeerLost, as a transfer does.
         """
-        opening, marks = request.opening, moved.marks
-        if not self._mesh.is_so(marks is not None and any(opening.shares)):
+        opening, hashes = request.opening, moved.hashes
+        if not self._mesh.is_so(hashes is not None and any(opening.shares)):
             return moved, Findings()
         members, own = opening.members, opening.members.index(request.member_id)
         draw = set(drawers(opening, request.result.numel()))
         told, drawn = self._gather(
             request, _draw(), [_DRAW_BYTES if p in draw else 0 for p in range(len(members))], _DRAWS
         )
-        stretches = [] if marks is None else _stretches(drawn, moved.borders, marks)
+        chance = self._chance(opening, request.result.numel())
+        if not self._mesh.is_so(any(hits(one, chance, len(draw)) for one in drawn if one.numel())):
+            return _with(moved, told), Findings()
+        stretches = [] if hashes is None else _stretches(drawn, moved.borders, hashes)
         size = len(draw) * self._size(request)
         payload = (
             self._parts_of(request, stretches, size) if opening.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
         )
         again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in opening.shares], _SHOWS)
-        found = Findings() if marks is None else self._compare(request, marks, stretches, drawn, shown)
-        return (
-            replace(
-                moved,
-                took_s=moved.took_s + told.took_s + again.took_s,
-                sent_bytes=moved.sent_bytes + told.sent_bytes + again.sent_bytes,
-                received_bytes=moved.received_bytes + told.received_bytes + again.received_bytes,
-                is_refused=bool(found.wrong or found.denied),
-            ),
-            found,
-        )
+        found = Findings() if hashes is None else self._compare(request, hashes, stretches, drawn, shown)
+        return replace(_with(_with(moved, told), again), is_refused=bool(found.wrong or found.denied)), found
 
     def _gather(
         self, request: RoundRequest, payload: Tensor, lengths: Sequence[int], number: int
@@ -162,7 +193,7 @@ class Auditor:
     def _compare(
         self,
         request: RoundRequest,
-        marks: Marks,
+        hashes: PartHashes,
         stretches: Sequence[Stretch],
         drawn: Sequence[Tensor],
         shown: Sequence[Tensor],
@@ -174,7 +205,7 @@ class Auditor:
             if not self._is_sum(request, stretch, parts):
                 wrong.add(stretch.owner)
             if stretch.owner == own:
-                denied |= {p for p, part in parts.items() if p != own and not marks.is_of(p, stretch.start, part)}
+                denied |= {p for p, part in parts.items() if p != own and not hashes.is_of(p, stretch.start, part)}
         names = opening.members
         found = Findings(drawn, shown, tuple(names[p] for p in sorted(wrong)), tuple(names[p] for p in sorted(denied)))
         if wrong or denied:
@@ -212,12 +243,22 @@ class Auditor:
         return torch.equal(expected.view(torch.int32), got.view(torch.int32))
 
 
+def _with(moved: Transfer, more: Transfer) -> Transfer:
+    """A transfer with what another one took and moved."""
+    return replace(
+        moved,
+        took_s=moved.took_s + more.took_s,
+        sent_bytes=moved.sent_bytes + more.sent_bytes,
+        received_bytes=moved.received_bytes + more.received_bytes,
+    )
+
+
 def _draw() -> Tensor:
     """Bytes that nobody knew before, (_DRAW_BYTES,) uint8."""
     return torch.frombuffer(bytearray(os.urandom(_DRAW_BYTES)), dtype=torch.uint8)
 
 
-def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], marks: Marks) -> list[Stretch]:
+def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], hashes: PartHashes) -> list[Stretch]:
     """What the members drew, in their order. Any bytes draw a stretch."""
     positions = [int.from_bytes(bytes(draw.numpy()), "little") for draw in drawn if draw.numel()]
-    return [stretch_at(position % borders[-1], borders, marks.chunk_numel) for position in positions]
+    return [stretch_at(position % borders[-1], borders, hashes.chunk_numel) for position in positions]

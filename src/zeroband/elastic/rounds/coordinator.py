@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from zeroband.elastic.membership import trust
 from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict, session_after
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import LaterPart, OuterParts, verify
@@ -454,23 +453,16 @@ class RoundCoordinator(ABC):
     ) -> Committed:
         """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
 
-        That is worked out while the others vote; with several stores before, since the others may need it who go to
-        another one while this vote is on its way.
+        The vote binds both, so that nobody writes another verdict.
         """
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
-
-        def describe() -> Mapping[str, Any]:
-            if result is None or self._local.rank != 0:
-                return {}
-            return self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
-
-        if record is None and mesh.has_several_stores:
-            record = describe()
+        if result is not None and self._local.rank == 0:
+            record = self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
+        record = record or {}
         mesh.vote(opening, digest, record)
         if result is not None:
             self._parts.faults.at("voted", opening.round)
-            record = describe() if record is None else record
-        verdict = mesh.await_verdict(opening, record or {})
+        verdict = mesh.await_verdict(opening, record)
         costs.wait_s += time.monotonic() - waited_from_s
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
@@ -581,7 +573,7 @@ class RoundCoordinator(ABC):
         said[RECORD] = LossRecord.of(self.record).carried().to_record()
         if self.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
             said["session_before"] = self.record["session"]
-        record = {**said, "session": uuid.uuid4().hex, **self._describe_founding()}
+        record = {**said, "session": session_after(opening), **self._describe_founding()}
         return self._vote(opening, self.state_digest, costs, record=record)
 
     def _stage(self, opening: Opening, step: int) -> RoundState:

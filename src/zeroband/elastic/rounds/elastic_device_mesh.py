@@ -169,8 +169,8 @@ class ElasticDeviceMesh:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
-        took_s, (sent_bytes, received_bytes, wide_bytes, borders, marks) = time.monotonic() - started_at_s, moved
-        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders, marks=marks)
+        took_s, (sent_bytes, received_bytes, wide_bytes, borders, hashes) = time.monotonic() - started_at_s, moved
+        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders, hashes=hashes)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._plane.leave_behind()
@@ -193,12 +193,8 @@ class ElasticDeviceMesh:
 
         on_first_rank(self.local, testify)
 
-    @property
-    def has_several_stores(self) -> bool:
-        return self._rules.has_several_stores
-
-    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> None:
-        """Name the result that this node holds; `await_verdict` follows. `record`: as there; None: not known yet."""
+    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
+        """Name the result that this node holds; `await_verdict` follows, with the same `record`."""
 
         def vote() -> None:
             try:

@@ -16,7 +16,8 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars
+from zeroband.elastic.membership.ballots import vote_for
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars, is_refusal
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     ElapsedWaits,
@@ -361,14 +362,16 @@ class Member:
             return Wait(f"round {round} is open to {len(decision.members)} others")
         return decision
 
-    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> None:
+    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
         """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
 
-        `record`: what it would write into the verdict; None: not known yet.
+        `record`: what it would write into the verdict. From here on no other verdict on this opening counts.
         """
+        vote = digest if is_refusal(digest) else vote_for(digest, record)
+        self.store.expect_verdict(Verdict(opening, digest, dict(record)))
         with self._memory.saying():
-            generation = self._memory.voted(opening, digest, record)
-            view = self.store.vote(opening, self.member_id, digest, generation=generation)
+            generation = self._memory.voted(opening, vote, record)
+            view = self.store.vote(opening, self.member_id, vote, generation=generation)
         self._first_look = opening.round, self._checked(view, opening.round, whole=False)
 
     def testify(self, opening: Opening, evidence: Evidence) -> None:
@@ -385,12 +388,10 @@ class Member:
             self.testify(opening, self._evidence[1] if self._evidence[0] == opening else Evidence())
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
-        """Wait until the round is committed; `record` is what this member would write into the verdict.
+        """Wait until the round is committed; `record`: as in `vote`.
 
         Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
         """
-        if (digest := self._memory.would_record(opening, record)) is not None:
-            self.store.expect_verdict(Verdict(opening, digest, dict(record)))
         return self._poll(opening.round, self.verdict_rule(opening, record))
 
     def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:

@@ -25,7 +25,7 @@ class StoreBackup:
     ready: Ready | None = None
     """The last that it announced."""
     vote: tuple[Opening, str] | None = None
-    """The last that it gave."""
+    """The last that it gave, behind its opening."""
     orders: Orders = field(default_factory=Orders)
     generation: StoreTerm | None = None
     """The one that it is from, in a run of several stores: a store that is in another one takes none of it."""
@@ -69,20 +69,12 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, digest: str, record: Mapping[str, Any] | None = None) -> StoreTerm | None:
-        """This member votes; returns the generation in which alone that counts. `record`: as of `would_record`."""
+    def voted(self, opening: Opening, vote: str, record: Mapping[str, Any]) -> StoreTerm | None:
+        """This member votes; returns the generation in which alone that counts. `record`: what it would commit."""
         with self._lock:
-            self._known = replace(self._known, opening=opening, vote=(opening, digest))
+            self._known = replace(self._known, opening=opening, vote=(opening, vote))
             self._record = record
             return self._promises[-1] if self._promises else None
-
-    def would_record(self, opening: Opening, record: Mapping[str, Any]) -> str | None:
-        """What this member would write into the verdict after its vote, whose digest is returned; None: it has none."""
-        with self._lock:
-            if self._known.vote is None or self._known.vote[0] != opening:
-                return None
-            self._record = record
-            return self._known.vote[1]
 
     # -- in a run of several stores -----------------------------------------------------------------------------
 

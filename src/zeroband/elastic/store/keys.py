@@ -90,6 +90,7 @@ class Keys:
     opening_patch = Key("string", "opening:patch")  # what of it is another than in the one before it
     votes = Key("hash")  # member -> the result that it holds for the current opening
     votes_at = Key("zset")
+    last_votes = Key("hash")  # those for the newest verdict, while another round is open
     failed = Key("string")  # why the current opening cannot be finished
     committed = Key("string")  # the newest verdict
     committed_patch = Key("string", "committed:patch")  # the same of the newest verdict

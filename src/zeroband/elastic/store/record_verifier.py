@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from zeroband.elastic.membership.ballots import is_alike
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.node_key import is_of_key
@@ -46,6 +47,7 @@ _FOREIGN = "it belongs to another session of this run.id; if nodes of both are a
 _UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
 _NOT_IN_IT = "it is about an opening that does not list the member which wrote it"
 _OF_A_BANNED_NODE = "a node whose key is banned proposed it"
+NOT_VOTED_FOR = "it is not the verdict that the members of its round voted for"
 _MALFORMED = "it is sealed by a node of this run, but says nothing that this version understands"
 
 _log = get_logger(__name__)
@@ -71,6 +73,8 @@ class RecordVerifier:
         """Told, once a minute at most for each place, where a record stands that another than this member wrote."""
         self._orders = Orders()
         """As they were read last."""
+        self._expected: tuple[Verdict, bytes] | None = None
+        """The verdict that follows from this node's newest vote, and its record."""
 
     @property
     def token_check(self) -> str:
@@ -175,9 +179,26 @@ class RecordVerifier:
         """The newest verdict of the run; what this node writes belongs to its session from now on."""
         record = self._open(name, raw, "verdict")
         verdict = self._read(Verdict, name, raw, record)
-        if record is not None and verdict is not None:
-            self._lineage = record.label.sessions
+        if raw is None or record is None or verdict is None:
+            return None
+        if self.is_expected(verdict) and not self._is_as_expected(verdict, raw):
+            self.reject(name, raw, NOT_VOTED_FOR)
+            return None
+        self._lineage = record.label.sessions
         return verdict
+
+    def expect(self, verdict: Verdict) -> bytes:
+        """Take no other verdict on its opening from now on. Returns the record of one that says just this."""
+        raw = self.seal_verdict(verdict).encode()
+        self._expected = verdict, raw
+        return raw
+
+    def is_expected(self, verdict: Verdict) -> bool:
+        """Whether a verdict is on the opening that this node voted on last."""
+        return self._expected is not None and verdict.opening.id == self._expected[0].opening.id
+
+    def _is_as_expected(self, verdict: Verdict, raw: bytes) -> bool:
+        return self._expected is not None and (raw == self._expected[1] or is_alike(verdict, self._expected[0]))
 
     def past_verdicts(self, name: str, raws: Sequence[bytes]) -> list[Verdict]:
         """The verdicts of a history that count."""

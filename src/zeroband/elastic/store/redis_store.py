@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+from zeroband.elastic.membership.ballots import is_voted_for
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Evidence,
@@ -31,6 +32,7 @@ from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.keys import HISTORY_LENGTH, ROUND_TTL_S, RUN_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
+from zeroband.elastic.store.record_verifier import NOT_VOTED_FOR
 from zeroband.elastic.store.redis_run import PAUSE_MAX_S
 from zeroband.elastic.store.seals import id_of
 from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
@@ -100,6 +102,10 @@ class RedisStore(StoreInUse, Store):
         """The member that speaks through this store; empty: none did yet."""
         self._shared: Mapping[str, str] | None = None
         """What all nodes share; None: this node has not compared it."""
+        self._newest: Verdict | None = None
+        """The newest verdict that was believed."""
+        self._doubted = "", 0.0
+        """Opening of the newest verdict that was not shown to be voted for, and since when."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
 
     @property
@@ -354,7 +360,8 @@ class RedisStore(StoreInUse, Store):
         keys, judge = self.keys, self.judge
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
         known.learn_times(*times)
-        if known.learn_records(records) or known.view is None:
+        has_new_alive = known.learn_alive(alive)
+        if known.learn_records(records) or known.view is None or known.is_doubted:
             self._judge_records(known)
         opening, ready_key = known.opening, keys.ready(round)
 
@@ -365,7 +372,7 @@ class RedisStore(StoreInUse, Store):
             return judge.votes(keys.votes, opening, raw)
 
         is_new = [
-            known.learn_alive(alive),
+            has_new_alive,
             known.peers.learn(peers, known.change, lambda raw: judge.peers(keys.peers, raw)),
             known.ready.learn(ready, known.change, read_ready),
             known.votes.learn(votes, known.change, read_votes),
@@ -375,7 +382,8 @@ class RedisStore(StoreInUse, Store):
         if self._own:
             is_new.append(known.ready.learn_own(self._own, own_ready, read_ready))
             is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
-        if known.view is not None and not any(is_new) and known.view.is_settling == bool(is_settling):
+        settles = bool(is_settling) or known.is_doubted
+        if known.view is not None and not any(is_new) and known.view.is_settling == settles:
             return known.view
         view = View(
             opening=opening,
@@ -386,7 +394,7 @@ class RedisStore(StoreInUse, Store):
             failed=known.failed,
             peers=known.peers.read,
             is_known=known.is_known,
-            is_settling=bool(is_settling),
+            is_settling=settles,
             orders=known.orders,
             restart_point=known.restart_point,
             unseen_ready=known.ready.unseen,
@@ -401,7 +409,7 @@ class RedisStore(StoreInUse, Store):
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
         known.orders = judge.orders(keys.orders, raw("orders"))
-        committed = judge.verdict(keys.committed, raw("committed"))
+        committed = self._believed(known, judge.verdict(keys.committed, raw("committed")))
         opening = judge.opening(keys.opening, raw("opening"), committed)
         if opening != known.opening:
             known.forget_votes()
@@ -410,6 +418,38 @@ class RedisStore(StoreInUse, Store):
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
         known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+
+    def _believed(self, known: StoreCache, verdict: Verdict | None) -> Verdict | None:
+        """The verdict, if members voted for it. Else the one before, and the store counts as settling for a lease.
+
+        A member of the round has compared it with its own vote; it asks for the others' votes where it was not in it.
+        A member that never voted on it, of a run with one store, knows that it is forged.
+        """
+        before, own = self._newest, self._own
+        known.is_doubted = False
+        if verdict is None or (before is not None and verdict.round <= before.round):
+            return verdict
+        knows_members = before is not None and own in (*before.members, *before.opening.late)
+        if before is not None and knows_members and not self.judge.is_expected(verdict):
+            if own in verdict.members and not self.has_several:
+                self.judge.reject(self.keys.committed, known.records["committed"] or b"", NOT_VOTED_FOR)
+                return None
+            key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
+            if self._is_doubtful(verdict, key, known.alive.intersection(before.members) - {own}):
+                known.is_doubted = True
+                return before
+        self._newest = verdict
+        return verdict
+
+    def _is_doubtful(self, verdict: Verdict, key: str, known: Collection[str]) -> bool:
+        """Whether the votes here do not show that these members voted for a verdict that is new since a lease."""
+        id, now_s = verdict.opening.id, time.monotonic()
+        if self._doubted[0] != id:
+            self._doubted = id, now_s
+        if 1000 * (now_s - self._doubted[1]) > self._lease_ms:
+            return False
+        votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
+        return not is_voted_for(verdict, votes, known)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
@@ -451,7 +491,7 @@ class RedisStore(StoreInUse, Store):
         return bool(self.run_script(scripts.FAIL, *args, opening.id))
 
     def expect_verdict(self, verdict: Verdict) -> None:
-        self._expected = self.judge.seal_verdict(verdict).encode()
+        self._expected = self.judge.expect(verdict)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self.judge

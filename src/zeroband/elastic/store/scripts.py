@@ -259,7 +259,8 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
 )
 
 OPEN = _script(
-    "opening committed clock orders leases changes news generation opening_patch votes:any votes_at:any failed:any",
+    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any "
+    "last_votes:any",
     "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch",
     _FLAG,
     """
@@ -272,6 +273,14 @@ local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
 local _, version = label(orders) -- who has not seen an order begins no round without it
 if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
+local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
+local _, _, done = label(committed)
+if open and open == done then -- those who were not in that round ask for its votes
+  redis.call('DEL', key.last_votes)
+  local votes = redis.call('HGETALL', key.votes)
+  for i = 1, #votes, 2 do redis.call('HSET', key.last_votes, votes[i], votes[i + 1]) end
+  redis.call('EXPIRE', key.last_votes, arg.ttl)
+end
 redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
 redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
 drop({key.votes, key.votes_at, key.failed}) -- they were of the one before

@@ -127,6 +127,8 @@ class StoreCache:
 
     opening: Opening | None = None
     committed: Verdict | None = None
+    is_doubted: bool = False
+    """There is a newer verdict than `committed`, for which members were not seen to have voted."""
     failed: str | None = None
     is_known: bool = False
     orders: Orders = field(default_factory=Orders)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.engine import Encoded
-from zeroband.kernels.marks import MarkKey, Marks
+from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import Robustly
 
 
@@ -29,7 +29,7 @@ class Transfer:
     """Members whose payload was left out, and why."""
     borders: tuple[int, ...] = ()
     """As `Moved` has them."""
-    marks: Marks | None = None
+    hashes: PartHashes | None = None
     """As `Moved` has them."""
     is_refused: bool = False
     """Its audit contradicts it, on local rank 0."""
@@ -58,8 +58,8 @@ class Moved(NamedTuple):
     """Part of those sent that went to other sites; None: there are no sites."""
     borders: tuple[int, ...] = ()
     """Borders of the parts of the result that each member made, where all come directly from there; else empty."""
-    marks: Marks | None = None
-    """Marks of what came for this node's shard, where they were asked for and parts come directly."""
+    hashes: PartHashes | None = None
+    """Hashes of what came for this node's shard, where they were asked for and parts come directly."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -98,8 +98,8 @@ class RoundRequest:
     """How contributions are combined, where it is not their weighted mean; not at sites."""
     encoded: Encoded | None = None
     """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
-    mark_key: MarkKey | None = None
-    """Asks for marks of what comes for this node's shard."""
+    hash_key: HashKey | None = None
+    """Asks for hashes of what comes for this node's shard."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.shape import Route, Shape
 from zeroband.kernels import native
-from zeroband.kernels.marks import Marks
+from zeroband.kernels.codec import Codec
+from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import Robustly
 
 
@@ -174,7 +175,7 @@ class Engine:
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
         robust: Robustly | None = None,
-        marks: Marks | None = None,
+        hashes: PartHashes | None = None,
     ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
@@ -185,7 +186,7 @@ class Engine:
         `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
         took. Its result is what `result` was decoded from. `robust`: how this node combines what comes for its shard,
         the same on all members; then `errors` leaves out what the encoding of the result took. All-to-all, without
-        sites. `marks`: get those of the parts that come for this node's shard.
+        sites. `hashes`: get those of the parts that come for this node's shard.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         _require_values(buffers, shape.bounds[-1])
@@ -193,7 +194,7 @@ class Engine:
             _require_encodings(encoded, shape)
             buffers = (*buffers, encoded.contribution, encoded.result)
         buffers = buffers if robust is None else (*buffers, robust.measured.values)
-        buffers = buffers if marks is None else (*buffers, marks.key.words, marks.values)
+        buffers = buffers if hashes is None else (*buffers, hashes.key.words, hashes.values)
         *arrays, sizes = _arrays_of(shape, links)
         spec = native.ReduceSpec(
             operation.run,
@@ -216,7 +217,7 @@ class Engine:
             allowed,
             sizes.ctypes.data if shape.largest else None,
             *((0, 0, 0.0, None) if robust is None else robust.as_fields()),
-            *((None, None) if marks is None else (marks.key.words.data_ptr(), marks.values.data_ptr())),
+            *((None, None) if hashes is None else (hashes.key.words.data_ptr(), hashes.values.data_ptr())),
         )
         handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:

@@ -25,7 +25,7 @@ from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferB
 from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
-from zeroband.kernels.marks import Marks
+from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import noop
@@ -111,22 +111,28 @@ class NativePlane:
         network, may_be_ring = opening.network, request.robust is None and not opening.is_flat
         shape = shape_of(numel, self._codec, opening.shares, network, opening.sites, may_be_ring=may_be_ring)
         shape = replace(shape, largest=opening.largest)
-        borders, marks = () if shape.is_ring or opening.sites else shape.bounds, None
+        borders, hashes = () if shape.is_ring or opening.sites else shape.bounds, None
         place = opening.members.index(request.member_id)
-        if borders and request.mark_key is not None:
+        if borders and request.hash_key is not None:
             start_at, stop_at = borders[place], borders[place + 1]
-            marks = Marks.of(request.mark_key, len(opening.members), start_at, stop_at, shape.chunk_numel)
+            hashes = PartHashes.of(request.hash_key, len(opening.members), start_at, stop_at, shape.chunk_numel)
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
             errors, encoded, robust = request.residual, request.encoded, request.robust
             return engine.start(
-                *where, *buffers, allowed=allowed, errors=errors, encoded=encoded, robust=robust, marks=marks
+                *where,
+                *buffers,
+                allowed=allowed,
+                errors=errors,
+                encoded=encoded,
+                robust=robust,
+                hashes=hashes,
             )
 
         kind = (self._codec.encoded_size(numel),)
         moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
-        return moved._replace(marks=marks)
+        return moved._replace(hashes=hashes)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         opening = request.opening

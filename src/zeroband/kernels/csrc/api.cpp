@@ -88,8 +88,8 @@ struct zb_spec {
     uint32_t iterations;
     double trim;
     double* measured;  // 2 * world + 1 where the rule is not PLAIN: dots, squares, those of the result
-    const uint32_t* mark_key;  // may be null, with `marks`: as `zb_mark` takes it, for a piece of PIECE values
-    uint64_t* marks;           // world * pieces of the own shard, of which every chunk has whole ones
+    const uint32_t* hash_key;  // may be null, with `hashes`: as `zb_hash` takes it, for a piece of PIECE values
+    uint64_t* hashes;           // world * pieces of the own shard, of which every chunk has whole ones
 };
 
 struct zb_gather_spec {
@@ -157,7 +157,7 @@ static const char* problem_of_gather_buffers(const zb_gather_spec& spec, const G
     return nullptr;
 }
 
-int zb_abi() { return 15; }
+int zb_abi() { return 16; }
 // What was wrong with the last call of this thread that failed.
 const char* zb_problem() { return problem.c_str(); }
 
@@ -206,8 +206,8 @@ int zb_combine(int codec, int variant, int rule, double trim, uint32_t iteration
 }
 
 // `key`: as many bytes as `data`, in whole stripes of 64.
-uint64_t zb_mark(int variant, const uint8_t* data, uint64_t bytes, const uint32_t* key) {
-    return robust_kernels_of(variant < 0 || variant >= variant_count() ? variant_count() - 1 : variant).mark(data, bytes, key);
+uint64_t zb_hash(int variant, const uint8_t* data, uint64_t bytes, const uint32_t* key) {
+    return robust_kernels_of(variant < 0 || variant >= variant_count() ? variant_count() - 1 : variant).hash(data, bytes, key);
 }
 
 const char* zb_sealing_problem() { return sealing_problem(); }
@@ -262,7 +262,7 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
         made.robust = robust_of(spec->rule, spec->trim, spec->iterations);
         if (spec->rule != PLAIN) made.measured = {spec->measured, spec->measured + spec->world, spec->measured + 2 * spec->world};
         if (refuses(problem_of(made)) || refuses(problem_of_buffers(*spec, made))) return nullptr;
-        if (spec->mark_key != nullptr && spec->marks != nullptr) made.mark_key = spec->mark_key, made.marks = spec->marks;
+        if (spec->hash_key != nullptr && spec->hashes != nullptr) made.hash_key = spec->hash_key, made.hashes = spec->hashes;
         made.error = spec->shares[spec->self] > 0 ? spec->error : nullptr;
         return new RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
     });

@@ -37,10 +37,10 @@ namespace {
 inline void store_away(const float* block, size_t n, float* x) { std::memcpy(x, block, n * sizeof(float)); }
 inline void stored_away() {}
 
-// The sum of a mark over whole stripes: of the products of words 2 i and 2 i + 1, each plus its word of the key.
-inline uint64_t mark_stripes(const uint8_t* data, size_t stripes, const uint32_t* key) {
+// The sum of a hash over whole stripes: of the products of words 2 i and 2 i + 1, each plus its word of the key.
+inline uint64_t hash_stripes(const uint8_t* data, size_t stripes, const uint32_t* key) {
     uint64_t sum = 0;
-    for (size_t i = 0; i < stripes * MARK_STRIPE / 4; i += 2) {
+    for (size_t i = 0; i < stripes * HASH_STRIPE / 4; i += 2) {
         uint32_t words[2];
         std::memcpy(words, data + 4 * i, sizeof words);
         sum += static_cast<uint64_t>(words[0] + key[i]) * (words[1] + key[i + 1]);
@@ -67,7 +67,7 @@ inline void store_away(const float* block, size_t n, float* x) {
     for (size_t i = 0; i < n; i += 8) _mm256_stream_ps(x + i, _mm256_loadu_ps(block + i));
 }
 inline void stored_away() { _mm_sfence(); }
-#include "marks_x86.inl"
+#include "keyed_hash_x86.inl"
 #include "blocks.inl"
 #include "robust.inl"
 }
@@ -87,7 +87,7 @@ inline void store_away(const float* block, size_t n, float* x) {
     for (size_t i = 0; i < n; i += 16) _mm512_stream_ps(x + i, _mm512_loadu_ps(block + i));
 }
 inline void stored_away() { _mm_sfence(); }
-#include "marks_x86.inl"
+#include "keyed_hash_x86.inl"
 #include "blocks.inl"
 #include "robust.inl"
 }

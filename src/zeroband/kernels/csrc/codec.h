@@ -34,12 +34,12 @@ struct RobustKernels {
     void (*middle)(const float* const* rows, size_t count, size_t trim, const uint32_t (*network)[2], size_t pairs,
                    size_t n, float* room, float* out);
     // 64 bits that tell bytes from others of their number, by words of `key`, of which there are as many as bytes, in
-    // whole stripes. Who does not know the key finds other bytes with the same mark once in 2^32 tries. NH, of UMAC.
-    uint64_t (*mark)(const uint8_t* data, size_t bytes, const uint32_t* key);
+    // whole stripes. Who does not know the key finds other bytes with the same hash once in 2^32 tries. NH, of UMAC.
+    uint64_t (*hash)(const uint8_t* data, size_t bytes, const uint32_t* key);
 };
 
-// Bytes that a mark takes at a time: a key has so many more than what is marked, at most.
-constexpr size_t MARK_STRIPE = 64;
+// Bytes that a hash takes at a time: a key has so many more than what is hashed, at most.
+constexpr size_t HASH_STRIPE = 64;
 
 // Bytes that n values take.
 size_t encoded_size(CodecId codec, size_t n);

@@ -411,23 +411,23 @@ void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awaken
 }
 
 // So that its owner can tell later whether a member shows what it sent.
-void Reduce::mark_part(uint32_t peer, const PacketPtr& packet) {
+void Reduce::hash_part(uint32_t peer, const PacketPtr& packet) {
     thread_local std::vector<uint8_t> part;
     part.resize(encoded_size(spec_.codec, PIECE));
     const uint32_t chunk = packet->frame.chunk;
     const uint64_t n = chunk_size(spec_.self, chunk);
-    uint64_t* mark = spec_.marks + peer * spec_.marks_of_member() + chunk * spec_.pieces_of_chunk();
-    for (uint64_t start = 0; start < n; start += PIECE, ++mark) {
+    uint64_t* hash = spec_.hashes + peer * spec_.hashes_of_member() + chunk * spec_.pieces_of_chunk();
+    for (uint64_t start = 0; start < n; start += PIECE, ++hash) {
         const uint64_t size = std::min<uint64_t>(PIECE, n - start);
         take_part(spec_.codec, packet->payload(), n, start, size, part.data());
-        *mark = robust_kernels_of(variant_count() - 1).mark(part.data(), encoded_size(spec_.codec, size), spec_.mark_key);
+        *hash = robust_kernels_of(variant_count() - 1).hash(part.data(), encoded_size(spec_.codec, size), spec_.hash_key);
     }
 }
 
 // All-to-all: a part of an own chunk.
 void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
     const uint32_t chunk = packet->frame.chunk;
-    if (spec_.marks != nullptr) mark_part(peer, packet);
+    if (spec_.hashes != nullptr) hash_part(peer, packet);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         parts_[chunk][peer] = std::move(packet);

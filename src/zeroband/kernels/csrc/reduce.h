@@ -37,13 +37,13 @@ struct ReduceSpec {
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
     Robust robust;       // all-to-all without sites: how the owner of a shard combines what came
     Measured measured{};  // where not PLAIN: on the values of the own shard, from zeros
-    const uint32_t* mark_key = nullptr;  // all-to-all: with it the pieces of the parts that come for the own shard are
-    uint64_t* marks = nullptr;           // marked; by member, `marks_of_member()` each, a chunk's pieces after another's
+    const uint32_t* hash_key = nullptr;  // all-to-all: with it the pieces of the parts that come for the own shard are
+    uint64_t* hashes = nullptr;           // hashed; by member, `hashes_of_member()` each, a chunk's pieces after another's
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
     uint64_t numel() const { return bounds.back(); }
     uint64_t pieces_of_chunk() const { return (chunk_numel + PIECE - 1) / PIECE; }
-    uint64_t marks_of_member() const {
+    uint64_t hashes_of_member() const {
         return (bounds[self + 1] - bounds[self] + chunk_numel - 1) / chunk_numel * pieces_of_chunk();
     }
     uint32_t next_of(uint32_t member) const { return next.empty() ? member : next[member]; }
@@ -92,7 +92,7 @@ class Reduce : public Transfer {
     PacketPtr own_part(uint32_t shard, uint32_t chunk);
     void add_own(uint32_t shard, uint32_t chunk, float share, float* sum);
     void add_site(uint32_t shard, uint32_t chunk, float* sum);
-    void mark_part(uint32_t peer, const PacketPtr& packet);
+    void hash_part(uint32_t peer, const PacketPtr& packet);
     void collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened);
     void count_down(uint32_t chunk, std::vector<uint32_t>& awakened);
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);

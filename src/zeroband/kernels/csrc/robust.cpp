@@ -145,6 +145,7 @@ void combine(const Robust& robust, CodecId codec, int variant, const std::vector
     thread_local std::vector<float> decoded, room;
     thread_local std::vector<uint8_t> parts;
     thread_local std::vector<Contribution> pieces;
+    thread_local std::vector<std::pair<uint32_t, size_t>> copies;  // members whose row counts as another's, and that row
     const size_t most = encoded_size(codec, PIECE);
     decoded.resize(contributions.size() * PIECE);
     room.resize(contributions.size() * WIDTH);
@@ -153,6 +154,7 @@ void combine(const Robust& robust, CodecId codec, int variant, const std::vector
     for (size_t start = 0; start < n; start += PIECE) {
         const size_t size = std::min(PIECE, n - start);
         rows.clear();
+        copies.clear();
         pieces = contributions;
         for (size_t i = 0; i < pieces.size(); ++i) {
             take_part(codec, contributions[i].data, n, start, size, parts.data() + i * most);
@@ -165,11 +167,16 @@ void combine(const Robust& robust, CodecId codec, int variant, const std::vector
             float* values = decoded.data() + i * PIECE;
             coding.decode(pieces[i].data, size, values);
             const double square = kernels.dot(values, values, size);
-            if (std::isfinite(square)) {
-                rows.push_back({&pieces[i], values, std::sqrt(square)});
-                measured.squares[pieces[i].member] += square;
-            } else {
+            if (!std::isfinite(square)) {
                 measured.dots[pieces[i].member] = -std::numeric_limits<double>::infinity();
+                continue;
+            }
+            measured.squares[pieces[i].member] += square;
+            if (square > 0 && i > 0 && std::memcmp(pieces[i - 1].data, pieces[i].data, encoded_size(codec, size)) == 0) {
+                copies.push_back({pieces[i - 1].member, rows.size() - 1});
+                rows.back().from = &pieces[i];
+            } else {
+                rows.push_back({&pieces[i], values, std::sqrt(square)});
             }
         }
         float* const piece = out + start;
@@ -181,6 +188,7 @@ void combine(const Robust& robust, CodecId codec, int variant, const std::vector
         }
         *measured.result += square;
         for (const Row& row : rows) measured.dots[row.from->member] += kernels.dot(row.values, piece, size);
+        for (const auto& [member, row] : copies) measured.dots[member] += kernels.dot(rows[row].values, piece, size);
     }
 }
 

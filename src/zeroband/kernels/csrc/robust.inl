@@ -1,5 +1,5 @@
 // The inner loops of combinations that bear liars, in portable C++, included by codec.cpp once for each instruction set,
-// behind blocks.inl and its mark_stripes. Every variant does the same IEEE operations in the same order. Must not include a header.
+// behind blocks.inl and its hash_stripes. Every variant does the same IEEE operations in the same order. Must not include a header.
 
 // Sums over a row are kept in lanes, value i in lane i % LANES, and the lanes added from the first to the last.
 constexpr size_t LANES = 16;
@@ -66,11 +66,11 @@ void middle(const float* const* rows, size_t count, size_t trim, const uint32_t 
     }
 }
 
-uint64_t mark(const uint8_t* data, size_t bytes, const uint32_t* key) {
-    const size_t stripes = bytes / MARK_STRIPE, whole = stripes * MARK_STRIPE;
-    uint8_t last[MARK_STRIPE] = {};
+uint64_t hash(const uint8_t* data, size_t bytes, const uint32_t* key) {
+    const size_t stripes = bytes / HASH_STRIPE, whole = stripes * HASH_STRIPE;
+    uint8_t last[HASH_STRIPE] = {};
     __builtin_memcpy(last, data + whole, bytes - whole);
-    return mark_stripes(data, stripes, key) + (whole < bytes ? mark_stripes(last, 1, key + whole / 4) : 0);
+    return hash_stripes(data, stripes, key) + (whole < bytes ? hash_stripes(last, 1, key + whole / 4) : 0);
 }
 
-const RobustKernels ROBUST = {dot, squared_distance, add_scaled, add_difference, middle, mark};
+const RobustKernels ROBUST = {dot, squared_distance, add_scaled, add_difference, middle, hash};

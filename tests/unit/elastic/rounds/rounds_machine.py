@@ -332,13 +332,13 @@ class Run:
 
     def vote(self, node: Node, digest: str) -> None:
         assert node.opening is not None
-        node.member.vote(node.opening, digest)
         begins = node.opening.round == FOUNDING_ROUND
         progress = node.progress
         progress = (
             progress.begin(node.opening, SHAPE, after_round=None) if begins else progress.after(node.opening, SHAPE)
         )
         node.record = {"progress": progress.to_record(), "state_before": node.state_digest, "digest": digest}
+        node.member.vote(node.opening, digest, node.record)
         node.turn("committing")
 
     def committing(self, node: Node) -> None:

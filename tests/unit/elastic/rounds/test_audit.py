@@ -16,13 +16,13 @@ from torch import Tensor
 
 from zeroband.elastic.membership.blame import judge, refusal
 from zeroband.elastic.membership.records import Evidence, Opening
-from zeroband.elastic.rounds.audit import Auditor, Stretch, drawers, stretch_at
+from zeroband.elastic.rounds.audit import Auditor, Stretch, chance_of, drawers, hits, stretch_at
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded, State
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.kernels.marks import MarkKey, Marks
+from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import PIECE, Robustly, RobustRule
 
 NODES = ("a#1", "b#1", "c#1", "d#1")
@@ -77,18 +77,18 @@ def test_stretches_cover_a_result_without_overlap() -> None:
     assert all(stop == start for (_, stop), (start, _) in pairwise(found))
 
 
-# -- marks ----------------------------------------------------------------------------------------------------------
+# -- hashes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4160, 4 * PIECE])
-def test_mark_is_the_same_on_every_instruction_set_and_another_for_other_bytes(nbytes: int) -> None:
-    key, data = MarkKey(), torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    marks = {key.mark(data, variant=variant) for variant in range(len(native.variants()))}
-    assert len(marks) == 1
+def test_hash_is_the_same_on_every_instruction_set_and_another_for_other_bytes(nbytes: int) -> None:
+    key, data = HashKey(), torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    hashes = {key.hash(data, variant=variant) for variant in range(len(native.variants()))}
+    assert len(hashes) == 1
     if nbytes:
         other = data.clone()
         other[-1] ^= 1
-        assert key.mark(other) not in marks and MarkKey().mark(data) not in marks
+        assert key.hash(other) not in hashes and HashKey().hash(data) not in hashes
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -171,7 +171,7 @@ HONEST = Lies()
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws that meet the shard of the second member."""
+    """Draws that meet the shard of the second member, in each round."""
     drawn = torch.tensor(list(int.to_bytes(NUMEL // 4 + 5000, 8, "little")), dtype=torch.uint8)
     monkeypatch.setattr("zeroband.elastic.rounds.audit._draw", lambda: drawn)
 
@@ -188,6 +188,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
         codec: Codec = CODECS["int8"],
         rule: RobustRule | None = None,
         is_encoded: bool = False,
+        chance: float = 1.0,
         **fields: Any,
     ) -> Audited:
         opening, net = an_opening(**fields), kept_net(4, False)
@@ -196,10 +197,10 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
         encoded = [Encoded(codec.encode(s), torch.empty(codec.encoded_size(NUMEL), dtype=torch.uint8)) for s in sources]
         meeting = Meeting(4)
         meshes = [MemberMesh(n, meeting, lies.forge if n == liar else {}) for n in range(4)]
-        auditors = [Auditor(cast(Any, mesh), codec, rule) for mesh in meshes]
+        auditors = [Auditor(cast(Any, mesh), codec, rule, lambda *_: chance) for mesh in meshes]
         results = [torch.empty(NUMEL) for _ in sources]
         shards = list(pairwise(shape.bounds))
-        marks = [Marks.of(a.key, 4, *shards[n], shape.chunk_numel) for n, a in enumerate(auditors)]
+        hashes = [PartHashes.of(a.key, 4, *shards[n], shape.chunk_numel) for n, a in enumerate(auditors)]
         operation = net.next_operation()
         running = [
             net.operate(
@@ -208,7 +209,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
                 n,
                 sources[n],
                 results[n],
-                marks=marks[n],
+                hashes=hashes[n],
                 encoded=encoded[n] if is_encoded else None,
                 robust=None if rule is None else Robustly(rule, 4),
             )
@@ -225,7 +226,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
             request = RoundRequest(
                 opening, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None
             )
-            moved = Transfer(0.0, 0, 0, borders=shape.bounds, marks=marks[n])
+            moved = Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes[n])
             told, found = auditors[n].audit(request, moved)
             return told.is_refused, found.added_to(Evidence(held=tuple("hold" for _ in NODES)))
 
@@ -250,6 +251,27 @@ def test_honest_sum_is_confirmed_to_the_last_bit(
     assert not audited.refused
     assert all(not e.wrong and not e.denied and len(e.shown) == 4 for e in audited.said.values())
     assert len({evidence.shown for evidence in audited.said.values()}) == 1
+
+
+def test_round_that_nobody_draws_is_not_audited(audit: Callable[..., Audited]) -> None:
+    audited = audit(Lies(one_percent_more), chance=0.0)
+    assert not audited.refused and {evidence.shown for evidence in audited.said.values()} == {()}
+
+
+@pytest.mark.parametrize(
+    ("steps", "numel", "chance"),
+    [(0, 1000, 0.02), (10, 50_000, 0.17), (50, 50_000, 0.77), (10, 1 << 20, 1.0), (500, 1000, 1.0)],
+)
+def test_audits_of_short_rounds_are_so_rare_that_they_take_a_hundredth(steps: int, numel: int, chance: float) -> None:
+    opening = an_opening(steps=(steps, steps, 0, steps))
+    assert chance_of(opening, numel) == pytest.approx(chance, abs=0.005)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 1.0])
+def test_some_draw_of_a_round_hits_as_often_as_it_should(chance: float) -> None:
+    draws = torch.randint(0, 256, (2000, 4, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    audited = sum(any(hits(draw, chance, 4) for draw in draws_of_round) for draws_of_round in draws)
+    assert audited / len(draws) == pytest.approx(chance, abs=0.03)
 
 
 def test_what_was_encoded_elsewhere_is_shown_as_it_was_sent(audit: Callable[..., Audited]) -> None:

@@ -94,7 +94,7 @@ def test_all_ranks_apply_the_verdict_that_the_first_one_saw(on_both: Callable[..
     expected = Verdict(SEEN, "digest", {"n": 1})
 
     def vote(mesh: ElasticDeviceMesh) -> Verdict:
-        mesh.vote(SEEN, "digest")
+        mesh.vote(SEEN, "digest", {"n": 1})
         return mesh.await_verdict(SEEN, {"n": 1})
 
     assert on_both(vote) == [expected, expected]

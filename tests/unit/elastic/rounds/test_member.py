@@ -17,6 +17,7 @@ from tests.memberships import LeaseInMemory
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkSeen, LinkWriter
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
+from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
@@ -103,7 +104,7 @@ def turn_of(member: Member, round: int, rules: Rules = RULES, *, is_member: bool
 def commit(opening: Opening | Verdict, *members: Member) -> list[Verdict]:
     assert isinstance(opening, Opening)
     for member in members:
-        member.vote(opening, "d")
+        member.vote(opening, "d", {"n": 1})
     return [member.await_verdict(opening, {"n": 1}) for member in members]
 
 
@@ -153,8 +154,8 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
 
     opening = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
     assert turn_of(a, 1) == opening
-    a.vote(opening, "d")
-    verdict = last(lambda: b.vote(opening, "d"), lambda: b.await_verdict(opening, {}))
+    a.vote(opening, "d", {})
+    verdict = last(lambda: b.vote(opening, "d", {}), lambda: b.await_verdict(opening, {}))
     assert a.await_verdict(opening, {}) == verdict
     assert trips.count(True) == STORE_TRIPS
 
@@ -186,7 +187,7 @@ def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
     def vote_after_look(*of: Any, **options: Any) -> View:
         seen = await_change(*of, **options)
         if not looks:
-            looks.append(threading.Thread(target=member.vote, args=[opening, "d"]))
+            looks.append(threading.Thread(target=member.vote, args=[opening, "d", {}]))
             looks[0].start()
             looks[0].join()
         return seen
@@ -194,7 +195,7 @@ def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
     monkeypatch.setattr(member.store, "vote", look_before)
     monkeypatch.setattr(member.store, "await_change", vote_after_look)
     member.look_after_record()
-    assert looks and member.look(0).votes == {member.member_id: "d"} and restored == []
+    assert looks and member.look(0).votes == {member.member_id: vote_for("d", {})} and restored == []
 
 
 @pytest.mark.parametrize("proposer", ["a", "b", "c"])
@@ -207,7 +208,7 @@ def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: Ma
     opening = turn_of(members[proposer], 0, Rules(start_nodes=3))
     assert isinstance(opening, Opening)
     for member in members.values():
-        member.vote(opening, "d")
+        member.vote(opening, "d", {})
     assert members[proposer].await_verdict(opening, {}).members == opening.members
 
 
@@ -227,13 +228,13 @@ def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -
     """The lost one comes back and votes: nobody may commit any more what one of them has dropped."""
     a, b, c = (make_member(name) for name in "abc")
     opening = found(a, b, c)
-    a.vote(opening, "d")
-    c.vote(opening, "d")
+    a.vote(opening, "d", {})
+    c.vote(opening, "d", {})
     expire(b)
     with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
         a.await_verdict(opening, {})
     assert renew(b)
-    b.vote(opening, "d")
+    b.vote(opening, "d", {})
     with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
         c.await_verdict(opening, {})
     for member in (a, b, c):
@@ -245,11 +246,11 @@ def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -
 def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
-    a.vote(opening, "d")
+    a.vote(opening, "d", {})
     expire(b)
     outdated = a.store.view(0)
     assert renew(b)
-    b.vote(opening, "d")
+    b.vote(opening, "d", {})
     verdict = b.await_verdict(opening, {})
     looks, fresh = iter([outdated]), a.store.view
     monkeypatch.setattr(a.store, "view", lambda round: next(looks, None) or fresh(round))
@@ -259,8 +260,8 @@ def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monk
 def test_different_results_open_the_round_again(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
-    a.vote(opening, "d")
-    b.vote(opening, "damaged")
+    a.vote(opening, "d", {})
+    b.vote(opening, "damaged", {})
     for member in (a, b):
         with pytest.raises(PeerLost, match="hold different results"):
             member.await_verdict(opening, {})
@@ -276,7 +277,7 @@ def test_who_differs_time_and_again_is_left_out(make_member: MakeMember) -> None
     for _ in range(3):
         assert isinstance(opening, Opening)
         for member, digest in ((a, "odd"), (b, "d"), (c, "d")):
-            member.vote(opening, digest)
+            member.vote(opening, digest, {})
             member.testify(opening, Evidence())
         with pytest.raises(PeerLost, match="hold different results"):
             b.await_verdict(opening, {})
@@ -290,11 +291,11 @@ def test_vote_that_does_not_come_ends_the_round_for_those_who_voted(make_member:
     opening = found(a, b, c, d)
     decide = a.verdict_rule(opening, {}).decide
     for member in (a, b):
-        member.vote(opening, "d")
+        member.vote(opening, "d", {})
     for waited_s in (0.0, TIME_OUTS.hung_s):  # the others may have slower links
         now_s[0] += waited_s
         assert isinstance(decide(a.look(0)), Wait)
-    c.vote(opening, "d")
+    c.vote(opening, "d", {})
     assert isinstance(decide(a.look(0)), Wait)
     now_s[0] += TIME_OUTS.hung_s
     with pytest.raises(PeerLost, match="1 members do not vote, although most have"):
@@ -305,7 +306,7 @@ def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
     a.report_failure(opening, "lane 1 broke")
-    b.vote(opening, "d")
+    b.vote(opening, "d", {})
     with pytest.raises(PeerLost, match=f"{a.member_id}: lane 1 broke"):
         b.await_verdict(opening, {})
 
@@ -313,7 +314,7 @@ def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:
 def test_member_is_fenced_by_a_round_that_was_committed_without_it(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
-    a.vote(opening, "d")
+    a.vote(opening, "d", {})
     expire(b)
     with pytest.raises(PeerLost):
         a.await_verdict(opening, {})
@@ -484,10 +485,10 @@ def test_members_bring_the_record_back_into_an_empty_store(make_member: MakeMemb
 def test_member_brings_its_vote_back(make_member: MakeMember, redis_client: redis.Redis) -> None:
     a, b = make_member("a"), make_member("b")
     opening = found(a, b)
-    a.vote(opening, "d")
+    a.vote(opening, "d", {})
     redis_client.flushall()
     assert renew(a) and renew(b)
-    b.vote(opening, "d")
+    b.vote(opening, "d", {})
     b.look(0)
     a.look(0)
     settle(redis_client, a)

@@ -156,18 +156,23 @@ class Run:
         if not node.member.look(node.opening.round).can_finish(node.opening):
             node.member.report_failure(node.opening, "it cannot be finished")
             raise PeerLost("it cannot be finished")
-        node.member.vote(node.opening, hashed(node.opening.round, "result"))
+        node.member.vote(node.opening, hashed(node.opening.round, "result"), self._record_of(node))
         node.phase = "voted"
 
     def _voted(self, node: Node) -> None:
         assert node.opening is not None
-        payload = {"session": node.session or self.session, "n": node.opening.round}
-        verdict = node.member.verdict_rule(node.opening, payload)(node.member.look(node.opening.round))
+        rule = node.member.verdict_rule(node.opening, self._record_of(node))
+        verdict = rule(node.member.look(node.opening.round))
         if isinstance(verdict, Verdict):
             node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
             node.session, node.is_joiner, node.phase = verdict.record["session"], False, "training"
             applied = self.line.setdefault(verdict.round, (verdict.digest, node.state))
             assert applied == (verdict.digest, node.state), f"round {verdict.round} has two results"
+
+    def _record_of(self, node: Node) -> dict[str, Any]:
+        """What it would write into the verdict of its opening."""
+        assert node.opening is not None
+        return {"session": node.session or self.session, "n": node.opening.round}
 
     def steps_of(self, nodes: list[Node]) -> bool:
         """One step of each; whether any of them came further by it."""

@@ -50,7 +50,7 @@ def memory() -> LiveBackup:
 
 def test_memory_keeps_what_it_saw_and_said(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    memory.voted(an_opening(), "digest")
+    memory.voted(an_opening(), "digest", {})
     known = memory.known
     assert (known.member_id, known.run) == (A, RUN)
     assert (known.opening, known.committed) == (an_opening(), a_verdict())
@@ -87,7 +87,7 @@ def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
 
 def test_memory_is_no_more_than_a_store_that_went_on(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    memory.voted(an_opening(), "digest")
+    memory.voted(an_opening(), "digest", {})
     assert not memory.is_more_than(a_view(opening=an_opening(8, 7), committed=a_verdict(7, 6)), 7)
 
 
@@ -124,7 +124,7 @@ def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: L
 
 
 def test_memory_is_more_when_its_vote_for_the_current_opening_is_missing(memory: LiveBackup) -> None:
-    memory.voted(an_opening(), "digest")
+    memory.voted(an_opening(), "digest", {})
     assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
     assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
     assert not memory.is_more_than(a_view(opening=an_opening(7)), 6), "it was opened again"

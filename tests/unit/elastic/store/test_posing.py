@@ -13,6 +13,7 @@ import pytest
 import redis
 from tests.stores import SHARED, a_verdict, an_opening, open_next
 
+from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import ban, unban
@@ -187,3 +188,48 @@ def test_damage_to_a_record_is_not_told_as_posing(stores: dict[str, RedisStore],
     stores["b"].judge.on_forgery = lambda place, member: told.append(member)
     redis_client.hset(stores["b"].keys.ready(1), A, "nonsense")
     assert stores["b"].view(1).ready == {} and told == []
+
+
+def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
+    stores: dict[str, RedisStore], redis_client: redis.Redis
+) -> None:
+    """Neither one on the round that is under way, nor one on an opening that nobody made."""
+    opening = proposed(stores)
+    assert open_next(stores["a"], opening)
+    verdict, key = replace(a_verdict(opening), record={"n": 2}), stores["x"].keys.committed
+    for node, member in (("a", A), ("b", B)):
+        stores[node].announce_ready(member, READY)
+        stores[node].expect_verdict(verdict)
+        stores[node].vote(opening, member, vote_of(verdict))
+    founded = stores["a"].view(1).committed
+    assert founded is not None and founded == stores["b"].view(1).committed
+    for forged in (
+        replace(verdict, record={"n": 3}),
+        replace(verdict, digest="another"),
+        replace(verdict, opening=stores["x"].signed(an_opening(A, B, X, version=3, round=2), X)),
+    ):
+        redis_client.set(key, stores["x"].judge.seal_verdict(forged))
+        assert [stores[node].view(1).committed for node in "ab"] == [None] * 2
+        stores["a"].restore(StoreBackup(A, record_of(SHARED), opening, founded, vote=(opening, vote_of(verdict))))
+        assert [stores[node].view(1).committed for node in "ab"] == [founded] * 2
+    redis_client.hset(stores["a"].keys.clock, "settled", 0)
+    assert stores["b"].propose_verdict(verdict) and stores["a"].view(1).committed == verdict
+
+
+def test_verdict_on_a_round_that_one_was_late_for_counts_by_the_others_votes(stores: dict[str, RedisStore]) -> None:
+    late = stores["a"].signed(an_opening(A, version=2, round=1, late=(B,)), A)
+    assert open_next(stores["a"], late)
+    stores["b"].announce_ready(B, READY)
+    founded, verdict = stores["b"].view(1).committed, replace(a_verdict(late), record={"n": 2})
+    stores["a"].expect_verdict(verdict)
+    assert stores["a"].propose_verdict(verdict)
+    view = stores["b"].view(1)
+    assert view.committed == founded and view.is_settling
+    stores["a"].vote(late, A, vote_of(verdict))
+    view = stores["b"].view(1)
+    assert view.committed == verdict and not view.is_settling
+    after = stores["a"].signed(an_opening(A, version=3, round=2, late=(B,)), A)
+    assert open_next(stores["a"], after)
+    stores["b"]._newest = founded
+    stores["b"].session = stores["b"].session  # which has it read all of it anew
+    assert stores["b"].view(1).committed == verdict, "votes outlast the next opening"

@@ -1,7 +1,7 @@
 """What an owner remembers of the parts that it was sent: 64 bits of each piece, by a key that nobody else knows.
 
 With these it can tell later whether a member shows what it sent, without keeping the parts. The C++ is
-`csrc/robust.inl: mark`; the engine calls it for the shards that a node owns.
+`csrc/robust.inl: hash`; the engine calls it for the shards that a node owns.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def _new_words() -> Tensor:
 
 
 @dataclass(frozen=True)
-class MarkKey:
-    """A node's own key for marks: who does not know it finds other bytes with one mark once in 2^32 tries."""
+class HashKey:
+    """A node's own key for hashes: who does not know it finds other bytes with one hash once in 2^32 tries."""
 
     words: Tensor = field(default_factory=_new_words, repr=False)
 
-    def mark(self, data: Tensor, *, variant: int = -1) -> int:
-        """The mark of bytes: (nbytes,) uint8 on CPU, contiguous, a piece at most. `variant`: as for a codec."""
-        assert data.numel() <= _MOST_BYTES, "a key marks a piece"
-        return native.load().zb_mark(variant, data.data_ptr(), data.numel(), self.words.data_ptr())
+    def hash(self, data: Tensor, *, variant: int = -1) -> int:
+        """The hash of bytes: (nbytes,) uint8 on CPU, contiguous, a piece at most. `variant`: as for a codec."""
+        assert data.numel() <= _MOST_BYTES, "a key hashes a piece"
+        return native.load().zb_hash(variant, data.data_ptr(), data.numel(), self.words.data_ptr())
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Marks of the parts that came for one shard in one reduction."""
+class PartHashes:
+    """Hashes of the parts that came for one shard in one reduction."""
 
-    key: MarkKey
+    key: HashKey
     start: int
     """Where the shard begins in the reduction."""
     chunk_numel: int
@@ -48,13 +48,13 @@ class Marks:
     """(members, pieces) int64, written by the native library; every chunk of the shard has whole pieces of its own."""
 
     @staticmethod
-    def of(key: MarkKey, members: int, start: int, stop: int, chunk_numel: int) -> Marks:
+    def of(key: HashKey, members: int, start: int, stop: int, chunk_numel: int) -> PartHashes:
         """Zeros, for the parts of so many members for the shard [start, stop)."""
         pieces = -(-(stop - start) // chunk_numel) * -(-chunk_numel // PIECE)
-        return Marks(key, start, chunk_numel, torch.zeros(members, pieces, dtype=torch.int64))
+        return PartHashes(key, start, chunk_numel, torch.zeros(members, pieces, dtype=torch.int64))
 
     def is_of(self, member: int, start: int, data: Tensor) -> bool:
         """Whether the member at this place sent these bytes for the piece that begins at `start` of the reduction."""
         chunk, within = divmod(start - self.start, self.chunk_numel)
         place = chunk * -(-self.chunk_numel // PIECE) + within // PIECE
-        return int(self.values[member, place]) & (1 << 64) - 1 == self.key.mark(data)
+        return int(self.values[member, place]) & (1 << 64) - 1 == self.key.hash(data)
