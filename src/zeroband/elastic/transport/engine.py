@@ -17,7 +17,6 @@ from torch import Tensor
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.shape import Route, Shape
 from zeroband.kernels import native
-from zeroband.kernels.codec import Codec
 from zeroband.kernels.keyed_hash import PartHashes
 from zeroband.kernels.robust import Robustly
 
