@@ -135,6 +135,10 @@ class Keys:
         """Those of a round, by their names in scripts."""
         return {"ready": self.ready(round), "ready_at": self.ready_at(round)}
 
+    def gradients(self, round: int, member_id: str) -> str:
+        """String: digest of a member's first gradients of a round, by which equal batches are noticed."""
+        return f"{self.prefix}:gradients:{round}:{member_id}"
+
     def evidence(self, opening: Opening) -> str:
         """Hash: member -> what it saw of an opening that failed."""
         return f"{self.prefix}:evidence:{opening.id}"

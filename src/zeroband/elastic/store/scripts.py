@@ -259,8 +259,8 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
 )
 
 OPEN = _script(
-    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any"
-    " last_votes",
+    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any "
+    "last_votes:any",
     "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch",
     _FLAG,
     """
