@@ -104,6 +104,8 @@ class RedisStore(StoreInUse, Store):
         """What all nodes share; None: this node has not compared it."""
         self._newest: Verdict | None = None
         """The newest verdict that was believed."""
+        self._voted_on = ""
+        """Opening of the newest vote that was given through this store."""
         self._doubted = "", 0.0
         """Opening of the newest verdict that was not shown to be voted for, and since when."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
@@ -277,7 +279,7 @@ class RedisStore(StoreInUse, Store):
         return self.judge.evidence(key, opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
-        self._own = member_id
+        self._own, self._voted_on = member_id, opening.id
         said = _Said(self.judge.seal_vote(member_id, opening, digest), opening)
         enough, stamp = len(opening.members), stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
@@ -430,7 +432,8 @@ class RedisStore(StoreInUse, Store):
         if verdict is None or (before is not None and verdict.round <= before.round):
             return verdict
         knows_members = before is not None and own in (*before.members, *before.opening.late)
-        if before is not None and knows_members and not self.judge.is_expected(verdict):
+        has_voted = self.judge.is_expected(verdict) or verdict.opening.id == self._voted_on
+        if before is not None and knows_members and not has_voted:
             if own in verdict.members and not self.has_several:
                 self.judge.reject(self.keys.committed, known.records["committed"] or b"", NOT_VOTED_FOR)
                 return None
