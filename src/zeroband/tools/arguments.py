@@ -30,17 +30,15 @@ def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentP
     )
 
 
-def bounded(
-    kind: type[int] | type[float], *, ge: int | None = None, le: int | None = None, lt: int | None = None
-) -> Callable[[str], Any]:
-    """Return the type of an argument that is a finite number within bounds."""
-    bounds: Any = {"ge": ge, "le": le, "lt": lt}
+def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
+    """Return the type of an argument that is a finite number within bounds: ge, gt, le, lt, as pydantic names them."""
+    limits: Any = bounds
 
     def parsed(text: str) -> Any:
         # where no number is given, a command starts without pydantic
         from pydantic import TypeAdapter, ValidationError, confloat, conint
 
-        allowed: Any = conint(**bounds) if kind is int else confloat(**bounds, allow_inf_nan=False)
+        allowed: Any = conint(**limits) if kind is int else confloat(**limits, allow_inf_nan=False)
         try:
             return TypeAdapter(allowed).validate_python(text)
         except ValidationError as error:
