@@ -37,8 +37,8 @@ _PART, _FREE = 64, 1 << 24
 """What all members show of all stretches is a 64th of the values of a round at most; of smaller states as much as of
 one of so many values, whose audit is a fraction of a millisecond's sums (docs/benchmarks.md, audits)."""
 
-_SHOW_S, _AFFORDED = 2e-3, 0.01
-"""Processor seconds of showing and summing up, and the part of a round's that they may take on average."""
+_SHOW_S, _AFFORDED = 5e-4, 0.01
+"""Processor seconds of showing and summing up (docs/benchmarks.md), and the part of a round's that they may take."""
 
 _ROUND_S, _STEP_S = 4e-3, 2e-3
 """Processor seconds of a round and of an inner step at least, however small the state (docs/scale.md: 4.4 ms)."""
