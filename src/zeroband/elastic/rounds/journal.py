@@ -6,7 +6,6 @@ rounds of those hours. What nobody reads takes no memory but the disk's cache, w
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import threading
@@ -98,7 +97,8 @@ class Journal:
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here and not a bus error later
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+            # torch's mapping holds no descriptor; one of `mmap` would hold one for each of thousands of entries
+            return torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
 
     def add(self, entry: RoundUpdate) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""

@@ -38,6 +38,18 @@ def test_journal_returns_what_was_added(journal: Journal) -> None:
     assert journal.await_entry(2) is None
 
 
+def test_entries_hold_no_descriptors(journal: Journal) -> None:
+    """A process has 1024 of them, and a run with a round for each step soon has more entries."""
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for round in range(50):
+        room = journal.room(40)
+        room.fill_(round)
+        journal.add(RoundUpdate(round, room, {"round": round}, f"digest {round}"))
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    first = journal.await_entry(0)
+    assert first is not None and first.update.tolist() == [0] * 40
+
+
 def test_journal_keeps_the_newest_rounds(tmp_path: Path) -> None:
     assert kept(filled(tmp_path, max_rounds=3)) == [8, 9, 10]
 
