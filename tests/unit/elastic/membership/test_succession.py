@@ -7,6 +7,7 @@ of those who may commit it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -349,10 +350,11 @@ def test_one_store_under_two_names_is_one() -> None:
     assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)
 
 
-def lost_by_moving(seed: int) -> list[str]:
-    """Members that have to come back as others after all of them lost their store, of a number of interleavings.
+def moved_together(seed: int, *, misses: float) -> int:
+    """How many of three members that lost their store go on in one generation, in one of two others.
 
-    Each member asks one store after the other, so what it knows of the first is older than what it knows of the last.
+    Each asks one store after the other, so what it knows of the first is older than what it knows of the last. At first
+    it does not reach some, with the chance `misses`.
     """
     chance = random.Random(seed)
     ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
@@ -360,35 +362,45 @@ def lost_by_moving(seed: int) -> list[str]:
     first, committed = StoreTerm(1, "gone"), Verdict(opening, "d0", {"session": "one"})
     own = {member: MemberReport((first,), first, committed, opening, "d0", {}) for member in ids}
     stores = {name: StoreProbe(name, None) for name in "ab"}
-    asked: dict[str, list[StoreProbe]] = {member: [] for member in ids}
-    lost, at_work = list[str](), list(ids)
-    while at_work:
-        member = chance.choice(at_work)
+    asked: dict[str, dict[str, StoreProbe]] = {member: {} for member in ids}
+    for step in range(1000):
+        member = chance.choice(ids)
+        generation, promised = own[member].generation, own[member].promised
+        store = next((known for known in stores.values() if known.generation == generation), None)
+        together = [other for other in ids if own[other].generation == own[other].promised == generation]
+        if store is not None and promised == generation and may_commit(together, committed):
+            continue  # it trains
         if len(asked[member]) < len(stores):
-            place = chance.choice([name for name in stores if name not in {c.store for c in asked[member]}])
+            place = chance.choice([name for name in stores if name not in asked[member]])
             known = stores[place]
-            stores[place] = replace(known, accounts={**known.accounts, member: own[member]})
-            asked[member].append(stores[place])
+            if step > 200 or chance.random() >= misses:
+                known = stores[place] = replace(known, accounts={**known.accounts, member: own[member]})
+                asked[member][place] = known
+            else:
+                asked[member][place] = StoreProbe("", None)
             continue
-        seen, asked[member] = sorted(asked[member], key=lambda c: c.store), []
-        match next_step(seen, own[member], has_store=False, has_waited=False):
+        seen = [known for _, known in sorted(asked[member].items()) if known.store]
+        asked[member] = {}
+        match next_step(seen, own[member], has_store=store is not None, has_waited=step > 200):
             case Pledge(generation):
                 own[member] = replace(own[member], promises=(*own[member].promises, generation))
-            case Begin(candidate, generation, _) if stores[candidate.store].generation is None:
-                stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
-            case Enter():
-                at_work.remove(member)
+            case Begin(candidate, generation, _):
+                begun = stores[candidate.store].generation
+                if begun is None or begun < generation:
+                    stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
+            case Enter(_, generation):
+                own[member] = replace(own[member], generation=generation, promises=(generation,))
             case Rejoin():
-                lost.append(member)
-                at_work.remove(member)
+                return 0  # it gives up its vote although no round was committed without it
             case _:
                 pass
-    return lost
+    return max(Counter(own[member].generation for member in ids if len(own[member].promises) == 1).values(), default=0)
 
 
-def test_members_that_lose_a_store_together_go_on_together() -> None:
-    """Whichever of them first hears at which store that the others lost it, too: none is left behind by its promise."""
-    assert [seed for seed in range(300) if lost_by_moving(seed)] == []
+@pytest.mark.parametrize(("misses", "least"), [(0.0, 3), (0.4, 2)])
+def test_members_that_lose_a_store_together_go_on_together(misses: float, least: int) -> None:
+    """None is left behind by its promise; where they do not reach all stores, enough of them are left to go on."""
+    assert [seed for seed in range(300) if moved_together(seed, misses=misses) < least] == []
 
 
 def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
