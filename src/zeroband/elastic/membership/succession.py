@@ -314,10 +314,10 @@ def next_step(
     is_open = newest is not None and _generation_of(newest) >= own.promised
     if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
         return Enter(newest, _generation_of(newest))
-    if own.promised > own.generation and newest is not None:  # it may not vote in the newest generation
-        # where no round was committed without this member, it may be missed there, and all go to a later generation
-        if own.committed is not None and newest.committed_round > own.committed.round:
-            return Rejoin(newest, _generation_of(newest))
+    has_gone_on = newest is not None and own.committed is not None and newest.committed_round > own.committed.round
+    if newest is not None and has_gone_on and own.promised > own.generation:
+        # it may not vote there; where no round was committed without it, it may be missed, and all go to a later one
+        return Rejoin(newest, _generation_of(newest))
     pending = [_pending(candidate) for candidate in candidates]
     if has_store and not any(generation > own.generation for generation in pending if generation is not None):
         return KeepWaiting("too few members of the last round are here, and no other store is being gone to")
