@@ -80,7 +80,7 @@ def a_member(
 
 
 def hold_leases_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have whole nodes of a test hold their leases in its process: a guardian of its own takes a second to start.
+    """Have whole nodes of a test hold their leases in its process: starting a guardian for each takes a second.
 
     Set `fault.detect_s` so that no test outlasts a lease: nobody renews it.
     """

@@ -60,7 +60,7 @@ class OwnState(Protocol):
 
 
 def seed_random_state(seed: int, node_id: str, local_rank: int) -> None:
-    """Have this rank draw numbers of its own, the same ones in every run of this seed."""
+    """Have this rank draw other numbers than the others, the same ones in every run of this seed."""
     digest = hashlib.blake2b(f"draws/{seed}/{node_id}/{local_rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 

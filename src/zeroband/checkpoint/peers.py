@@ -36,7 +36,7 @@ class PeerWord:
     is_waiting: bool = False
     """Whether it has written its share and waits, so that its record ought to be seen."""
     out: str | None = None
-    """Why nobody needs to wait for it; None: it is at work, for all that is known."""
+    """Why no member needs to wait for it; None: it is at work, for all that is known."""
     is_lost: bool = False
     """The run goes on without it, as this node's trainer knows; nobody says that of itself."""
 

@@ -453,7 +453,7 @@ class RoundCoordinator(ABC):
     ) -> Committed:
         """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
 
-        The vote binds both, so that nobody writes another verdict.
+        The vote binds both, so that no member can write another verdict.
         """
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
         if result is not None and self._local.rank == 0:

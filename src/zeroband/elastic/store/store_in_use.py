@@ -1,6 +1,6 @@
 """Which store a run uses, of one or several, as one node knows it; and how it goes to another one.
 
-Several stores are asked by themselves, each through a connection of its own. From what they tell the rules of
+Each of several stores is asked through a separate connection. From what they tell the rules of
 `membership.succession` say which one is in use; what a member does when that is lost, `failover` says.
 """
 
