@@ -1,9 +1,10 @@
 """What a vote is for, and which verdicts follow from votes. Pure rules.
 
 The first member to write a verdict decides its text, so that text is one member's word. What it may say is bound by
-votes, which each member signs: the digest of the result, and a hash of all that the verdict records, but for what was measured.
-So a member knows a verdict on its own round that it did not vote for, and a member that was not in the round asks for
-the others' votes. Figures that were measured may differ a little from node to node; they are held to that.
+votes, which each member signs: the digest of the result, and a hash of all that the verdict records, but for what was
+measured. So a member knows a verdict on its own round that it did not vote for, and a member that was not in the
+round asks for the others' votes. Figures that were measured may differ a little from node to node; they are held to
+that.
 """
 
 from __future__ import annotations
