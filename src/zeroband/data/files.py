@@ -188,7 +188,7 @@ class Files:
         else:
             listing = Listing()
         if says:
-            tell_left_out(pattern, listing)
+            listing.tell(pattern)
         if not listing.files:
             there = "; ".join(f"left out: {reason}: {names[0]}" for reason, names in listing.left_out.items() if names)
             raise ConfigError(f"data.source.paths: no file matches {pattern!r}{there and f' ({there})'}")
@@ -198,14 +198,6 @@ class Files:
 def find_files(paths: Sequence[str], retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
     """What `Files.find` finds."""
     return Files(retry_s).find(paths, says=says)
-
-
-def tell_left_out(pattern: str, listing: Listing) -> None:
-    """Log what a pattern names beside files that are read: how many there are, and the first one."""
-    for reason, names in listing.left_out.items():
-        if names:
-            fields = {"pattern": pattern, "count": len(names), "first": min(names)}
-            _log.warning(f"left out of the data: {reason}", extra={"fields": fields})
 
 
 def _list(tree: Tree, path: str, endings: tuple[str, ...] | None) -> Listing:

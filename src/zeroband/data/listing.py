@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from zeroband.errors import ConfigError
+from zeroband.observe.log import get_logger
 
 _MAGIC = frozenset("*?[")
 _ANY_FOLDERS = "**"
+EMPTY = "files of 0 bytes"
+"""Reason to tell of files that are read and hold nothing."""
 
 Kind = Literal["folder", "file", "device", "nothing"]
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -33,6 +38,18 @@ class Listing:
 
     def leave_out(self, path: str, reason: str) -> None:
         self.left_out[reason].append(path)
+
+    def tell(self, pattern: str) -> None:
+        """Log what a pattern names and is not read."""
+        for reason, names in self.left_out.items():
+            tell_left_out(reason, names, pattern=pattern)
+
+
+def tell_left_out(reason: str, names: Sequence[str], **fields: str) -> None:
+    """Log files that were named and are not read, or hold nothing: how many there are, and the first one."""
+    if names:
+        told = {**fields, "count": len(names), "first": min(names)}
+        _log.warning(f"left out of the data: {reason}", extra={"fields": told})
 
 
 class Tree(Protocol):
@@ -168,8 +185,12 @@ class RemoteTree(Tree):
         if (found := self._listed.get(folder)) is None:
             types = {entry["name"].rstrip("/"): str(entry["type"]) for entry in self._ls(folder)}
             types.pop(folder.rstrip("/"), None)  # some stores keep an object for the folder itself
-            if folder.startswith(("http://", "https://")):  # whose pages lead to anywhere
-                types = {path: kind for path, kind in types.items() if path.rpartition("/")[0] == folder.rstrip("/")}
+            if folder.startswith(
+                ("http://", "https://")
+            ):  # whose pages lead to anywhere, and to other orders of itself
+                within = f"{folder.rstrip('/')}/"
+                names = {path: path.removeprefix(within) for path in types if path.startswith(within)}
+                types = {path: types[path] for path, name in names.items() if not {"/", "?"} & {*name}}
             self._types |= types
             found = self._listed[folder] = {path.rpartition("/")[2]: path for path in types}
         return found

@@ -25,7 +25,6 @@ from zeroband.data.files import (
     remote_tree,
     resolve,
     sends_ranges,
-    tell_left_out,
 )
 from zeroband.data.listing import files_matching, has_magic
 from zeroband.data.retries import Damaged, Retries
@@ -125,7 +124,7 @@ class _LocalFiles(TokenStorage):
         if not has_magic(pattern) or os.path.lexists(pattern):
             return [pattern]
         listing = self._retries.run(lambda: files_matching(pattern), pattern)
-        tell_left_out(pattern, listing)
+        listing.tell(pattern)
         return listing.files
 
     def size(self, path: str) -> int:
@@ -226,7 +225,7 @@ class _RemoteFiles(TokenStorage):
         if not has_magic(pattern) or self._run(lambda system: system.exists(pattern), pattern):
             return [pattern]
         listing = files_matching(pattern, remote_tree(self._client.retry, self.name))
-        tell_left_out(pattern, listing)
+        listing.tell(pattern)
         return listing.files
 
     def size(self, path: str) -> int:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 
+from zeroband.config.data import JsonlSource
 from zeroband.data.files import Files, find_files
 from zeroband.data.listing import files_below, files_matching
+from zeroband.data.sources import documents, source_identity
 from zeroband.data.token_storage import open_storage
+from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.errors import ConfigError
+from zeroband.tools.data.plan import Looking, Options, make_plan
 
 NOBODY = 65534
 STORED = {
@@ -212,3 +219,95 @@ def test_what_is_left_out_elsewhere_is_told(caplog: pytest.LogCaptureFixture) ->
 def test_a_set_elsewhere_is_found_by_the_same_pattern() -> None:
     storage = open_storage("elsewhere://data/b/*.jsonl", 0.0)
     assert storage.matches(storage.root) == ["data/b/x.jsonl"]
+
+
+ROW = b'{"text": "a"}\n'
+BUCKET = {"a.jsonl": ROW, "B.JSONL": ROW, "c.jsonl": b"", "d.jsonl/e.jsonl": ROW, "d.jsonl/f.jsonl": b"", "g.md": ROW}
+OTHER_CASE, FOLDERS = "names that match in another case", "folders, whose files a pattern names as FOLDER/*"
+OTHER_ENDINGS, EMPTY = "files of other endings", "files of 0 bytes"
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """An object store with `BUCKET` in it, called memory://bucket."""
+    system = fsspec.filesystem("memory")
+    for name, content in BUCKET.items():
+        system.pipe_file(f"/bucket/{name}", content)
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[str]:
+    """A web server that lists `BUCKET`, with links to other orders of the list, and the URL of its folder."""
+
+    class Pages(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+        def list_directory(self, path: Any) -> Any:
+            rows = [f'<a href="{one.name}{"/" * one.is_dir()}">' for one in Path(path).iterdir()]
+            (tmp_path / "page").write_text("".join(['<a href="?C=N;O=D">', '<a href="../">', *rows]))
+            self.send_response(200)
+            self.send_header("Content-Length", str((tmp_path / "page").stat().st_size))
+            self.end_headers()
+            return (tmp_path / "page").open("rb")
+
+    for name, content in BUCKET.items():
+        (tmp_path / "bucket" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "bucket" / name).write_bytes(content)
+    with HTTPServer(("127.0.0.1", 0), partial(Pages, directory=tmp_path)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/bucket"
+        server.shutdown()
+
+
+def told(records: pytest.LogCaptureFixture) -> dict[str, tuple[int, str]]:
+    """What was said to be left out: for each reason how many, and the name of the first one."""
+    said = {record.message: record.__dict__["fields"] for record in records.records}
+    return {text.partition(": ")[2]: (of["count"], of["first"].rpartition("/")[2]) for text, of in said.items()}
+
+
+@pytest.mark.parametrize("place", ["bucket", "pages"])
+def test_glob_of_a_store_or_a_server_leaves_out_nothing_in_silence(
+    place: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pattern, the same for `data prepare`, and a folder."""
+    found = request.getfixturevalue(place)
+    url = "memory://bucket" if place == "bucket" else found
+    source = JsonlSource(type="jsonl", paths=(f"{url}/*",))
+    assert [Path(name).name for name, *_ in source_identity(source, 0)[1]] == ["B.JSONL", "a.jsonl", "c.jsonl", "g.md"]
+    assert told(caplog) == {FOLDERS: (1, "d.jsonl"), EMPTY: (1, "c.jsonl")}
+    caplog.clear()
+    plan = make_plan([f"{url}/*.jsonl"], "byte", ByteTokenizer(), Options(), Looking(Files(), 0.0))
+    assert [Path(origin.name).name for origin in plan.origins] == ["a.jsonl", "c.jsonl"]
+    assert told(caplog) == {OTHER_CASE: (1, "B.JSONL"), FOLDERS: (1, "d.jsonl"), EMPTY: (1, "c.jsonl")}
+    if place == "bucket":  # nothing tells a folder of a server from a file
+        caplog.clear()
+        plan = make_plan([url], "byte", ByteTokenizer(), Options(), Looking(Files(), 0.0))
+        assert [Path(one.name).name for one in plan.origins] == ["B.JSONL", "a.jsonl", "c.jsonl", "e.jsonl", "f.jsonl"]
+        assert told(caplog) == {OTHER_ENDINGS: (1, "g.md"), EMPTY: (2, "c.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("closed", "path", "names"),
+    [("ls", "/bucket/d.jsonl", "memory:///bucket/d.jsonl"), ("open", "/bucket/a.jsonl", "memory:///bucket/a.jsonl")],
+)
+def test_object_or_folder_of_a_store_that_may_not_be_read_is_refused_by_name(
+    closed: str, path: str, names: str, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = getattr(bucket, closed)
+
+    def refuse(asked: str, *arguments: Any, **options: Any) -> Any:
+        if asked.rstrip("/") == path:
+            raise PermissionError(f"no access to {asked}")
+        return call(asked, *arguments, **options)
+
+    monkeypatch.setattr(bucket, closed, refuse)
+    with pytest.raises(ConfigError, match=f": {names}: the storage refuses this node's credentials"):
+        list(documents(JsonlSource(type="jsonl", paths=("memory://bucket/**/*.jsonl",)), 0))
+
+
+def test_object_without_a_byte_that_is_named_alone_is_told(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    source_identity(JsonlSource(type="jsonl", paths=("memory://bucket/a.jsonl", "memory://bucket/c.jsonl")), 0)
+    assert told(caplog) == {EMPTY: (1, "c.jsonl")}

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
+from zeroband.data.listing import EMPTY, tell_left_out
 from zeroband.data.pieces import parquet_shape, require_column
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer, named
@@ -231,7 +232,9 @@ def _look(
         return
     files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
-        yield from threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options))
+        looked = list(threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options)))
+    tell_left_out(EMPTY, [origin.name for origin, _ in looked if origin.stamp[1] == "0"])
+    yield from looked
 
 
 def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Origin, list[Cut]]:
