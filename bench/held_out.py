@@ -12,7 +12,7 @@ import torch
 from zeroband.checkpoint.layout import folder_of
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
-from zeroband.export.held_out import evaluate_checkpoint
+from zeroband.export.evaluation import evaluate_checkpoint
 from zeroband.tools.cluster import LocalCluster
 
 Curve = Sequence[tuple[int, float]]

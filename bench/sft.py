@@ -23,8 +23,7 @@ import torch
 from evidence import count, finite, require
 
 from zeroband.config.load import load_config
-from zeroband.export.evaluation import Evaluation
-from zeroband.export.held_out import evaluate_checkpoint
+from zeroband.export.evaluation import Evaluation, evaluate_checkpoint
 from zeroband.tools.cluster import LocalCluster
 
 SYLLABLES = ("bdfgklmnprst", "aeiou", "klmnprst")

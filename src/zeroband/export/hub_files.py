@@ -77,7 +77,7 @@ def _file_of_each(folder: Path) -> dict[str, str]:
         try:
             return _WEIGHT_MAP.validate_python(json.loads(index.read_bytes())["weight_map"], strict=True)
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{index}: not an index of safetensors files beside it: {_reason(error)}") from error
+            raise ConfigError(f"{index}: not an index of safetensors files in its folder: {_reason(error)}") from error
     if not (folder / WEIGHTS_FILE).exists():
         raise ConfigError(
             f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not read: load them with "

@@ -8,7 +8,7 @@ called with tokens, (b, t) int64, and with those of these that it names as param
     targets      (b, t) int64: the token after each one, -100 where none is to be learned; None where logits are wanted
 
 It returns logits (b, t, v) of the next token, or where it takes targets the mean loss over those that count, a single
-number, or both as a tuple or by the names `logits` and `loss`; a loss of its own is taken before ours. The layers of
+number, or both as a tuple or by the names `logits` and `loss`; its own loss is taken before ours. The layers of
 its largest nn.ModuleList are sharded, compiled and recomputed each by itself.
 """
 
@@ -30,18 +30,13 @@ from zeroband.errors import ConfigError
 from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
     Answer,
-    FirstValues,
     ForeignBlueprint,
     ForeignModel,
     emptied,
     layers_of,
     positions_of,
     require_trainable,
-    spread,
-    values_of,
 )
-from zeroband.model.language_model import LanguageModel
-from zeroband.node.mesh import LocalMesh
 from zeroband.node.user_file import load_file
 
 _BUILD = "build"
@@ -105,11 +100,10 @@ class CustomBlueprint(ForeignBlueprint):
     """A [model] section of type custom. Raises ConfigError where its file builds no module that can be trained."""
 
     def __init__(
-        self, config: CustomModelConfig, *, vocab_size: int, seq_length: int, first: FirstValues | None = None
+        self, config: CustomModelConfig, *, vocab_size: int, seq_length: int, recorded: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__(f"model.file={str(config.file)!r}", recorded)
         self._section = config
-        self._first = first or FirstValues()
-        self._what = f"model.file={str(config.file)!r}"
         self._file = load_file(config.file, "model.file")
         self._build: Callable[[BuildConfig], Any] | None = getattr(self._file.module, _BUILD, None)
         if not callable(self._build):
@@ -168,21 +162,11 @@ class CustomBlueprint(ForeignBlueprint):
         emptied(module)
         return model
 
-    def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
-        assert isinstance(model, CustomModel)
-        module = self._module(seed)
-        self._first = FirstValues.of(module, seed=seed)
-        shared = self._first.digests
-        spread(model.module, values_of(module), local)
-        return shared
+    def _made(self, seed: int) -> CustomModel:
+        return CustomModel(self._module(seed))
 
-    def build(self, read: ReadParameter, device: torch.device) -> CustomModel:
-        model = self._tried(self._module(self._first.seed))
-        self._first.give(model.module)
-        with torch.no_grad():
-            for name, parameter in model.trained().named_parameters():
-                parameter.copy_(read(name))
-        return model.to(device).eval()
+    def _untrained(self) -> CustomModel:
+        return self._tried(self._module(self._first.seed))
 
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
         """Write what the module's state_dict has, and the file that builds the module, as model.py."""

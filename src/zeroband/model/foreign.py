@@ -88,17 +88,8 @@ class FirstValues:
         return FirstValues(int(record["seed"]), dict(record["digests"]), buffers, is_recorded=True)
 
 
-class ForeignBlueprint(Blueprint):
-    """How a module of somebody else is made."""
-
-    @abstractmethod
-    def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
-        """Write the model with these parameters into a folder, in its own layout. Raises OSError."""
-        ...
-
-
 class ForeignModel(LanguageModel):
-    """A module of somebody else. Its parameters keep their names."""
+    """A module that is not ours. Its parameters keep their names."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], ends: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -138,7 +129,7 @@ class ForeignModel(LanguageModel):
         """As `LanguageModel` says."""
         if targets is None:
             logits = self.answer(tokens, cu_seqlens, None).logits
-            assert logits is not None, "whoever asks for logits has made sure that there are some"
+            assert logits is not None, "callers that ask for logits have made sure that there are some"
             return logits
         counted = (targets != IGNORE_INDEX).sum()
         # a mean over no target would be no number
@@ -153,6 +144,53 @@ class ForeignModel(LanguageModel):
         if answer.auxiliary is None or not torch.is_grad_enabled():
             return loss
         return loss._replace(objective=loss.objective + answer.auxiliary.float() * loss.targets)
+
+
+class ForeignBlueprint(Blueprint):
+    """How a module that is not ours is made. `what`: the key that it comes of, for messages."""
+
+    def __init__(self, what: str, recorded: Mapping[str, Any] | None) -> None:
+        self._what = what
+        self._first = FirstValues() if recorded is None else FirstValues.from_record(recorded)
+
+    @abstractmethod
+    def _made(self, seed: int) -> ForeignModel:
+        """The model with its first values, float32 on the CPU."""
+        ...
+
+    @abstractmethod
+    def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
+        """Write the model with these parameters into a folder, in its own layout. Raises OSError."""
+        ...
+
+    def _untrained(self) -> ForeignModel:
+        """The model in which what is not trained has its first values; all else will be read."""
+        return self._made(self._first.seed)
+
+    def _keeps_documents_apart(self, model: ForeignModel) -> bool:
+        return model.knows_documents
+
+    def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
+        """As `Blueprint` says; the first rank makes them."""
+        assert isinstance(model, ForeignModel)
+        values, knows_documents = Values(), True
+        if local.rank == 0:
+            made = self._made(seed)
+            values, self._first = values_of(made.module), FirstValues.of(made.module, seed=seed)
+            knows_documents = self._keeps_documents_apart(made)
+            del made
+        spread(model.module, values, local)
+        model.knows_documents = broadcast_json(knows_documents, local)
+        return self._first.digests
+
+    def build(self, read: ReadParameter, device: torch.device) -> ForeignModel:
+        """As `Blueprint` says. Raises ConfigError where what is not trained is another than it was."""
+        model = self._untrained()
+        self._first.give(model.module)
+        with torch.no_grad():
+            for name, parameter in model.trained().named_parameters():
+                parameter.copy_(read(name))
+        return model.to(device).eval()
 
 
 def _recomputed(how: Literal["selective", "full"], forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -270,13 +308,9 @@ def spread(module: nn.Module, values: Values, local: LocalMesh) -> None:
         )
         whole = held.contiguous()
         if local.world_size > 1:
-            dist.broadcast(_as_bytes(whole), group_src=0, group=local.control)
+            dist.broadcast(whole.reshape(-1).view(torch.uint8), group_src=0, group=local.control)
         with torch.no_grad():
             if isinstance(tensor, nn.Parameter):
                 local_shard(tensor).copy_(whole[local_rows(tensor)] if whole.ndim else whole)
             else:
                 tensor.copy_(whole)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

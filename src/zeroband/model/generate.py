@@ -16,7 +16,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
     """Run forward passes for their values only: no graph, evaluation mode, sharded parameters freed at the end.
 
     FSDP2 frees gathered parameters in the backward pass. Without one the root would keep them, and the next forward
-    pass would use them even after somebody wrote new values into the shards.
+    pass would use them even after new values were written into the shards.
     """
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""A causal language model of transformers: its architecture, its weights, and adapters beside them by peft."""
+"""A causal language model of transformers: its architecture, its weights, and adapters by peft."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ from zeroband.model.foreign import (
     layers_of,
     positions_of,
     require_trainable,
-    spread,
     values_of,
 )
 from zeroband.model.generate import evaluating
-from zeroband.model.language_model import LanguageModel
-from zeroband.node.mesh import LocalMesh, broadcast_json
 
 _EVERY = "all-linear"
 """peft's word for every linear layer but the head."""
@@ -97,10 +94,10 @@ class TransformersBlueprint(ForeignBlueprint):
     """
 
     def __init__(
-        self, config: TransformersConfig, *, ids: int, seq_length: int, first: FirstValues | None = None
+        self, config: TransformersConfig, *, ids: int, seq_length: int, recorded: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__(f"model.name={config.name!r}" if config.name is not None else "[model.config]", recorded)
         self._section = config
-        self._first = first or FirstValues()
         self._transformers = _library("transformers")
         self.hub_config: Any = self._open_config()
         longest = getattr(self.hub_config, "max_position_embeddings", None)
@@ -116,11 +113,6 @@ class TransformersBlueprint(ForeignBlueprint):
                 "model's own tokenizer, or set model.config.vocab_size where weights are random"
             )
         self.vocab_size = rows
-
-    @property
-    def _what(self) -> str:
-        section = self._section
-        return f"model.name={section.name!r}" if section.name is not None else "[model.config]"
 
     # -- transformers' side -------------------------------------------------------------------------------------
 
@@ -217,13 +209,17 @@ class TransformersBlueprint(ForeignBlueprint):
         emptied(module)  # what a library makes on the CPU whatever it is told
         return HubModel(module)
 
-    def _with_values(self, seed: int) -> Any:
+    def _made(self, seed: int) -> HubModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self._pretrained() if self._section.is_pretrained else self._module()
             module = self._adapted(module)
         require_trainable(module, self._what)
-        return module.float()
+        return HubModel(module.float())
+
+    def _untrained(self) -> HubModel:
+        """As `ForeignBlueprint` says; without adapters all is trained, and so no weights have to be there."""
+        return HubModel(self._module()) if self._section.lora is None else self._made(self._first.seed)
 
     def pretrained_values(self) -> Values:
         """The parameters that `name` holds. Raises ConfigError."""
@@ -231,27 +227,17 @@ class TransformersBlueprint(ForeignBlueprint):
         self._first = FirstValues.of(module, seed=0)
         return values_of(module)
 
-    def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
+    def _keeps_documents_apart(self, model: ForeignModel) -> bool:
+        """Whether what a document says changes nothing of the one behind it: not every architecture minds borders."""
         assert isinstance(model, HubModel)
-        values, knows_documents = Values(), True
-        if local.rank == 0:
-            module = self._with_values(seed)
-            values, self._first = values_of(module), FirstValues.of(module, seed=seed)
-            knows_documents = _keeps_documents_apart(HubModel(module), self.vocab_size)
-            del module
-        spread(model.module, values, local)
-        model.knows_documents = broadcast_json(knows_documents, local)
-        return self._first.digests
-
-    def build(self, read: ReadParameter, device: torch.device) -> HubModel:
-        is_all_read = self._section.lora is None
-        module = self._module() if is_all_read else self._with_values(self._first.seed)
-        self._first.give(module)
-        model = HubModel(module)
-        with torch.no_grad():
-            for name, parameter in model.trained().named_parameters():
-                parameter.copy_(read(name))
-        return model.to(device).eval()
+        if model.is_flash:  # whose kernels take the borders, on GPUs alone
+            return True
+        second = torch.arange(_TRIED) % self.vocab_size
+        rows = [torch.cat([(second + shift) % self.vocab_size, second])[None] for shift in (1, 2)]
+        borders = torch.tensor([0, _TRIED, 2 * _TRIED], dtype=torch.int32)
+        with evaluating(model):
+            first, other = (model(row, borders)[:, _TRIED:] for row in rows)
+        return bool((first - other).abs().max() <= _LEAK * first.abs().max())
 
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
         """Write weights and configuration as transformers does, or the adapters as peft does. Raises OSError."""
@@ -272,18 +258,6 @@ class TransformersBlueprint(ForeignBlueprint):
         described = self.hub_config.to_dict()
         told = {key: value for key, value in described.items() if key not in _UNTOLD}
         return {f"model.config {key}": json.dumps(told[key], sort_keys=True, default=str) for key in sorted(told)}
-
-
-def _keeps_documents_apart(model: HubModel, vocab_size: int) -> bool:
-    """Whether what a document says changes nothing of the one behind it: not every architecture looks for borders."""
-    if model.is_flash:  # whose kernels take the borders, on GPUs alone
-        return True
-    second = torch.arange(_TRIED) % vocab_size
-    rows = [torch.cat([(second + shift) % vocab_size, second])[None] for shift in (1, 2)]
-    borders = torch.tensor([0, _TRIED, 2 * _TRIED], dtype=torch.int32)
-    with evaluating(model):
-        first, other = (model(row, borders)[:, _TRIED:] for row in rows)
-    return bool((first - other).abs().max() <= _LEAK * first.abs().max())
 
 
 def _with_adapters(module: nn.Module, lora: LoraConfig) -> Any:

@@ -30,7 +30,7 @@ def init_weights(model: Transformer, seed: int) -> None:
     """Give every parameter its initial value in place; no rank communicates.
 
     Matrices are normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 n_layers)
-    (GPT-2); norms are 1. Each is drawn on the CPU from a generator of its own, piece by piece up to this rank's last
+    (GPT-2); norms are 1. Each is drawn on the CPU from its own generator, piece by piece up to this rank's last
     row, and as many at a time as the rank has processors, so all ranks agree bit for bit.
     """
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A decoder as the trainer sees it, whoever wrote it: tokens in, logits or their loss out, and its parts."""
+"""A decoder as the trainer sees it, ours or another: tokens in, logits or their loss out, and its parts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor | TokenLoss:
         """Logits of the next token at every position; with targets, their loss instead.
 
-        `by_target`: the loss of each target as well, unless the model has a loss of its own.
+        `by_target`: the loss of each target as well, unless the model has its own loss.
         Shapes: tokens and targets (b, t) int64, cu_seqlens as in `MicroBatch`; gives (b, t, v), or a TokenLoss.
         """
         ...

@@ -1,4 +1,4 @@
-"""The training loss, as sums over tokens: whoever knows how many tokens the whole step has divides once."""
+"""The training loss, as sums over tokens: the caller, who knows the tokens of the whole step, divides once."""
 
 from __future__ import annotations
 

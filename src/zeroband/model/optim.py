@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
-from zeroband.errors import ConfigError
 from zeroband.model.muon import muon_parameters, muon_step
 from zeroband.node.sharding import Parameters, local_part
 from zeroband.observe.log import get_logger
@@ -31,7 +30,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
 _ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTS = ("momentum_buffer", "exp_avg_sq")
-"""A name of its own for the first one, Muon's or AdamW's, so that no state is taken for one of AdamW alone."""
+"""The first one has another name than AdamW's, so that no state is taken for one of AdamW alone."""
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""
@@ -142,7 +141,7 @@ class InnerOptimizer:
 
     @property
     def lr_muon(self) -> float | None:
-        """Learning rate of Muon's matrices in the next `step()`; None where it has none of its own."""
+        """Learning rate of Muon's matrices in the next `step()`; None where it is AdamW's."""
         peak = self._optim.muon.lr if self._optim.muon is not None else None
         if peak is None:
             return None
@@ -224,7 +223,7 @@ class InnerOptimizer:
         """Continue the schedule at inner step `step`, for a node that joins late.
 
         Without `update_count` the moments keep their age, so fresh ones are corrected as fresh; give it together with
-        moments copied from a node that made so many updates.
+        moments copied from a node that made this many updates.
         """
         self._step_count = step
         if update_count is not None:
@@ -266,32 +265,3 @@ class InnerOptimizer:
             _log.warning("the learning rate jumps, as train.total_steps or [optim] changed", extra={"fields": fields})
         self.seek(self._step_count, update_count=int(counters["update_count"]))
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: {"step_count", "update_count", "moments": as `moments()`}, not copied."""
-        return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same model and sharding; the next steps are those that its owner would have made.
-
-        Raises: ConfigError naming the first moment that differs, before anything has changed.
-        """
-        ours, theirs = _flat(self.moments()), _flat(cast(Mapping[str, Mapping[str, Tensor]], state["moments"]))
-        for name in sorted(ours.keys() | theirs.keys()):
-            our_shape, their_shape = _shape(ours, name), _shape(theirs, name)
-            if our_shape != their_shape:
-                raise ConfigError(
-                    "optimizer state of another model, sharding or inner optimizer: "
-                    f"{name} has shape {their_shape}, needs {our_shape}"
-                )
-        for name, moment in ours.items():
-            moment.copy_(theirs[name])
-        self.seek(state["step_count"], update_count=state["update_count"])
-
-
-def _flat(moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{moment}.{name}": shard for moment, shards in moments.items() for name, shard in shards.items()}
-
-
-def _shape(moments: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(moments[name].shape) if name in moments else None

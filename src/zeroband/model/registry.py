@@ -16,7 +16,7 @@ from zeroband.model.language_model import LanguageModel
 
 
 def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Blueprint:
-    """The model that a [model] section asks for, with room for a tokenizer's ids and samples of so many tokens.
+    """The model that a [model] section asks for, with room for a tokenizer's ids and samples of this length.
 
     Loads transformers where that is asked for. Raises ConfigError where there is no such model, or it does not fit.
     """
@@ -26,22 +26,18 @@ def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Bluepr
 def _blueprint(
     config: Model, ids: int, vocab_size: int, seq_length: int, recorded: Mapping[str, Any] | None = None
 ) -> Blueprint:
-    """`vocab_size`: width of a head made for so many `ids`. `recorded`: what a checkpoint says of the first values."""
+    """`vocab_size`: width of a head made for `ids` ids. `recorded`: what a checkpoint says of the first values."""
     match config:
         case LlamaConfig():
             return LlamaBlueprint(config, vocab_size)
         case TransformersConfig():
-            from zeroband.model.foreign import FirstValues
             from zeroband.model.hub_model import TransformersBlueprint
 
-            first = None if recorded is None else FirstValues.from_record(recorded)
-            return TransformersBlueprint(config, ids=ids, seq_length=seq_length, first=first)
+            return TransformersBlueprint(config, ids=ids, seq_length=seq_length, recorded=recorded)
         case CustomModelConfig():
             from zeroband.model.custom_model import CustomBlueprint
-            from zeroband.model.foreign import FirstValues
 
-            first = None if recorded is None else FirstValues.from_record(recorded)
-            return CustomBlueprint(config, vocab_size=vocab_size, seq_length=seq_length, first=first)
+            return CustomBlueprint(config, vocab_size=vocab_size, seq_length=seq_length, recorded=recorded)
         case _:
             assert_never(config)
 

@@ -20,8 +20,14 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, Leaving
-from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
-from zeroband.export.parity import check_parity, describe
+from zeroband.export.directory import (
+    FolderInUse,
+    TrainedModel,
+    check_parity,
+    describe,
+    whole_parameters,
+    write_directory,
+)
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
 from zeroband.node.async_copy import Reading

@@ -19,9 +19,8 @@ from zeroband.config import load_config
 from zeroband.config.model import LlamaConfig
 from zeroband.data.tokenizer import NoTokenizer
 from zeroband.errors import ConfigError
-from zeroband.export.directory import write_directory
+from zeroband.export.directory import check_parity, write_directory
 from zeroband.export.hub_files import INDEX_FILE
-from zeroband.export.parity import check_parity
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PRESETS = sorted(

@@ -13,9 +13,8 @@ from tests.unit.model.foreign import FAMILIES, SIZES, hub_section, trained_with
 
 from zeroband.config.model import TransformersConfig
 from zeroband.errors import ConfigError
-from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
+from zeroband.export.directory import TrainedModel, check_parity, whole_parameters, write_directory
 from zeroband.export.opened import open_trained
-from zeroband.export.parity import check_parity
 from zeroband.model.foreign import FirstValues, positions_of
 from zeroband.model.generate import evaluating
 from zeroband.model.hub_model import TransformersBlueprint
@@ -62,8 +61,13 @@ def take_step(node: TrainerParts) -> float:
     return loss.nats.item() / loss.tokens
 
 
+def trained(node: TrainerParts) -> TrainedModel:
+    held = whole_parameters(node.parameters, keeps=True)
+    return TrainedModel(node.blueprint, node.tokenizer, node.config.data.seq_length, held.__getitem__)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_first_loss_and_gradients_are_transformers_own(family: str, local: LocalMesh, tmp_path: Path) -> None:
+def test_first_loss_gradients_and_export_are_transformers_own(family: str, local: LocalMesh, tmp_path: Path) -> None:
     node = trained_with(hub_section(family), local, tmp_path, train={"micro_bs": 4})
     node.loader.assign([(0, 4)])
     (batch,) = node.loader.next_step()
@@ -81,6 +85,13 @@ def test_first_loss_and_gradients_are_transformers_own(family: str, local: Local
     assert seen.keys() == gradients.keys()
     for name, parameter in seen.items():
         torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
+    node.inner.step()
+    write_directory(trained(node), tmp_path / "out", "float32")
+    parity = check_parity(trained(node), tmp_path / "out", "float32")
+    assert parity is not None and parity.is_equal and parity.logits > 1000
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert there.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape == (1, 8)
+    assert not torch.equal(there.get_input_embeddings().weight, module.get_input_embeddings().weight)
 
 
 def test_balance_of_experts_is_learned_but_not_reported(local: LocalMesh, tmp_path: Path) -> None:
@@ -131,25 +142,6 @@ def test_recomputed_activations_change_no_gradient(how: str, local: LocalMesh, t
         gradients.append([parameter.grad for _, parameter in node.parameters.named_parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-7)
-
-
-def trained(node: TrainerParts) -> TrainedModel:
-    held = whole_parameters(node.parameters, keeps=True)
-    return TrainedModel(node.blueprint, node.tokenizer, node.config.data.seq_length, held.__getitem__)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_export_is_loaded_by_transformers_with_equal_logits(family: str, local: LocalMesh, tmp_path: Path) -> None:
-    node = trained_with(hub_section(family), local, tmp_path)
-    node.loader.assign([(0, 4)])
-    take_step(node)
-    write_directory(trained(node), tmp_path / "out", "float32")
-    parity = check_parity(trained(node), tmp_path / "out", "float32")
-    assert parity is not None and parity.is_equal and parity.logits > 1000
-    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    text = there.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
-    assert text.shape == (1, 8)
-    assert not torch.equal(there.get_input_embeddings().weight, theirs_of(family).get_input_embeddings().weight)
 
 
 def test_exported_directory_is_a_model_to_begin_with_and_to_evaluate(local: LocalMesh, tmp_path: Path) -> None:

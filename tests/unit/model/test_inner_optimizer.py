@@ -3,44 +3,20 @@
 import json
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
+from tests.unit.model.tiny import KINDS, OPTIM, Tiny, are_equal, made, set_gradients, take_over, train
 from torch import Tensor, nn
 
-from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
-from zeroband.errors import ConfigError
+from zeroband.config.optim import OptimConfig
 from zeroband.model.optim import InnerOptimizer, StepRule, sign_step
 
-OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), schedule=LinearSchedule(type="linear"), warmup_steps=2)
+EACH = pytest.mark.parametrize("kind", KINDS)
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.matrix = nn.Parameter(torch.randn(4, 3, generator=generator))
-        self.norm = nn.Parameter(torch.randn(3, generator=generator))
-
-
-def optimizer_of(model: nn.Module, optim: OptimConfig = OPTIM) -> InnerOptimizer:
-    return InnerOptimizer(model, optim, total_steps=20)
-
-
-def train(model: nn.Module, optimizer: InnerOptimizer | torch.optim.Optimizer, first: int, steps: int) -> None:
-    """Steps on gradients that depend on the step's number alone."""
-    for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(step)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    moments = {moment: {name: m.clone() for name, m in of.items()} for moment, of in state["moments"].items()}
-    return {**state, "moments": moments}
+def optimizer_of(model: nn.Module) -> InnerOptimizer:
+    return InnerOptimizer(model, OPTIM, total_steps=20)
 
 
 def test_step_equals_adamw_written_out() -> None:
@@ -52,9 +28,9 @@ def test_step_equals_adamw_written_out() -> None:
     optimizer = optimizer_of(model)
     for step in range(5):
         lr = optimizer.lr
-        generator = torch.Generator().manual_seed(step)
+        set_gradients(model, step)
         for name, parameter in expected.items():
-            gradient = torch.randn(parameter.shape, generator=generator).double()
+            gradient = model.get_parameter(name).grad.double()
             first[name] = config.betas[0] * first[name] + (1 - config.betas[0]) * gradient
             second[name] = config.betas[1] * second[name] + (1 - config.betas[1]) * gradient**2
             corrected = first[name] / (1 - config.betas[0] ** (step + 1))
@@ -81,23 +57,22 @@ def test_step_is_that_of_torchs_class_to_the_last_bit(slice_exact: bool) -> None
             group["lr"] = optimizer.lr
         train(ours, optimizer, step, 1)
         train(theirs, reference, step, 1)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert are_equal(ours, theirs)
 
 
-def test_parameter_without_gradient_stays_as_it_is() -> None:
-    model = Tiny()
-    optimizer, before = optimizer_of(model), model.matrix.detach().clone()
-    model.norm.grad = torch.ones(3)
+@EACH
+def test_parameter_without_gradient_stays_as_it_is_and_is_not_decayed(kind: str) -> None:
+    model, optimizer = made(kind)
+    fresh, _ = made(kind)
+    model.norm.grad = torch.ones_like(model.norm)
     optimizer.step()
-    assert torch.equal(model.matrix, before) and not torch.equal(model.norm, Tiny().norm)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, fresh.get_parameter(name))}
+    assert moved == {"norm"}
 
 
-@pytest.mark.parametrize(
-    "kind", [{}, {"slice_exact": True}, {"rule": "sign"}], ids=["fused", "slice by slice", "signs"]
-)
-def test_step_whose_gradient_is_not_finite_moves_the_schedule_alone(kind: dict[str, Any]) -> None:
-    model = Tiny()
-    optimizer = InnerOptimizer(model, OPTIM, total_steps=20, **kind)
+@EACH
+def test_step_whose_gradient_is_not_finite_moves_the_schedule_alone(kind: str) -> None:
+    model, optimizer = made(kind)
     train(model, optimizer, 0, 1)
     before = [value.detach().clone() for value in (*model.parameters(), *optimizer.named_moments().values())]
     for parameter in model.parameters():
@@ -109,17 +84,44 @@ def test_step_whose_gradient_is_not_finite_moves_the_schedule_alone(kind: dict[s
     assert (optimizer.step_count, optimizer.update_count) == (2, updates)
 
 
-@pytest.mark.parametrize("slice_exact", [False, True])
-def test_finite_gradient_makes_the_same_step_whether_or_not_that_is_asked(slice_exact: bool) -> None:
-    asked, plain = Tiny(), Tiny()
-    for model, found_inf in ((asked, torch.zeros(())), (plain, None)):
-        optimizer = InnerOptimizer(model, OPTIM, total_steps=20, slice_exact=slice_exact)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step(found_inf)
-        assert optimizer.update_count == 1
-    assert all(torch.equal(a, b) for a, b in zip(asked.parameters(), plain.parameters(), strict=True))
-    assert not torch.equal(asked.matrix, Tiny().matrix)
+@EACH
+def test_finite_gradient_makes_the_same_step_whether_or_not_that_is_asked(kind: str) -> None:
+    (asked, asked_optimizer), (plain, plain_optimizer), (fresh, _) = made(kind), made(kind), made(kind)
+    for step in (0, 1):
+        set_gradients(asked, step)
+        set_gradients(plain, step)
+        asked_optimizer.step(torch.zeros(()))
+        plain_optimizer.step()
+    assert asked_optimizer.update_count == plain_optimizer.update_count == (0 if kind == "signs" else 2)
+    assert are_equal(asked, plain)
+    assert not any(torch.equal(a, b) for a, b in zip(asked.parameters(), fresh.parameters(), strict=True))
+
+
+@EACH
+def test_state_that_was_taken_over_goes_on_bit_for_bit(kind: str) -> None:
+    (donor, its), (model, optimizer) = made(kind), made(kind)
+    train(donor, its, 0, 3)
+    take_over(model, optimizer, donor, its)
+    for one, side in ((donor, its), (model, optimizer)):
+        train(one, side, 3, 3)
+        assert (side.step_count, side.update_count) == (6, 0 if kind == "signs" else 6)
+    assert are_equal(model, donor)
+    moments = zip(optimizer.named_moments().values(), its.named_moments().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in moments)
+
+
+@EACH
+def test_forgotten_moments_are_those_of_a_fresh_optimizer_at_the_same_rate(kind: str) -> None:
+    (model, optimizer), (fresh, begun) = made(kind), made(kind)
+    train(model, optimizer, 0, 3)
+    rate = optimizer.lr
+    optimizer.forget_moments()
+    assert (optimizer.step_count, optimizer.update_count, optimizer.lr) == (3, 0, rate)
+    model.load_state_dict(fresh.state_dict())
+    begun.seek(3)
+    for one, side in ((model, optimizer), (fresh, begun)):
+        train(one, side, 3, 2)
+    assert are_equal(model, fresh)
 
 
 def test_lr_is_that_of_the_next_step() -> None:
@@ -140,61 +142,6 @@ def test_zero_grad_drops_gradients() -> None:
     assert model.matrix.grad is None
 
 
-def test_loaded_state_continues_bit_for_bit() -> None:
-    model = Tiny()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, 0, 3)
-    weights, state = {k: v.clone() for k, v in model.state_dict().items()}, copied(optimizer.state_dict())
-    train(model, optimizer, 3, 3)
-
-    resumed = Tiny()
-    resumed.load_state_dict(weights)
-    resumed_optimizer = optimizer_of(resumed)
-    resumed_optimizer.load_state_dict(state)
-    train(resumed, resumed_optimizer, 3, 3)
-
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
-    ours, theirs = optimizer.state_dict(), resumed_optimizer.state_dict()
-    assert (ours["step_count"], ours["update_count"]) == (theirs["step_count"], theirs["update_count"]) == (6, 6)
-    for moment, shards in ours["moments"].items():
-        assert all(torch.equal(shard, theirs["moments"][moment][name]) for name, shard in shards.items())
-
-
-def test_load_copies_and_does_not_alias() -> None:
-    model, donor = Tiny(), Tiny()
-    donor_optimizer, optimizer = optimizer_of(donor), optimizer_of(model)
-    train(donor, donor_optimizer, 0, 1)
-    optimizer.load_state_dict(donor_optimizer.state_dict())
-    before = optimizer.moments()["exp_avg"]["matrix"].clone()
-    train(donor, donor_optimizer, 1, 1)
-    assert torch.equal(optimizer.moments()["exp_avg"]["matrix"], before)
-
-
-def test_load_refuses_another_model_and_changes_nothing() -> None:
-    optimizer = optimizer_of(Tiny())
-    state = copied(optimizer.state_dict())
-    state["moments"]["exp_avg"] = {"norm": torch.ones(5), "matrix": torch.ones(4, 3)}
-    with pytest.raises(ConfigError, match=r"exp_avg.norm has shape \(5,\), needs \(3,\)"):
-        optimizer.load_state_dict(state)
-    assert optimizer.moments()["exp_avg"]["matrix"].count_nonzero() == 0
-    del state["moments"]["exp_avg"]["norm"]
-    with pytest.raises(ConfigError, match=r"exp_avg.norm has shape None"):
-        optimizer.load_state_dict(state)
-
-
-def test_moments_exist_before_the_first_step_and_are_live() -> None:
-    model, donor = Tiny(), Tiny()
-    donor_optimizer, optimizer = optimizer_of(donor), optimizer_of(model)
-    train(donor, donor_optimizer, 0, 3)
-    model.load_state_dict(donor.state_dict())
-    for name, moment in donor_optimizer.named_moments().items():
-        optimizer.named_moments()[name].copy_(moment)
-    optimizer.seek(3, update_count=3)
-    for side, side_optimizer in ((donor, donor_optimizer), (model, optimizer)):
-        train(side, side_optimizer, 3, 2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), donor.parameters(), strict=True))
-
-
 def test_seek_moves_the_schedule_but_not_the_age_of_the_moments() -> None:
     model = Tiny()
     optimizer = optimizer_of(model)
@@ -205,19 +152,6 @@ def test_seek_moves_the_schedule_but_not_the_age_of_the_moments() -> None:
     assert (optimizer.step_count, optimizer.update_count) == (12, 1)
     moved = (model.norm.detach() - before).abs()  # a fresh Adam moves each value by the learning rate
     assert all(math.isclose(value, 0.05, rel_tol=1e-4) for value in moved.tolist())
-
-
-def test_forget_moments_continues_as_a_fresh_adam_at_the_same_rate() -> None:
-    model = Tiny()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, 0, 5)
-    rate = optimizer.lr
-    optimizer.forget_moments()
-    assert (optimizer.step_count, optimizer.update_count, optimizer.lr) == (5, 0, rate)
-    before = model.norm.detach().clone()
-    train(model, optimizer, 5, 1)
-    moved = (model.norm.detach() - before).abs()
-    assert all(math.isclose(value, rate, rel_tol=1e-4) for value in moved.tolist())
 
 
 def test_kernels_of_adamw_round_in_orders_of_their_own() -> None:
@@ -258,21 +192,9 @@ def test_step_by_signs_decays_matrices_and_moves_every_value_by_the_learning_rat
     assert (optimizer.step_count, optimizer.update_count) == (1, 0)
 
 
-def test_rule_without_moments_keeps_its_place_on_the_schedule_alone() -> None:
+def test_rule_of_signs_has_no_moments() -> None:
     optimizer = InnerOptimizer(Tiny(), OPTIM, total_steps=20, rule="sign")
     assert (optimizer.moments(), optimizer.named_moments(), optimizer.moment_names) == ({}, {}, ())
-    optimizer.seek(7)
-    again = InnerOptimizer(Tiny(), OPTIM, total_steps=20, rule="sign")
-    again.load_state_dict(optimizer.state_dict())
-    again.forget_moments()
-    assert (again.step_count, again.lr) == (7, optimizer.lr)
-
-
-def test_parameters_without_a_gradient_are_not_decayed() -> None:
-    model = Tiny()
-    before = model.matrix.detach().clone()
-    InnerOptimizer(model, OPTIM, total_steps=20, rule="sign").step()
-    assert torch.equal(model.matrix, before)
 
 
 @pytest.mark.parametrize("slices", [1, 3])

@@ -6,51 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.model.tiny import SHAPES, Matrices, made, muon_optim, set_gradients, train, values
 from torch import Tensor, nn
 
 from zeroband.config.model import LlamaConfig
-from zeroband.config.optim import AdamWConfig, LinearSchedule, MuonConfig, OptimConfig
+from zeroband.config.optim import MuonConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer
 from zeroband.model.muon import muon_parameters, muon_step, orthogonalized, orthogonalized_exactly
 from zeroband.model.optim import InnerOptimizer
-
-SHAPES = [(8, 5), (5, 8), (6, 6), (40, 24)]
-
-
-def optim_of(**muon: Any) -> OptimConfig:
-    adamw, schedule = AdamWConfig(lr=0.02), LinearSchedule(type="linear")
-    return OptimConfig(adamw=adamw, muon=MuonConfig(**muon), schedule=schedule, warmup_steps=2)
-
-
-def values(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Tiny(nn.Module):
-    """An embedding, a matrix of each form, experts in one stack, a convolution, a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.tall, self.wide, self.square = (nn.Parameter(values(*shape, seed=1)) for shape in SHAPES[:3])
-        self.experts = nn.Parameter(values(3, 4, 6, seed=2))
-        self.conv = nn.Conv1d(4, 4, 3, bias=False)
-        self.norm = nn.Parameter(values(5, seed=3))
-        self.embed.weight.data = values(7, 5, seed=4)
-        self.conv.weight.data = values(4, 4, 3, seed=5)
-
-
-def set_gradients(model: nn.Module, step: int) -> None:
-    for number, (_, parameter) in enumerate(sorted(model.named_parameters())):
-        parameter.grad = values(*parameter.shape, seed=100 * step + number)
-
-
-def train(model: nn.Module, optimizer: InnerOptimizer, first: int, steps: int) -> None:
-    for step in range(first, first + steps):
-        set_gradients(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def written_out(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -132,7 +96,7 @@ def stepped(order: Tensor, *, slice_exact: bool) -> Tensor:
     model = nn.Module()
     model.register_parameter("weight", nn.Parameter(values(48, 200)[:, order]))
     model.weight.grad = values(48, 200, seed=1)[:, order]
-    InnerOptimizer(model, optim_of(), total_steps=5, slice_exact=slice_exact).step()
+    InnerOptimizer(model, muon_optim(), total_steps=5, slice_exact=slice_exact).step()
     return model.weight.detach()[:, order.argsort()]
 
 
@@ -147,7 +111,7 @@ def test_exact_step_does_not_depend_on_the_order_of_sums() -> None:
 @pytest.mark.parametrize("kind", [{}, {"adjust_lr": "original"}, {"nesterov": False, "lr": 0.05, "weight_decay": 0.3}])
 @pytest.mark.parametrize("slice_exact", [False, True])
 def test_steps_are_those_of_torchs_muon_and_adamw(kind: dict[str, Any], slice_exact: bool) -> None:
-    ours, theirs, optim = Tiny(), Tiny(), optim_of(**kind)
+    ours, theirs, optim = Matrices(), Matrices(), muon_optim(**kind)
     muon, adamw = optim.muon, optim.adamw
     assert muon is not None
     optimizer = InnerOptimizer(ours, optim, total_steps=20, slice_exact=slice_exact)
@@ -173,7 +137,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw(kind: dict[str, Any], slice_ex
                 group["lr"] = lr
             reference.step()
     theirs.experts.data = torch.stack([expert.detach() for expert in stacks])
-    before, after = dict(Tiny().named_parameters()), dict(theirs.named_parameters())
+    before, after = dict(Matrices().named_parameters()), dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         if name in muon_parameters(ours):  # torch's iterates in bfloat16
             moved = (after[name] - before[name]).abs().max().item()
@@ -198,57 +162,16 @@ def test_muon_is_for_the_matrices_between_embedding_and_head() -> None:
             {"embed_tokens.weight"} if tied else {"embed_tokens.weight", "lm_head.weight"}
         )
         assert len(found) == 7
-    assert muon_parameters(Tiny()).keys() == {"tall", "wide", "square", "experts"}
+    assert muon_parameters(Matrices()).keys() == {"tall", "wide", "square", "experts"}
 
 
 def test_model_without_matrices_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[optim.muon\] is for the matrices .* drop the section"):
-        InnerOptimizer(nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2)), optim_of(), total_steps=5)
+        InnerOptimizer(nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2)), muon_optim(), total_steps=5)
 
 
-@pytest.mark.parametrize("slice_exact", [False, True])
-def test_step_whose_gradient_is_not_finite_moves_the_schedule_alone(slice_exact: bool) -> None:
-    model = Tiny()
-    optimizer = InnerOptimizer(model, optim_of(), total_steps=20, slice_exact=slice_exact)
-    train(model, optimizer, 0, 1)
-    before = [value.detach().clone() for value in (*model.parameters(), *optimizer.named_moments().values())]
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizer.step(found_inf=torch.ones(()))
-    after = [*model.parameters(), *optimizer.named_moments().values()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert (optimizer.step_count, optimizer.update_count) == (2, 1)
-
-
-def test_finite_gradient_makes_the_same_step_whether_or_not_that_is_asked() -> None:
-    asked, plain = Tiny(), Tiny()
-    for model, found_inf in ((asked, torch.zeros(())), (plain, None)):
-        optimizer = InnerOptimizer(model, optim_of(), total_steps=20)
-        for step in (0, 1):
-            set_gradients(model, step)
-            optimizer.step(found_inf)
-        assert optimizer.update_count == 2
-    assert all(torch.equal(a, b) for a, b in zip(asked.parameters(), plain.parameters(), strict=True))
-    assert not torch.equal(asked.square, Tiny().square)
-
-
-def test_parameter_without_gradient_stays_as_it_is() -> None:
-    model = Tiny()
-    optimizer = InnerOptimizer(model, optim_of(), total_steps=20)
-    model.wide.grad = values(5, 8)
-    optimizer.step()
-    assert torch.equal(model.tall, Tiny().tall) and not torch.equal(model.wide, Tiny().wide)
-
-
-def test_state_goes_on_elsewhere_bit_for_bit_and_matrices_have_one_moment() -> None:
-    model, again = Tiny(), Tiny()
-    optimizer, resumed = (InnerOptimizer(one, optim_of(), total_steps=20) for one in (model, again))
-    train(model, optimizer, 0, 3)
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    for one, its in ((model, optimizer), (again, resumed)):
-        train(one, its, 3, 2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+def test_matrices_have_one_moment() -> None:
+    model, optimizer = made("muon")
     second = {name for name, _ in model.named_parameters()} - muon_parameters(model).keys()
     assert {moment: of.keys() for moment, of in optimizer.moments().items()} == {
         "momentum_buffer": dict(model.named_parameters()).keys(),
@@ -257,29 +180,8 @@ def test_state_goes_on_elsewhere_bit_for_bit_and_matrices_have_one_moment() -> N
     assert len(optimizer.named_moments()) == len(list(model.parameters())) + len(second)
 
 
-def test_forgotten_moments_are_those_of_a_fresh_optimizer() -> None:
-    model, fresh = Tiny(), Tiny()
-    optimizer = InnerOptimizer(model, optim_of(), total_steps=20)
-    train(model, optimizer, 0, 3)
-    optimizer.forget_moments()
-    model.load_state_dict(fresh.state_dict())
-    begun = InnerOptimizer(fresh, optim_of(), total_steps=20)
-    begun.seek(3)
-    for one, its in ((model, optimizer), (fresh, begun)):
-        train(one, its, 3, 2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
-
-
-def test_state_of_another_inner_optimizer_is_refused() -> None:
-    muon = InnerOptimizer(Tiny(), optim_of(), total_steps=20)
-    adamw = InnerOptimizer(Tiny(), OptimConfig(), total_steps=20)
-    for one, other in ((muon, adamw), (adamw, muon)):
-        with pytest.raises(ConfigError, match="another model, sharding or inner optimizer"):
-            one.load_state_dict(other.state_dict())
-
-
 def test_rate_of_its_own_follows_the_same_schedule() -> None:
-    apart, common = (InnerOptimizer(Tiny(), optim_of(lr=lr), total_steps=20) for lr in (0.06, None))
+    apart, common = (InnerOptimizer(Matrices(), muon_optim(lr=lr), total_steps=20) for lr in (0.06, None))
     assert common.lr_muon is None
     for step in (0, 1, 10, 19):
         apart.seek(step)

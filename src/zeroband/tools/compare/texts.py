@@ -106,8 +106,8 @@ def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.devic
 
     Of text that could not be cut: on one half of the samples that its run held out. Raises ConfigError.
     """
-    from zeroband.export.evaluation import sum_of  # torch, which the command's start need not wait for
-    from zeroband.export.held_out import HeldOut, losses_of, open_held_out
+    # torch, which the command's start need not wait for
+    from zeroband.export.evaluation import HeldOut, losses_of, open_held_out, sum_of
 
     first = 0
     if texts is None:

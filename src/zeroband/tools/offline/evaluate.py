@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from zeroband.export.held_out import losses_of, open_held_out  # torch, for right arguments only
+    from zeroband.export.evaluation import losses_of, open_held_out  # torch, for right arguments only
 
     device = device_of(options.device)
     opened = open_asked(options, "eval")

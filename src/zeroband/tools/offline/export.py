@@ -29,8 +29,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from zeroband.export.directory import require_free, write_directory  # torch, for right arguments only
-    from zeroband.export.parity import check_parity, describe
+    from zeroband.export.directory import (  # torch, for right arguments only
+        check_parity,
+        describe,
+        require_free,
+        write_directory,
+    )
 
     require_free(options.out)
     opened = open_asked(options, "export")

@@ -199,8 +199,10 @@ def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
     for name in ("a", "b"):
         assert run.add(name).outer.adopt(copy.round, copy.record, copy.sections) == copy.state_digest
         if algorithm.type == "diloco":  # whose inner state the checkpoint holds by node
-            run[name].inner.load_state_dict(first[name].inner.state_dict())
-            run[name].inner.seek(2)
+            ours, theirs = run[name].inner, first[name].inner
+            for moment, values in theirs.named_moments().items():
+                ours.named_moments()[moment].copy_(values)
+            ours.seek(2, update_count=theirs.update_count)
     run.together(**{name: partial(run[name].outer.found, 9) for name in ("a", "b")})
     assert run["a"].outer.progress.assigned == first_assigned(copy)
     again = [run.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
