@@ -1,12 +1,12 @@
 """Blocks of ids that were fetched, a small file each, shared by all processes of a machine.
 
-    <set>/in-use                held, shared, by whoever has the set open
+    <set>/in-use                held, shared, by each process that has the set open
     <set>/<n >> 12>/<n>         block n: its bytes, and xxh3-64 of them
     <set>/<n >> 12>/<n>.part    locked by the one who fetches it; the kernel frees the lock when its holder dies
-    kept/<name>                 what is fetched whole, hashes and indices; held, shared, by whoever needs it
+    kept/<name>                 what is fetched whole, hashes and indices; held, shared, by its users
 
-A file is written beside its name and renamed, and a block is verified whenever it is read. Who uses one sets its time,
-so the oldest go first where room is needed. Any thread and process.
+A file is written under another name and renamed, and a block is verified whenever it is read. A use sets its time, so
+the oldest go first where room is needed. Any thread and process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import xxhash
 
-from zeroband.data.token_storage import WholeFile
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
@@ -48,8 +47,8 @@ _log = get_logger(__name__)
 class BlockCache:
     """The fetched blocks of one set.
 
-    `room_bytes`: what they may take together with what is there of sets that nobody has open. `makes_room`: whether
-    this one sees to that; one process of a node is enough, of so many `ranks` that fill it alike.
+    `room_bytes`: what they may take together with what is there of sets that are not open. `makes_room`: whether
+    this one sees to that; one process of a node is enough, of the `ranks` that fill it alike.
     Raises: ConfigError where the folder cannot be written.
     """
 
@@ -106,12 +105,6 @@ class BlockCache:
         with claimed(part) as descriptor:
             yield None if descriptor is None else functools.partial(self._put, block, part, descriptor)
 
-    @contextmanager
-    def claim_file(self, shard: int) -> Generator[bool]:
-        """Whether it is ours to fetch all of a file; False while another thread or process does."""
-        with claimed(self._folder / f"file-{shard:x}{_PART}") as descriptor:
-            yield descriptor is not None
-
     def _put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
         """Write a claimed block."""
         try:
@@ -119,7 +112,7 @@ class BlockCache:
             _write(descriptor, content, _digest(content))
             part.rename(self._path(block))
         except FileNotFoundError:
-            return  # where there are no locks, somebody else has put the same block there meanwhile
+            return  # without locks another process may have put the same block there meanwhile
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -159,7 +152,7 @@ class BlockCache:
         return self._folder / f"{block >> _FOLDER_BITS:x}" / f"{block:x}"
 
     def _abandoned(self) -> Iterable[Path]:
-        """Folders of other sets that nobody has open."""
+        """Folders of other sets that no process has open."""
         for folder in self._root.iterdir():
             if folder != self._folder and folder.is_dir():
                 with contextlib.suppress(OSError), _locked(folder / _IN_USE) as is_ours:
@@ -167,7 +160,7 @@ class BlockCache:
                         yield folder
 
     def _abandoned_files(self) -> Iterable[tuple[float, int, str]]:
-        """Last use, size and path of each file that was fetched whole and that nobody needs."""
+        """Last use, size and path of each file that was fetched whole and is not in use."""
         for path in (self._root / _KEPT).glob("*"):
             if path.suffix != _PART:
                 with contextlib.suppress(OSError), _locked(path) as is_ours:
@@ -204,8 +197,8 @@ class BlockCache:
             )
 
 
-class KeptFile(WholeFile):
-    """A file that was fetched whole, which the cache keeps for as long as this exists."""
+class KeptFile:
+    """A file that was fetched whole, which the cache keeps for as long as this exists; used as `FileInPlace` is."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -253,7 +246,7 @@ def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> KeptFile
 
 
 def _held(path: Path) -> KeptFile | None:
-    """Hold a file so that nobody removes it for room; None where it is not there, or was removed just now."""
+    """Hold a file so that it is not removed for room; None where it is not there, or was removed just now."""
     try:
         kept = KeptFile(path, descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except FileNotFoundError:
@@ -301,7 +294,7 @@ def _lock(descriptor: int, kind: int, *, waits: bool = False) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
-    """Hold a file that exists alone, if nobody holds it."""
+    """Hold a file that exists, alone, if it is free."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, fcntl.LOCK_EX)

@@ -175,9 +175,9 @@ def pack(chats: Iterable[EncodedChat], seq_length: int, padding: int) -> Iterato
     for ids, marks in chats:
         room = -at % seq_length  # up to the next sample, whose first token is the last target of this one
         if room < len(ids) - 1 <= seq_length and room:
-            beside = np.zeros(room, dtype=np.uint8)
-            beside[0] = BEGINS
-            yield EncodedChat(np.full(room, padding, dtype=np.uint32), beside)
+            unlearned = np.zeros(room, dtype=np.uint8)
+            unlearned[0] = BEGINS
+            yield EncodedChat(np.full(room, padding, dtype=np.uint32), unlearned)
             at += room
         yield EncodedChat(ids, marks)
         at += len(ids)

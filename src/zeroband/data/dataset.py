@@ -22,7 +22,7 @@ from zeroband.errors import ConfigError
 
 _AT_ONCE = 1024
 _STRETCHES = 16
-"""Stretches of so many samples whose places are kept."""
+"""Stretches of _AT_ONCE samples whose places are kept."""
 
 
 class Sample(NamedTuple):

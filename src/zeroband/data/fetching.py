@@ -167,10 +167,7 @@ class FetchedTokens(StoredTokens):
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def _fetch(self, block: int) -> bytes | None:
-        """Fetch a block into the cache; None where it is there, or somebody else is about to bring it."""
-        if not self._storage.sends_ranges:
-            self._fetch_file(block)
-            return None
+        """Fetch a block into the cache; None where it is there, or another thread or process brings it."""
         with self._cache.claim(block) as put:
             if put is None or self._cache.use(block):
                 return None
@@ -182,48 +179,6 @@ class FetchedTokens(StoredTokens):
             self._fetched_bytes += len(content)
             self._changed.notify_all()
         return content
-
-    def _fetch_file(self, block: int) -> None:
-        """Fetch all of the file of a block, where less cannot be had; one thread of all processes does."""
-        shard, _, _ = self.layout.place_of(block)
-        path = self.layout.files.files[shard].path
-        with self._cache.claim_file(shard) as is_ours:
-            if is_ours and not self._cache.use(block):
-                self._storage.retry(lambda: self._store_file(shard), path)
-                if not (self._stops or self._cache.use(block)):
-                    raise StorageLost(
-                        f"data.cache_dir has no room for {self._storage.name(path)}, which its server sends whole; "
-                        "make room there, or put the files on a server that knows byte ranges"
-                    )
-
-    def _store_file(self, shard: int) -> None:
-        file, size = self.layout.files.files[shard], self.layout.files.dtype.itemsize
-        blocks = iter(self.layout.blocks_of_file(shard))
-        buffer, skip, block = bytearray(), file.offset, next(blocks, None)
-        for piece in self._storage.whole(file.path):
-            with self._changed:
-                self._fetched_bytes += len(piece)
-            buffer += piece
-            dropped = min(skip, len(buffer))
-            del buffer[:dropped]
-            skip -= dropped
-            while block is not None and not skip and len(buffer) >= (length := self.layout.place_of(block)[2] * size):
-                self._store(block, bytes(buffer[:length]), file.path)
-                del buffer[:length]
-                block = next(blocks, None)
-            if self._stops:
-                return
-        if block is not None:
-            raise Damaged(f"it ends before block {block} of the set does")
-
-    def _store(self, block: int, content: bytes, path: str) -> None:
-        while not self._cache.use(block):
-            with self._cache.claim(block) as put:
-                if put is not None:  # None while somebody looks whether a process that died has left it
-                    self.layout.check(block, self._storage.name(path))(content)
-                    put(content)
-                    break
-        self._cache.make_room(self._needed)
 
     # -- ahead of reading ------------------------------------------------------------------------------------------
 

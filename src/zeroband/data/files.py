@@ -184,7 +184,7 @@ class Files:
         elif is_local(system):
             listing = client.run(lambda _: _list(LOCAL, path, endings), pattern)
         elif kind == "directory" or has_magic(path):
-            listing = _list(remote_tree(client.run, client.name), path, endings)
+            listing = _list(RemoteTree(client.run, client.name), path, endings)
         else:
             listing = Listing()
         if says:
@@ -203,14 +203,6 @@ def find_files(paths: Sequence[str], retry_s: float = 0.0, *, says: bool = False
 def _list(tree: Tree, path: str, endings: tuple[str, ...] | None) -> Listing:
     """The files below a folder that have one of the endings; None: those that a glob names."""
     return files_matching(path, tree) if endings is None else files_below(path, endings, tree)
-
-
-def remote_tree(run: Callable[[Callable[[FileSystem], Any], str], Any], name: Callable[[str], str]) -> RemoteTree:
-    """What a storage lists. `run`, `name`: of its client."""
-    return RemoteTree(
-        lambda folder: run(lambda system: system.ls(folder, detail=True), name(folder)),
-        lambda path: run(lambda system: system.info(path), name(path)),
-    )
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -283,7 +275,7 @@ class Reading(io.RawIOBase):
         super().close()
 
     def _next(self, system: FileSystem, count: int) -> bytes:
-        """At most so many bytes from where it is read; none at its end."""
+        """At most `count` bytes from where it is read; none at its end."""
         try:
             stream = self._opened(system)
             content = stream.read(count)
@@ -337,9 +329,9 @@ def sends_ranges(system: FileSystem, path: str) -> bool:
     """Whether a part of a file can be had without all of it. Raises what fsspec does."""
     if not is_http(system):
         return True
-    size = _size(system.info(path)) or 0
-    if size < 2:
-        return False
+    size = _size(system.info(path))
+    if size is None or size < 2:
+        return size is not None  # whatever is sent of so little is all of it
     with _http_stream(system, path, 1, size) as stream:
         return _is_part(stream)
 

@@ -133,7 +133,7 @@ class BlockPlaces:
 
 
 def _group_tokens(block_tokens: int, seq_length: int) -> int:
-    """Tokens of a group: whole blocks where they can be cut evenly, else so many that few are fetched twice."""
+    """Tokens of a group: whole blocks where they can be cut evenly, else enough that few are fetched twice."""
     blocks = -(-16 * seq_length // block_tokens)
     if blocks * block_tokens % seq_length == 0:
         return blocks * block_tokens
@@ -156,7 +156,7 @@ Places = FlatPlaces | BlockPlaces
 class SampleIndex:
     """The endless list of training samples 0, 1, 2, ... of a corpus, and the samples held out of it.
 
-    Each pass visits every training position once, in an order of its own. The held-out positions depend neither on the
+    Each pass visits every training position once, in its own order. The held-out positions depend neither on the
     seed nor on the pass: runs with different seeds evaluate on the same samples.
 
     Where positions are fetched in groups, the order is a shuffle on two levels: `mixed` groups from anywhere in the

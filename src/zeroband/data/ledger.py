@@ -54,7 +54,7 @@ class Ledger:
         return holes(self.owed, self.next)
 
     def allocate(self, wanted: Mapping[str, int]) -> Ledger:
-        """Give members so many samples behind those that they have, in their order, returned ones first."""
+        """Give members these numbers of samples behind those that they have, in their order, returned ones first."""
         reached, left, assigned = self.next, self.returned, {**self.assigned}
         for member, samples in wanted.items():
             taken, left = take(left, samples) if left else ((), ())

@@ -10,19 +10,17 @@ import errno
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
 _MAGIC = frozenset("*?[")
 _ANY_FOLDERS = "**"
-EMPTY = "files of 0 bytes"
-"""Reason to tell of files that are read and hold nothing."""
 
 Kind = Literal["folder", "file", "device", "nothing"]
 
@@ -42,65 +40,43 @@ class Listing:
     def tell(self, pattern: str) -> None:
         """Log what a pattern names and is not read."""
         for reason, names in self.left_out.items():
-            tell_left_out(reason, names, pattern=pattern)
+            tell_left_out(reason, len(names), min(names, default=""), pattern=pattern)
 
 
-def tell_left_out(reason: str, names: Sequence[str], **fields: str) -> None:
-    """Log files that were named and are not read, or hold nothing: how many there are, and the first one."""
-    if names:
-        told = {**fields, "count": len(names), "first": min(names)}
+def tell_left_out(reason: str, count: int, first: str, **fields: str) -> None:
+    """Log what was named and is not read, or holds nothing: how many there are, and the first one."""
+    if count:
+        told = {**fields, "count": count, "first": first}
         _log.warning(f"left out of the data: {reason}", extra={"fields": told})
 
 
-class Tree(Protocol):
-    """Folders and what lies in them. All methods raise an error that names the folder or file that cannot be seen."""
+def tell_empty(files: Iterable[Sequence[str]]) -> None:
+    """Log files of 0 bytes, by the stamps of all."""
+    names = [name for name, size, *_ in files if size == "0"]
+    tell_left_out("files of 0 bytes", len(names), min(names, default=""))
+
+
+class LocalTree:
+    """The files of this machine and its mounts. All methods raise an error that names what cannot be seen."""
 
     def start(self, pattern: str) -> tuple[str, list[str]]:
         """A folder, and the parts of a pattern that are to be matched below it."""
-        ...
-
-    def child(self, folder: str, name: str) -> str | None:
-        """The path of what has this very name in a folder; None where there is nothing, not even a link."""
-        ...
-
-    def entries(self, folder: str) -> list[str]:
-        """The paths of what lies in a folder, by name."""
-        ...
-
-    def kind(self, path: str) -> Kind:
-        """What a path stands for, behind links; `nothing`: a link leads nowhere."""
-        ...
-
-    def why_not_into(self, folder: str, outer: Sequence[str]) -> str:
-        """Why a folder that a pattern found is not gone into; empty: it is. `outer`: folders that it lies in."""
-        ...
-
-    def require_file(self, path: str) -> None:
-        """Raise ConfigError where a file cannot be read."""
-        ...
-
-    def each_once(self, listing: Listing) -> None:
-        """Leave out files that are listed a second time, and put the others in order."""
-        ...
-
-
-class LocalTree(Tree):
-    """The files of this machine and its mounts."""
-
-    def start(self, pattern: str) -> tuple[str, list[str]]:
         return "/", [part for part in pattern.split("/") if part]
 
     def child(self, folder: str, name: str) -> str | None:
+        """The path of what has this very name in a folder; None where there is nothing, not even a link."""
         path = Path(folder, name)
         return str(path) if self.kind(str(path)) != "nothing" or path.is_symlink() else None
 
     def entries(self, folder: str) -> list[str]:
+        """The paths of what lies in a folder, by name."""
         try:
             return sorted(map(str, Path(folder).iterdir()))
         except PermissionError as error:
             raise _closed(folder) from error
 
     def kind(self, path: str) -> Kind:
+        """What a path stands for, behind links; `nothing`: a link leads nowhere."""
         try:
             mode = Path(path).stat().st_mode
         except PermissionError as error:
@@ -112,11 +88,13 @@ class LocalTree(Tree):
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
 
     def why_not_into(self, folder: str, outer: Sequence[str]) -> str:
+        """Why a folder that a pattern found is not gone into; empty: it is. `outer`: folders that it lies in."""
         path = Path(folder)
         is_loop = path.is_symlink() and any(path.samefile(one) for one in outer)
         return "links back to a folder that they lie in" if is_loop else ""
 
     def require_file(self, path: str) -> None:
+        """Raise ConfigError where a file cannot be read."""
         if self.kind(path) == "nothing":
             raise ConfigError(
                 f"data.source: {path} is a link to {Path(path).readlink()}, which is not there; mend or remove it"
@@ -127,7 +105,7 @@ class LocalTree(Tree):
             )
 
     def each_once(self, listing: Listing) -> None:
-        """Leave out files that links lead to a second time: the name without a link stays."""
+        """Leave out files that are listed a second time: of those that links lead to, the name without a link stays."""
         listing.files.sort()
         folders = {folder: folder.resolve() for folder in {Path(path).parent for path in listing.files}}
         real = {path: _resolved(Path(path), folders) for path in listing.files}
@@ -140,15 +118,15 @@ class LocalTree(Tree):
             listing.files = sorted(once)
 
 
-class RemoteTree(Tree):
+class RemoteTree:
     """What a file system of fsspec lists, each folder once, for one listing.
 
-    `ls`, `info`: its calls of those names, with details; they raise errors that name what was asked for. A storage says
-    nothing of where a link to a folder ends, so those are not gone into: they might lead in circles.
+    `run`, `name`: of its client; what a call raises names what was asked for. A storage says nothing of where a link to
+    a folder ends, so those are not gone into: they might lead in circles.
     """
 
-    def __init__(self, ls: Callable[[str], list[dict[str, Any]]], info: Callable[[str], dict[str, Any]]) -> None:
-        self._ls, self._info = ls, info
+    def __init__(self, run: Callable[[Callable[[Any], Any], str], Any], name: Callable[[str], str]) -> None:
+        self._run, self._name = run, name
         self._listed: dict[str, dict[str, str]] = {}
         """Paths in each folder, by name."""
         self._types: dict[str, str] = {}
@@ -168,7 +146,7 @@ class RemoteTree(Tree):
     def kind(self, path: str) -> Kind:
         if self._types[path] == "link":
             self._links.add(path)
-            found = str(self._info(path)["type"])
+            found = str(self._run(lambda system: system.info(path), self._name(path))["type"])
             self._types[path] = "file" if found == "link" else found  # opening it says what is wrong with it
         kinds: Mapping[str, Kind] = {"directory": "folder", "file": "file"}
         return kinds.get(self._types[path], "device")
@@ -183,7 +161,8 @@ class RemoteTree(Tree):
 
     def _within(self, folder: str) -> dict[str, str]:
         if (found := self._listed.get(folder)) is None:
-            types = {entry["name"].rstrip("/"): str(entry["type"]) for entry in self._ls(folder)}
+            listed = self._run(lambda system: system.ls(folder, detail=True), self._name(folder))
+            types: dict[str, str] = {entry["name"].rstrip("/"): str(entry["type"]) for entry in listed}
             types.pop(folder.rstrip("/"), None)  # some stores keep an object for the folder itself
             if folder.startswith(
                 ("http://", "https://")
@@ -195,6 +174,8 @@ class RemoteTree(Tree):
             found = self._listed[folder] = {path.rpartition("/")[2]: path for path in types}
         return found
 
+
+Tree = LocalTree | RemoteTree
 
 LOCAL = LocalTree()
 

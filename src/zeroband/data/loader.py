@@ -1,6 +1,6 @@
 """The micro-batches of one rank. Reads the token stores where the data set says; talks to no other rank.
 
-A thread builds the batches of the next inner step beside this one.
+A thread builds the batches of the next inner step meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from zeroband.data.dataset import Dataset, Sample
-from zeroband.data.forecast import Forecast
 from zeroband.data.index import rank_share, require_even_shares
 from zeroband.data.ledger import Range, count, take
 
@@ -60,17 +59,17 @@ class MicroBatch:
     """(b,) int64: the number of the source of each row. None with a single source."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return these rows on a device; pinned ones get there when it comes to them, and nobody waits."""
-        tokens, targets = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.targets))
-        lengths = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
-        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
-        return MicroBatch(tokens, targets, lengths, sources)
+        """Return these rows on a device; pinned ones get there without a wait here."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
         """Return these rows in memory that a GPU copies from by itself."""
-        lengths = None if self.cu_seqlens is None else self.cu_seqlens.pin_memory()
-        sources = None if self.sources is None else self.sources.pin_memory()
-        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths, sources)
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, do: Callable[[Tensor], Tensor]) -> MicroBatch:
+        lengths = None if self.cu_seqlens is None else do(self.cu_seqlens)
+        sources = None if self.sources is None else do(self.sources)
+        return MicroBatch(do(self.tokens), do(self.targets), lengths, sources)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Loader:
         return bool(concurrent.futures.wait([self._ahead[0][1]], timeout_s).done)
 
     def close(self) -> None:
-        """End the thread. Called once, by whoever made this."""
+        """End the thread. Called once, by the owner."""
         self.dataset.close()
         concurrent.futures.wait([step for _, step in self._ahead], timeout=_CLOSE_S)
         self._builder.shutdown(wait=False, cancel_futures=True)
@@ -287,8 +286,59 @@ class Loader:
         ]
 
 
+class Forecast:
+    """What a node was dealt, and behind it what it will be if each assignment lies as far from the last as this one.
+
+    `samples`: how far it reaches. A guess that is wrong costs what was fetched for it, and nothing else.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._dealt: tuple[Range, ...] = ()
+        self._last: Range | None = None
+        self._shift = 0
+        self._told: tuple[Range, ...] = ()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `tell` would say what it has not said before, and it is time for it."""
+        left = count(self._told)
+        return left < self._samples // 2 and (self._shift > 0 or left < count(self._dealt))
+
+    def assign(self, ranges: Sequence[Range]) -> None:
+        """Take note of what the node is dealt; what was foreseen need not be told again."""
+        before, self._dealt = self._last, tuple(ranges)
+        self._last = self._dealt[-1] if self._dealt else before
+        self._shift = 0 if before is None or self._last is None else max(0, self._last[0] - before[0])
+        if _joined(take(self._told, count(self._dealt))[0]) != _joined(self._dealt):
+            self._told = ()
+
+    def read(self, samples: int) -> None:
+        """Take note that this many samples were read."""
+        self._dealt, self._told = take(self._dealt, samples)[1], take(self._told, samples)[1]
+
+    def tell(self) -> tuple[Range, ...]:
+        """Return what is read next, in this order."""
+        ranges, (start, stop) = [*self._dealt], self._last or (0, 0)
+        while self._shift and stop > start and count(ranges) < self._samples:
+            start, stop = start + self._shift, stop + self._shift
+            ranges.append((start, stop))
+        self._told = take(ranges, self._samples)[0]
+        return self._told
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The ranges, those that follow each other as one."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
+
+
 class _Arrays:
-    """Arrays that nobody uses any more, to be used again: what malloc gives back and gets anew costs more than to fill.
+    """Arrays that are free to be used again: what malloc gives back and gets anew costs more than to fill.
 
     Any thread.
     """

@@ -1,6 +1,6 @@
 """Which source the k-th sample of a run comes from: a function of weights and k alone. Pure; reads no file.
 
-Where a source reaches its limit of passes, or a phase begins, a new stretch does, with weights of its own. Within a
+Where a source reaches its limit of passes, or a phase begins, a new stretch does, with its own weights. Within a
 stretch the lightest source takes its share of all samples, evenly spaced, the next one its share of those that are
 left, and so on. So at any time the number of samples of each is what its weight says, give or take one for each other
 source. It is integer arithmetic: the same on every machine, and exact for as many samples as there may be.

@@ -85,7 +85,7 @@ class _Room:
             self._bins.setdefault(left, []).append(number)
 
     def take(self, length: int) -> tuple[int | None, int]:
-        """The bin with the least room that holds so many ids, and that room; None, a new one."""
+        """The bin with the least room for this many ids, and that room; None, a new one."""
         place = bisect.bisect_left(self._rooms, length)
         if place == len(self._rooms):
             return None, self._size

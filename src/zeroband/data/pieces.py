@@ -71,12 +71,20 @@ class Document(NamedTuple):
     """Bytes as they lie in a text file, else a string; empty where the source holds an empty or null value."""
     where: str
 
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
 
 class IdsRow(NamedTuple):
     """Ids that were made before, and where they came from for messages. Shapes: ids (n,) of any integers."""
 
     ids: npt.NDArray[np.integer]
     where: str
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
 
 
 class RowGroup(NamedTuple):

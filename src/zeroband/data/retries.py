@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 from zeroband.errors import StorageLost
 from zeroband.observe.log import get_logger
@@ -24,17 +24,12 @@ _REFUSED_S = 60.0
 """Time for new credentials to come into force."""
 _REMIND_S = 30.0
 _QUIET_S = 60.0
-"""Failures that pass are told at most so often."""
+"""Least time between two words of outages that ended."""
 
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524}
 _PASSING_CODES = {
     *("SlowDown", "RequestTimeout", "RequestTimeoutException", "RequestLimitExceeded", "Throttling", "InternalError"),
-    *(
-        "ThrottlingException",
-        "TooManyRequestsException",
-        "BandwidthLimitExceeded",
-        "ServiceUnavailable",
-    ),
+    *("ThrottlingException", "TooManyRequestsException", "BandwidthLimitExceeded", "ServiceUnavailable"),
 }
 _REFUSED_CODES = {
     *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
@@ -69,12 +64,13 @@ def failure_of(error: Exception) -> Failure | None:
     chain = list(_chain(error))
     if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
         return Failure("lasting", "the Hugging Face Hub is switched off (HF_HUB_OFFLINE)")
-    told = next((status for one in chain if (status := _http_status(one)) is not None), None)
-    codes = {code for one in chain for code in _codes(one)}
+    answers = [_answer_of(one) for one in chain]
+    told = next((answer.status for answer in answers if answer.status is not None), None)
+    codes = {code for answer in answers for code in answer.codes}
     text = " ".join(str(one) for one in chain)[:300]
     status = str(told) if told is not None else next(iter(sorted(codes & (_PASSING_CODES | _REFUSED_CODES))), "")
     shown = f"{status}: {text}" if status else f"{type(error).__name__}: {text}"
-    wait_s = next((wait for one in chain if (wait := _retry_after_s(one)) is not None), None)
+    wait_s = next((answer.retry_after_s for answer in answers if answer.retry_after_s is not None), None)
     if codes & _REFUSED_CODES:
         return Failure("refused", shown)
     if told in _PASSING_STATUS or codes & _PASSING_CODES:
@@ -108,37 +104,35 @@ def _is_of_the_way(error: BaseException) -> bool:
     return bool(kinds & {"ClientConnectionError", "ConnectionError", "TimeoutError"})
 
 
-def _http_status(error: BaseException) -> int | None:
+class _Answer(NamedTuple):
+    """What an error tells of a server's answer."""
+
+    status: int | None
+    codes: set[str]
+    """Those of the service, and the error's own name."""
+    retry_after_s: float | None
+
+
+def _answer_of(error: BaseException) -> _Answer:
     response: Any = getattr(error, "response", None)
-    found: Any
+    codes = {type(error).__name__}
     if isinstance(response, Mapping):  # botocore
-        found = cast("Mapping[str, Any]", response).get("ResponseMetadata", {}).get("HTTPStatusCode")
+        told = cast("Mapping[str, Any]", response)
+        answer = told.get("ResponseMetadata", {})
+        status, headers = answer.get("HTTPStatusCode"), answer.get("HTTPHeaders")
+        codes.add(str(told.get("Error", {}).get("Code")))
     else:
-        found = getattr(error, "status", None) or getattr(response, "status_code", None)
-        if found is None and type(error).__module__.startswith("gcsfs"):  # others call other things a code
-            found = getattr(error, "code", None)
-    with contextlib.suppress(ValueError):
-        status = int(str(found))
-        return status if 100 <= status < 600 else None
-    return None
-
-
-def _codes(error: BaseException) -> Iterator[str]:
-    yield type(error).__name__
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        yield str(cast("Mapping[str, Any]", response).get("Error", {}).get("Code"))
-
-
-def _retry_after_s(error: BaseException) -> float | None:
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        headers: Any = cast("Mapping[str, Any]", response).get("ResponseMetadata", {}).get("HTTPHeaders")
-    else:
+        status = getattr(error, "status", None) or getattr(response, "status_code", None)
+        if status is None and type(error).__module__.startswith("gcsfs"):  # others call other things a code
+            status = getattr(error, "code", None)
         headers = getattr(error, "headers", None) or getattr(response, "headers", None)
-    if not isinstance(headers, Mapping):
-        return None
-    by_name = {str(name).lower(): str(value) for name, value in cast("Mapping[Any, Any]", headers).items()}
+    number = int(str(status)) if str(status).isdecimal() else 0
+    waits = _retry_after_s(cast("Mapping[Any, Any]", headers)) if isinstance(headers, Mapping) else None
+    return _Answer(number if 100 <= number < 600 else None, codes, waits)
+
+
+def _retry_after_s(headers: Mapping[Any, Any]) -> float | None:
+    by_name = {str(name).lower(): str(value) for name, value in headers.items()}
     wanted = by_name.get("retry-after", "")
     with contextlib.suppress(ValueError):
         return max(0.0, float(wanted))
@@ -151,7 +145,7 @@ def _retry_after_s(error: BaseException) -> float | None:
 class Retries:
     """Tries again what fails for now, and tells how it goes. One for each storage; any thread.
 
-    `renew`: has the storage read its credentials again. `pause`: sleeps for at most so long, and says whether all is
+    `renew`: has the storage read its credentials again. `pause`: sleeps for at most that time, and says whether all is
     to end. Raises out of `run`: StorageLost naming the file, the status and the way out.
     """
 
@@ -166,8 +160,13 @@ class Retries:
     ) -> None:
         self._retry_s = retry_s
         self._renew, self._pause, self._clock, self._draw = renew, pause, clock, draw
-        self._log = _OutageLog(clock)
         self._has_worked = False
+        self._lock = threading.Lock()
+        """Guards what is told, once for all threads."""
+        self._failing_from_s: float | None = None
+        """Since when the storage fails, where that was told."""
+        self._told_s = float("-inf")
+        self._failures = 0
 
     def run(self, call: Callable[[], _T], file: str) -> _T:
         """Return what `call` returns, when it does."""
@@ -188,7 +187,7 @@ class Retries:
             else:
                 self._has_worked = True
                 if from_s is not None:
-                    self._log.ends(file)
+                    self._tell_end(file)
                 return result
             from_s = self._clock() if from_s is None else from_s
             self._wait(failure, file, from_s, attempts)
@@ -197,36 +196,47 @@ class Retries:
     def _wait(self, failure: Failure, file: str, from_s: float, attempts: int) -> None:
         """Pause until the next attempt. Raises StorageLost where there is none."""
         since_s = self._clock() - from_s
-        left_s = self._limit_s(failure) - since_s
-        if failure.kind == "refused" and self._has_worked:
-            failure = self._renewed(failure)
+        left_s = -since_s
+        if failure.kind == "passing":
+            left_s += self._retry_s
+        elif failure.kind == "refused" and self._has_worked:  # what was never let in has no new credentials to wait for
+            left_s += min(self._retry_s, _REFUSED_S)
+            try:  # those that are being replaced may be half written, or away for a moment: each attempt tries anew
+                self._renew()
+            except Exception as error:  # noqa: BLE001 - clients raise what they like, and once this way worked
+                status = f"{failure.status}; its credentials cannot be read: {error}"
+                failure = replace(failure, status=status)
         if left_s <= 0:
             _give_up(file, failure, since_s)
-        self._log.goes_on(file, failure, since_s)
+        self._tell(file, failure, since_s)
         jitter_s = self._draw() * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 16))
         if self._pause(min(left_s, max(jitter_s, failure.retry_after_s or 0.0))):
             raise StorageLost(f"{file}: not read any more, as this node ends", can_pass=True)
 
-    def _renewed(self, failure: Failure) -> Failure:
-        """Have credentials read again; the failure, and why that could not be done.
+    def _tell(self, file: str, failure: Failure, since_s: float) -> None:
+        """Log that the storage begins to fail, and now and then that it still does."""
+        with self._lock:
+            now_s = self._clock()
+            self._failures += 1
+            is_new = self._failing_from_s is None
+            if now_s - self._told_s < (_QUIET_S if is_new else _REMIND_S):
+                return
+            from_s = self._failing_from_s = now_s - since_s if self._failing_from_s is None else self._failing_from_s
+            self._told_s = now_s
+            fields = {"file": file, "status": failure.status, "since_s": round(now_s - from_s, 1)}
+            fields["failures"] = self._failures
+        what = "reading its credentials again" if failure.kind == "refused" else "trying again"
+        begins = "the storage of the data fails" if is_new else "the storage of the data still fails"
+        _log.warning(f"{begins}; {what}", extra={"fields": fields})
 
-        Those that are being replaced may be half written, or away for a moment: each attempt tries anew.
-        """
-        try:
-            self._renew()
-        except Exception as error:  # noqa: BLE001 - clients raise what they like, and once this way worked
-            return replace(failure, status=f"{failure.status}; its credentials cannot be read: {error}")
-        return failure
-
-    def _limit_s(self, failure: Failure) -> float:
-        """How long a failure of this kind is waited out."""
-        match failure.kind:
-            case "passing":
-                return self._retry_s
-            case "refused":  # what was never let in has no reason to wait for new credentials
-                return min(self._retry_s, _REFUSED_S) if self._has_worked else 0.0
-            case _:
-                return 0.0
+    def _tell_end(self, file: str) -> None:
+        with self._lock:
+            if self._failing_from_s is None:
+                return
+            took_s = round(self._clock() - self._failing_from_s, 1)
+            fields = {"file": file, "took_s": took_s, "failures": self._failures}
+            self._failing_from_s, self._failures = None, 0
+        _log.info("the storage of the data answers again", extra={"fields": fields})
 
 
 def _give_up(file: str, failure: Failure, tried_s: float) -> NoReturn:
@@ -246,38 +256,3 @@ def _give_up(file: str, failure: Failure, tried_s: float) -> NoReturn:
                 "start the node again when it does, or raise data.retry_s",
                 can_pass=True,
             )
-
-
-class _OutageLog:
-    """Says once for all threads when a storage begins to fail, now and then that it still does, and when it is over."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._from_s: float | None = None
-        """Since when it fails, where that was said."""
-        self._said_s = float("-inf")
-        self._failures = 0
-
-    def goes_on(self, file: str, failure: Failure, since_s: float) -> None:
-        with self._lock:
-            now_s = self._clock()
-            self._failures += 1
-            is_new = self._from_s is None
-            if now_s - self._said_s < (_QUIET_S if is_new else _REMIND_S):
-                return
-            self._from_s = now_s - since_s if self._from_s is None else self._from_s
-            self._said_s = now_s
-            fields = {"file": file, "status": failure.status, "since_s": round(now_s - self._from_s, 1)}
-            fields["failures"] = self._failures
-        what = "reading its credentials again" if failure.kind == "refused" else "trying again"
-        begins = "the storage of the data fails" if is_new else "the storage of the data still fails"
-        _log.warning(f"{begins}; {what}", extra={"fields": fields})
-
-    def ends(self, file: str) -> None:
-        with self._lock:
-            if self._from_s is None:
-                return
-            fields = {"file": file, "took_s": round(self._clock() - self._from_s, 1), "failures": self._failures}
-            self._from_s, self._failures = None, 0
-        _log.info("the storage of the data answers again", extra={"fields": fields})

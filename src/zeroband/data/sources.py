@@ -22,7 +22,7 @@ from zeroband.config.data import (
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
 from zeroband.data.hub import hub_problem, is_hub_name
-from zeroband.data.listing import EMPTY, tell_left_out
+from zeroband.data.listing import tell_empty
 from zeroband.data.pieces import (
     BadRow,
     Dataset,
@@ -106,7 +106,7 @@ def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: flo
     match source:
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
             stamps = [file.stamp() for file in source_files(source, retry_s, says=True)]
-            tell_left_out(EMPTY, [name for name, size, *_ in stamps if size == "0"])
+            tell_empty(stamps)
             return [settings, stamps]
         case HuggingFaceSource():
             return [settings, *dataset_stamp(load_dataset(source, retry_s))]

@@ -16,7 +16,7 @@ import xxhash
 
 from zeroband.data.retries import Damaged
 from zeroband.data.shard_set import blocks_of
-from zeroband.data.token_files import TokenFiles, id_without_room
+from zeroband.data.token_files import TokenFiles, room_problem
 from zeroband.data.token_storage import TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import StorageLost
@@ -89,10 +89,6 @@ class BlockMap:
         """The first block of a file."""
         return self._first_blocks[shard]
 
-    def blocks_of_file(self, shard: int) -> range:
-        """The blocks of a file."""
-        return range(self._first_blocks[shard], self._first_blocks[shard + 1])
-
     def bytes_of(self, block: int) -> tuple[str, int, int]:
         """A block's file, and its first byte and the one behind its last there."""
         shard, start, tokens = self.place_of(block)
@@ -124,11 +120,8 @@ class BlockMap:
             if expected is not None:
                 if xxhash.xxh3_64_intdigest(content) != expected:
                     raise Damaged(f"block {block} of the set has another hash than hashes.npy says")
-            elif wrong := id_without_room(np.frombuffer(content, self.files.dtype), self.files.vocab_size):
-                raise StorageLost(
-                    f"{name} holds the id {wrong[0]}, and there is room for {self.files.vocab_size} ids; name the "
-                    "tokenizer that made it in data.tokenizer, or another data.source.dtype"
-                )
+            elif problem := room_problem(np.frombuffer(content, self.files.dtype), self.files.vocab_size, name):
+                raise StorageLost(problem)
 
         return look
 

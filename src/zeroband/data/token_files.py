@@ -1,7 +1,7 @@
 """Files that hold token ids: prepared sets, and what other trainers' tools wrote. Reads their headers and indices.
 
-Every format comes down to files in an order, each with ids of one type from a byte on; what else it says (hashes,
-borders of documents) stands beside that. Sources of the formats: docs/data.md.
+Every format comes down to files in an order, each with ids of one type from a byte on; other facts (hashes,
+borders of documents) come with that. Sources of the formats: docs/data.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
 from zeroband.config.section import FileBelow
+from zeroband.data.block_cache import KeptFile
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
-from zeroband.data.token_storage import StoredNumbers, TokenStorage, WholeFile, open_storage
+from zeroband.data.token_storage import FileInPlace, StoredNumbers, TokenStorage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
 from zeroband.errors import ConfigError, StorageLost
 
@@ -100,6 +101,8 @@ class TokenFiles:
         return sum(file.tokens for file in self.files)
 
 
+WholeFile = FileInPlace | KeptFile
+
 Keeper = Callable[[str, str, int], WholeFile]
 """Has a file on this machine, or a mount. Given: its key in the cache, its path, and its size in bytes."""
 
@@ -144,7 +147,7 @@ def open_files(
 
 def require_there(source: TokensSource) -> None:
     """Raise ConfigError where a source names no such files on this machine, or files that are no set."""
-    storage = open_storage(source.path, 0.0)
+    storage = TokenStorage(source.path, 0.0)
     try:
         match source.format:
             case "zeroband":
@@ -186,12 +189,9 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
     if not manifest.shards:
         raise ConfigError(f"data.source.path={source.path!r} holds no tokens; prepare text that has some")
     path, size = f"{folder}/{HASHES}", NPY_HEADER_BYTES + 8 * manifest.n_blocks
-    hashes = _hashes_of(manifest, file := keep(f"{manifest.fingerprint}.npy", path, size))
-    if hashes is None:
-        file.drop()  # what was kept of it may be damaged, and not the file
-        hashes = _hashes_of(manifest, keep(f"{manifest.fingerprint}.npy", path, size))
-    if hashes is None:
-        raise ConfigError(f"{storage.name(path)} is not the one of {MANIFEST} beside it; bring the file back as it was")
+    file = _kept(keep, f"{manifest.fingerprint}.npy", path, size, lambda file: _digest_of(file) == manifest.hashes)
+    if file is None:
+        raise ConfigError(f"{storage.name(path)} is not the one of its {MANIFEST}; bring the file back as it was")
     return TokenFiles(
         tuple(TokenFile(f"{folder}/{shard.name}", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
         np.dtype(manifest.dtype),
@@ -204,18 +204,26 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
         tokenizer_fingerprint=manifest.tokenizer_fingerprint,
         tokenizer_release=manifest.tokenizer_release,
         packed_length=manifest.packed_length,
-        hashes=hashes,
+        hashes=StoredNumbers(file.read, "<u8", NPY_HEADER_BYTES, manifest.n_blocks),
     )
 
 
-def _hashes_of(manifest: ShardSet, file: WholeFile) -> StoredNumbers | None:
-    """The hashes in a file, if they are those of the manifest."""
+def _kept(keep: Keeper, key: str, path: str, size: int, is_right: Callable[[WholeFile], bool]) -> WholeFile | None:
+    """A file as a whole; None where it is not right, and again when it was had anew: what was kept may be damaged."""
+    for _ in range(2):
+        file = keep(key, path, size)
+        if is_right(file):
+            return file
+        file.drop()
+    return None
+
+
+def _digest_of(file: WholeFile) -> str:
+    """`ShardSet.hashes` of the hashes in a file."""
     digest = hashlib.blake2b(digest_size=16)
     for start in range(NPY_HEADER_BYTES, file.size, _PIECE_BYTES):
         digest.update(file.read(start, min(start + _PIECE_BYTES, file.size)))
-    if digest.hexdigest() != manifest.hashes:
-        return None
-    return StoredNumbers(file, "<u8", NPY_HEADER_BYTES, manifest.n_blocks)
+    return digest.hexdigest()
 
 
 def read_small(storage: TokenStorage, path: str) -> bytes:
@@ -317,10 +325,9 @@ def _whole_index(storage: TokenStorage, keep: Keeper, path: str) -> WholeFile:
     size = storage.size(path)
     stamp = [storage.name(path), size, storage.stamp(path)]  # the file of another time is another one
     key = f"{hashlib.blake2b(json.dumps(stamp).encode(), digest_size=16).hexdigest()}.idx"
-    file = keep(key, path, size)
-    if file.size != size:
-        file.drop()
-        file = keep(key, path, size)
+    file = _kept(keep, key, path, size, lambda file: file.size == size)
+    if file is None:
+        raise ConfigError(f"{storage.name(path)} changes its size while it is read; copy it anew")
     return file
 
 
@@ -344,8 +351,8 @@ class _MegatronIndex:
             raise ConfigError(
                 f"{name} is no index of Megatron: {file.size} bytes for {sequences} sequences; copy it anew"
             )
-        self._places = StoredNumbers(file, "<i8", places, sequences)
-        self._firsts = StoredNumbers(file, "<i8", places + 8 * sequences, borders)
+        self._places = StoredNumbers(file.read, "<i8", places, sequences)
+        self._firsts = StoredNumbers(file.read, "<i8", places + 8 * sequences, borders)
         (last,) = struct.unpack("<i", file.read(places - 4, places))
         self.tokens = self._places[sequences - 1] // self.dtype.itemsize + last
 
@@ -477,16 +484,16 @@ def _require_type_holds(vocabulary: int, layout: _Layout, storage: TokenStorage)
 
 def _require_below(vocab_size: int, layout: _Layout, ends: Sequence[bytes], storage: TokenStorage) -> None:
     for file, end in zip(layout.files, ends, strict=True):
-        if wrong := id_without_room(np.frombuffer(end, layout.dtype), vocab_size):
-            raise ConfigError(
-                f"{storage.name(file.path)} holds the id {wrong[0]}, and there is room for {vocab_size} ids; name the "
-                "tokenizer that made it in data.tokenizer, or another data.source.dtype"
-            )
+        if problem := room_problem(np.frombuffer(end, layout.dtype), vocab_size, storage.name(file.path)):
+            raise ConfigError(problem)
 
 
-def id_without_room(ids: npt.NDArray[np.integer[Any]], vocab_size: int) -> tuple[int] | None:
-    """One of the ids that is negative or too large, if there is one. Shapes: (n,), n > 0."""
+def room_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name: str) -> str | None:
+    """What is wrong with ids of a file of which one is negative or too large; None: nothing. Shapes: (n,), n > 0."""
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        return (low if low < 0 else high,)
-    return None
+    if low >= 0 and high < vocab_size:
+        return None
+    return (
+        f"{name} holds the id {low if low < 0 else high}, and there is room for {vocab_size} ids; name the tokenizer "
+        "that made it in data.tokenizer, or another data.source.dtype"
+    )

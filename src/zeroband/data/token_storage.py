@@ -6,30 +6,18 @@ What is on a disk of this machine, or a mount, is read as it is; of anything els
 from __future__ import annotations
 
 import functools
-import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.data.files import (
-    Client,
-    Reading,
-    SourceFile,
-    is_http,
-    is_local,
-    remote_tree,
-    resolve,
-    sends_ranges,
-)
-from zeroband.data.listing import files_matching, has_magic
-from zeroband.data.retries import Damaged, Retries
+from zeroband.data.files import Client, is_http, is_local, resolve, sends_ranges
+from zeroband.data.listing import RemoteTree, files_matching, has_magic
+from zeroband.data.retries import Damaged
 from zeroband.errors import ConfigError
-from zeroband.observe.log import get_logger
 
 _KEY = "data.source.path"
 _PIECE_BYTES = 4 << 20
@@ -42,44 +30,81 @@ _PAGE = 1024
 _PAGES = 512
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "updated", "last_commit", "blob_id")
 
-_log = get_logger(__name__)
+Check = Callable[[bytes], None]
+"""Raises Damaged where bytes are not as they should be."""
 
 
-class TokenStorage(Protocol):
-    """Where the files of a set lie; a path is absolute and of the storage.
+class TokenStorage:
+    """Where the files of a set lie: at a path, a glob or an fsspec URL. A path is absolute and of the storage.
 
-    All methods but `close` raise StorageLost where a file cannot be had, and will not be.
+    Raises: ConfigError where its kind cannot be read here. All methods but `close` raise StorageLost where a file
+    cannot be had, and will not be.
     """
 
-    root: str
-    """What was asked for, as a path: a folder, a file or a glob."""
-    is_local: bool
-    sends_ranges: bool
-    """Whether a part of a file can be had without all of it."""
+    def __init__(self, url: str, retry_s: float) -> None:
+        system, self.root = resolve(url, _KEY, skip_instance_cache=True)
+        """What was asked for, as a path: a folder, a file or a glob."""
+        self.is_local = is_local(system)
+        self._stopped = threading.Event()
+        self._client = Client(url, system, retry_s, key=_KEY, stopped=self._stopped)
+        self._knows_ranges = not is_http(system)
+        self._files: dict[str, _OpenFile] = {}
+        """Files of this machine that stay open."""
+        self._lock = threading.Lock()
 
     def name(self, path: str) -> str:
         """A path as a user would write it."""
-        ...
+        return self._client.name(path)
 
     def matches(self, pattern: str) -> list[str]:
         """Files that match a glob, by name; a path without one is itself, whether it is there or not."""
-        ...
+        if not has_magic(pattern) or self._run(lambda system: system.lexists(pattern), pattern):
+            return [pattern]
+        if self.is_local:
+            listing = self._run(lambda _: files_matching(pattern), pattern)
+        else:
+            listing = files_matching(pattern, RemoteTree(self._client.retry, self.name))
+        listing.tell(pattern)
+        return listing.files
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        ...
+        size = self._run(lambda system: system.info(path).get("size"), path)
+        if size is None:
+            raise ConfigError(f"data.source.path: the server does not say how large {self.name(path)} is")
+        return int(size)
 
     def stamp(self, path: str) -> str | None:
         """What changes when the file does, if the storage knows such a thing."""
-        ...
+        info = self._run(lambda system: system.info(path), path)
+        return next((str(info[key]) for key in _STAMPS if info.get(key) is not None), None)
 
-    def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
-        """Bytes start..stop-1. `check` raises Damaged where they are not as they should be, and they are read anew."""
-        ...
+    def read(self, path: str, start: int, stop: int, check: Check | None = None) -> bytes:
+        """Bytes start..stop-1. Where they are not as `check` wants them, they are read anew."""
+        if self.is_local:
+            return self._read_here(path, start, stop, check)
+        self._require_ranges(path)
+        answer_s = _ANSWER_S
+
+        def call(system: Any) -> bytes:
+            nonlocal answer_s
+            try:
+                content = _part(system, path, start, stop, answer_s)
+            except TimeoutError:
+                answer_s = min(2 * answer_s, _LONGEST_ANSWER_S)
+                raise
+            return _checked(content, stop - start, check)
+
+        return self._run(call, path)
 
     def read_into(self, path: str, start: int, out: npt.NDArray[Any]) -> bool:
         """Fill an array with the bytes from `start` on, if that can be done at once; whether it was."""
-        return False
+        if (file := self._files.get(path)) is None:
+            return False
+        try:
+            return os.preadv(file.descriptor, [memoryview(cast("bytearray", out))], start) == out.nbytes
+        except OSError:
+            return False  # `read` waits it out
 
     def whole(self, path: str) -> Iterator[bytes]:
         """A file from its start in pieces of any size."""
@@ -87,53 +112,15 @@ class TokenStorage(Protocol):
         for start in range(0, size, _PIECE_BYTES):
             yield self.read(path, start, min(start + _PIECE_BYTES, size))
 
-    def retry(self, call: Callable[[], None], path: str) -> None:
-        """Do what reads a file, again while it fails for now."""
-        ...
-
     def close(self) -> None:
         """Have everything that waits for the storage end."""
-        ...
+        self._stopped.set()
+        self._files.clear()
 
+    def _run(self, call: Callable[[Any], Any], path: str) -> Any:
+        return self._client.retry(call, self.name(path))
 
-def open_storage(url: str, retry_s: float) -> TokenStorage:
-    """The storage of a path, a glob or an fsspec URL. Raises: ConfigError where its kind cannot be read here."""
-    system, root = resolve(url, _KEY, skip_instance_cache=True)
-    stopped = threading.Event()
-    if is_local(system):
-        return _LocalFiles(root, retry_s, stopped)
-    return _RemoteFiles(Client(url, system, retry_s, key=_KEY, stopped=stopped), root, stopped)
-
-
-class _LocalFiles(TokenStorage):
-    """Files of this machine or of a mount; a few stay open."""
-
-    is_local = sends_ranges = True
-
-    def __init__(self, root: str, retry_s: float, stopped: threading.Event) -> None:
-        self.root = root
-        self._stopped = stopped
-        self._files: dict[str, _OpenFile] = {}
-        self._retries = Retries(retry_s, renew=self._files.clear, pause=stopped.wait)
-        self._lock = threading.Lock()
-
-    def name(self, path: str) -> str:
-        return path
-
-    def matches(self, pattern: str) -> list[str]:
-        if not has_magic(pattern) or os.path.lexists(pattern):
-            return [pattern]
-        listing = self._retries.run(lambda: files_matching(pattern), pattern)
-        listing.tell(pattern)
-        return listing.files
-
-    def size(self, path: str) -> int:
-        return self._retries.run(lambda: Path(path).stat().st_size, path)
-
-    def stamp(self, path: str) -> str | None:
-        return self._retries.run(lambda: str(Path(path).stat().st_mtime_ns), path)
-
-    def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
+    def _read_here(self, path: str, start: int, stop: int, check: Check | None) -> bytes:
         if check is None and (file := self._files.get(path)) is not None:
             try:
                 content = os.pread(file.descriptor, stop - start, start)
@@ -142,7 +129,7 @@ class _LocalFiles(TokenStorage):
             if len(content) == stop - start:
                 return content
 
-        def call() -> bytes:
+        def call(_: Any) -> bytes:
             try:
                 file = self._opened(path)  # held while it is read: other threads drop it from those that are open
                 content = _pread(file.descriptor, start, stop)
@@ -151,22 +138,7 @@ class _LocalFiles(TokenStorage):
                 raise
             return _checked(content, stop - start, check)
 
-        return self._retries.run(call, path)
-
-    def read_into(self, path: str, start: int, out: npt.NDArray[Any]) -> bool:
-        if (file := self._files.get(path)) is None:
-            return False
-        try:
-            return os.preadv(file.descriptor, [memoryview(cast("bytearray", out))], start) == out.nbytes
-        except OSError:
-            return False  # `read` waits it out
-
-    def retry(self, call: Callable[[], None], path: str) -> None:
-        self._retries.run(call, path)
-
-    def close(self) -> None:
-        self._stopped.set()
-        self._files.clear()
+        return self._run(call, path)
 
     def _opened(self, path: str) -> _OpenFile:
         with self._lock:
@@ -177,9 +149,19 @@ class _LocalFiles(TokenStorage):
                 file = self._files[path] = _OpenFile(path)
         return file
 
+    def _require_ranges(self, path: str) -> None:
+        """Raise ConfigError where a server sends whole files only; it is asked once, for one of its files."""
+        if not self._knows_ranges:
+            if not self._run(lambda system: sends_ranges(system, path), path):
+                raise ConfigError(
+                    f"data.source.path: the server of {self.name(path)} sends whole files only, not the bytes that are "
+                    "asked for; copy the set to a disk, or choose a server that knows byte ranges, such as nginx"
+                )
+            self._knows_ranges = True
+
 
 class _OpenFile:
-    """A file that stays open for as long as somebody reads it."""
+    """A file that stays open for as long as it is read."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -198,101 +180,6 @@ def _pread(descriptor: int, start: int, stop: int) -> bytes:
     return content
 
 
-def _checked(content: bytes, expected: int, check: Callable[[bytes], None] | None) -> bytes:
-    if len(content) != expected:
-        raise Damaged(f"{len(content)} bytes came where {expected} should lie")
-    if check is not None:
-        check(content)
-    return content
-
-
-class _RemoteFiles(TokenStorage):
-    """Files behind a client of fsspec's."""
-
-    is_local = False
-
-    def __init__(self, client: Client, root: str, stopped: threading.Event) -> None:
-        self.root = root
-        self._client, self._stopped = client, stopped
-        self.sends_ranges = not is_http(client.system)
-        self._is_probed = self.sends_ranges
-        self._lock = threading.Lock()
-
-    def name(self, path: str) -> str:
-        return self._client.name(path)
-
-    def matches(self, pattern: str) -> list[str]:
-        if not has_magic(pattern) or self._run(lambda system: system.exists(pattern), pattern):
-            return [pattern]
-        listing = files_matching(pattern, remote_tree(self._client.retry, self.name))
-        listing.tell(pattern)
-        return listing.files
-
-    def size(self, path: str) -> int:
-        size = self._run(lambda system: system.info(path).get("size"), path)
-        if size is None:
-            raise ConfigError(f"data.source.path: the server does not say how large {self.name(path)} is")
-        return int(size)
-
-    def stamp(self, path: str) -> str | None:
-        info = self._run(lambda system: system.info(path), path)
-        return next((str(info[key]) for key in _STAMPS if info.get(key) is not None), None)
-
-    def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
-        self._probe(path)
-        answer_s = _ANSWER_S
-
-        def call(system: Any) -> bytes:
-            nonlocal answer_s
-            try:
-                content = _part(system, path, start, stop, answer_s)
-            except TimeoutError:
-                answer_s = min(2 * answer_s, _LONGEST_ANSWER_S)
-                raise
-            return _checked(content, stop - start, check)
-
-        def skip_to_it(_: Any) -> bytes:
-            with self._stream(path) as stream:
-                stream.seek(start)
-                return _checked(stream.read(stop - start), stop - start, check)
-
-        return self._run(call if self.sends_ranges else skip_to_it, path)
-
-    def whole(self, path: str) -> Iterator[bytes]:
-        self._probe(path)
-        if self.sends_ranges:
-            yield from super().whole(path)
-            return
-        with self._stream(path) as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                yield piece
-
-    def retry(self, call: Callable[[], None], path: str) -> None:
-        self._run(lambda _: call(), path)
-
-    def close(self) -> None:
-        self._stopped.set()
-
-    def _run(self, call: Callable[[Any], Any], path: str) -> Any:
-        return self._client.retry(call, self.name(path))
-
-    def _stream(self, path: str) -> BinaryIO:
-        """A file from its beginning; read on where it broke off."""
-        file = SourceFile(self.name(path), path, self._client)
-        return cast(BinaryIO, io.BufferedReader(Reading(file, self._client.retry), _PIECE_BYTES))
-
-    def _probe(self, path: str) -> None:
-        """Find out once, by one of its files, whether a server honours Range, which not all do."""
-        with self._lock:
-            if self._is_probed:
-                return
-            self.sends_ranges = self._run(lambda system: sends_ranges(system, path), path)
-            self._is_probed = True
-            if not self.sends_ranges:
-                fields = {"file": self.name(path)}
-                _log.warning("this server sends whole files, so each is kept whole", extra={"fields": fields})
-
-
 def _part(system: Any, path: str, start: int, stop: int, answer_s: float) -> bytes:
     if getattr(system, "async_impl", False):
         return system.cat_file(path, start=start, end=stop, timeout=answer_s)
@@ -301,46 +188,44 @@ def _part(system: Any, path: str, start: int, stop: int, answer_s: float) -> byt
         return file.read(stop - start)
 
 
+def _checked(content: bytes, expected: int, check: Check | None) -> bytes:
+    if len(content) != expected:
+        raise Damaged(f"{len(content)} bytes came where {expected} should lie")
+    if check is not None:
+        check(content)
+    return content
+
+
 # -- files of which any part may be needed at any time: a set's hashes, the indices of Megatron ------------------------
 #
-# They may be gigabytes, so nobody reads them into memory; and they are read rather than mapped, so that a disk or a
+# They may be gigabytes, so they are not read into memory; and they are read rather than mapped, so that a disk or a
 # mount that fails is an error and no signal that ends the process.
 
 
-class WholeFile(Protocol):
-    """A file on a disk of this machine, or on a mount."""
-
-    size: int
-    """In bytes."""
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes start..stop-1. Raises StorageLost."""
-        ...
-
-    def drop(self) -> None:
-        """Forget what was fetched of it, as it is damaged."""
-
-
-class FileInPlace(WholeFile):
-    """A file where it lies. Raises: StorageLost where it is not there."""
+class FileInPlace:
+    """A file on a disk of this machine, or on a mount, where it lies. Raises: StorageLost where it is not there."""
 
     def __init__(self, storage: TokenStorage, path: str) -> None:
         self._storage, self._path = storage, path
         self.size = storage.size(path)
 
     def read(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop-1. Raises StorageLost."""
         return self._storage.read(self._path, start, stop)
+
+    def drop(self) -> None:
+        """Do nothing: what is damaged is the file itself."""
 
 
 class StoredNumbers:
-    """Integers of 8 bytes in a file, of which the pages that were needed last stay in memory."""
+    """Integers of 8 bytes in a file, of which the pages that were needed last stay in memory. `read`: of the file."""
 
-    def __init__(self, file: WholeFile, dtype: str, offset: int, count: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], dtype: str, offset: int, count: int) -> None:
         self._count = count
 
         def read_page(number: int) -> npt.NDArray[np.integer]:
             first, behind = number * _PAGE, min((number + 1) * _PAGE, count)
-            return np.frombuffer(file.read(offset + 8 * first, offset + 8 * behind), dtype)
+            return np.frombuffer(read(offset + 8 * first, offset + 8 * behind), dtype)
 
         self._page = functools.lru_cache(_PAGES)(read_page)  # without a reference to this, which would outlive its use
 

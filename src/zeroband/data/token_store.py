@@ -1,4 +1,4 @@
-"""What a tokenised corpus is to whoever reads it: ids, where documents begin, and which ids are learned."""
+"""What a reader sees of a tokenised corpus: ids, where documents begin, and which ids are learned."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.release = ", ".join(f"{library} {version(library)}" for library in ("transformers", "tokenizers"))
         self.special_names = backend.special_tokens_map
         self.special_texts = frozenset(str(token) for token in backend.added_tokens_decoder.values())
-        with contextlib.suppress(ValueError):  # it has none, or none that is chosen where nobody chooses
+        with contextlib.suppress(ValueError):  # it has none, or several without a default
             self.own_chat_template = backend.get_chat_template()
 
     def _what_it_does(self, vocabulary: Mapping[str, int], model: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The tokenised corpus of a machine: one flat array of ids on disk, built once and mapped by every process.
+"""The token ids of a run: those that were made before, where they lie, or made here of text, once for a machine.
 
 A cache entry is `<key>.tokens` (the raw ids), for conversations `<key>.marks` (a byte for each id), and `<key>.json`
 (its manifest, written last: an entry without one does not exist). The key is made of everything the ids depend on, so
@@ -16,26 +16,31 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
+from zeroband.data.block_cache import CACHED, BlockCache, keep
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
-from zeroband.data.open_tokens import open_tokens
+from zeroband.data.fetching import FetchedTokens
+from zeroband.data.listing import tell_left_out
 from zeroband.data.packing import fill_bins
 from zeroband.data.pieces import BadRow, BadRows, Document, OnBad, refuse, usable
 from zeroband.data.shard_set import ids_dtype
 from zeroband.data.sources import conversations, documents, source_identity
+from zeroband.data.stored_tokens import LocalTokens, StoredTokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
+from zeroband.data.token_files import TokenFiles, WholeFile, open_files
+from zeroband.data.token_storage import FileInPlace, TokenStorage
 from zeroband.data.token_store import TokenStore
-from zeroband.data.tokenizer import Ids, Tokenizer, tokenizer_of
-from zeroband.errors import ConfigError
+from zeroband.data.tokenizer import Ids, Tokenizer, named, tokenizer_of
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 _FORMAT = 1
@@ -82,8 +87,11 @@ class TokenManifest:
     """seq_length that documents were packed for (best-fit); None: they lie end to end."""
 
 
-class MappedTokens(TokenStore):
-    """A cache entry, mapped: all processes of a machine share its pages."""
+class CachedTokens(TokenStore):
+    """A cache entry, mapped: all processes of a machine share its pages.
+
+    That of conversations says where they begin and what is learned of them in marks, a byte for each id.
+    """
 
     def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
@@ -91,8 +99,11 @@ class MappedTokens(TokenStore):
         self.dtype: Dtype = np.dtype(manifest.dtype)
         self.packed_length = manifest.packed_length
         self.is_plain = manifest.learned is None and manifest.packed_length is None
-        self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
-            path, dtype=manifest.dtype, mode="r", shape=(manifest.tokens,)
+        shape = (manifest.tokens,)
+        self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(path, dtype=self.dtype, mode="r", shape=shape)
+        is_marked = manifest.learned is not None
+        self._marks: Marks | None = (
+            np.memmap(_marks(path), dtype=np.uint8, mode="r", shape=shape) if is_marked else None
         )
 
     def __len__(self) -> int:
@@ -103,18 +114,14 @@ class MappedTokens(TokenStore):
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._tokens[start:stop]
 
-
-class MarkedTokens(MappedTokens):
-    """A cache entry of conversations: where they begin and what is learned of them lies beside their ids."""
-
-    def __init__(self, path: Path, manifest: TokenManifest) -> None:
-        super().__init__(path, manifest)
-        self._marks: Marks = np.memmap(_marks(path), dtype=np.uint8, mode="r", shape=(manifest.tokens,))
-
     def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        if self._marks is None:
+            return super().begins(start, ids)
         return (self._marks[start : start + len(ids)] & BEGINS) != 0
 
     def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        if self._marks is None:
+            return super().is_learned(start, stop)
         return (self._marks[start:stop] & LEARNED) != 0
 
 
@@ -138,14 +145,7 @@ def prepare(
     if isinstance(config.source, SyntheticTokensSource):
         return SyntheticTokens(config.source, seed, tokenizer.vocab_size)
     if isinstance(config.source, TokensSource):
-        return open_tokens(
-            config,
-            config.source,
-            tokenizer,
-            cache_dir=config.cache_dir or default_cache_dir(),
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-        )
+        return open_tokens(config, tokenizer, local_rank=local_rank, local_world_size=local_world_size)
     entry = _entry_of(config, config.source, seed, tokenizer)
     folder = entry.parent
     try:
@@ -153,9 +153,7 @@ def prepare(
         store = _open(entry)
         if store is None:
             with _only_one_builds(entry, ids_dtype(tokenizer.vocab_size), on_progress):
-                bad = BadRows()
-                corpus = _chunks_of(config, config.source, seed, tokenizer, bad if config.skip_bad_rows else refuse)
-                store = _open(entry) or _build(entry, config, tokenizer, corpus, bad, on_progress)
+                store = _open(entry) or _build(entry, config, config.source, seed, tokenizer, on_progress)
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
@@ -166,6 +164,90 @@ def is_prepared(config: DataConfig, seed: int) -> bool:
     if isinstance(config.source, SyntheticTokensSource | TokensSource):
         return True
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
+
+
+# -- ids that were made before --------------------------------------------------------------------------------------
+
+
+def open_tokens(
+    data: DataConfig, tokenizer: Tokenizer, *, local_rank: int = 0, local_world_size: int = 1
+) -> StoredTokens:
+    """Open ids that were made before; reads what describes them, and starts no thread. Called by each local rank.
+
+    Raises: ConfigError where they are not there, not what data.source says, or not of data.tokenizer or data.packing;
+    StorageLost where their storage does not answer for data.retry_s.
+    """
+    source, root = data.source, (data.cache_dir or default_cache_dir()) / CACHED
+    assert isinstance(source, TokensSource), source
+    storage = TokenStorage(source.path, data.retry_s)
+    kept_bytes = dict[str, int]()
+
+    def kept(key: str, path: str, size: int) -> WholeFile:
+        """A file as a whole, where it lies or in the cache, of whose room it takes its part."""
+        if storage.is_local:
+            return FileInPlace(storage, path)
+        kept_bytes[key] = size
+        if sum(kept_bytes.values()) >= data.cache_gb * 1e9:
+            raise ConfigError(
+                f"data.cache_gb={data.cache_gb:g} has no room for the {sum(kept_bytes.values())} bytes of "
+                f"{storage.name(path)} and its like, which are needed whole, and for blocks; raise it"
+            )
+        return keep(root, key, lambda: storage.whole(path))
+
+    room = max(tokenizer.vocab_size, data.vocab_size or 0)
+    try:
+        files = open_files(source, storage, kept, tokenizer, vocab_size=room)
+    except StorageLost as lost:
+        if lost.can_pass:
+            raise
+        raise ConfigError(f"data.source.path={source.path!r}: {lost}") from lost
+    _require_tokenizer(data, source, files, tokenizer)
+    _require_packing(data, source, files)
+    if storage.is_local:
+        return LocalTokens(files, storage)
+    room_bytes = data.cache_gb * 1e9 - sum(kept_bytes.values())
+    cache = BlockCache(root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
+    ranks = {"local_rank": local_rank, "local_world_size": local_world_size}
+    return FetchedTokens(files, storage, cache, room_bytes, **ranks)
+
+
+def _folder_of(files: TokenFiles) -> str:
+    """Name of the set's folder in the cache: blocks of another size or type are others."""
+    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}"
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
+    if files.tokenizer_fingerprint is not None and not tokenizer.gives_ids_of(files.tokenizer_fingerprint):
+        here, made_by = named(data.tokenizer, tokenizer.release), named(files.tokenizer or "", files.tokenizer_release)
+        raise ConfigError(
+            f"data.tokenizer={here} does not give the ids of {source.path!r}, which were made by {made_by}; set "
+            "data.tokenizer to it, with the release that made them, or prepare the data again"
+        )
+    room = max(tokenizer.vocab_size, data.vocab_size or 0)
+    if files.vocab_size > room:
+        raise ConfigError(
+            f"{source.path!r} holds ids below {files.vocab_size}, and there is room for {room}; set data.vocab_size to "
+            f"{files.vocab_size}"
+        )
+
+
+def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) -> None:
+    is_packed = data.packing == "best-fit"
+    if files.packed_length is None and is_packed:
+        raise ConfigError(
+            f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
+            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
+        )
+    if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
+        raise ConfigError(
+            f"the ids of {source.path!r} were packed for samples of {files.packed_length} tokens, and data.packing="
+            f'{data.packing!r} with data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
+            f"data.seq_length = {files.packed_length}, or prepare the data again"
+        )
+
+
+# -- ids that are made here, once ------------------------------------------------------------------------------------
 
 
 def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer) -> Path:
@@ -186,7 +268,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroband"
 
 
-def _open(entry: Path) -> MappedTokens | None:
+def _open(entry: Path) -> CachedTokens | None:
     """The entry if it is committed and whole, else None."""
     try:
         manifest = TypeAdapter(TokenManifest).validate_json(entry.with_suffix(".json").read_bytes(), strict=True)
@@ -195,11 +277,7 @@ def _open(entry: Path) -> MappedTokens | None:
             is_whole &= _marks(entry).stat().st_size == manifest.tokens
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return _mapped(entry, manifest) if is_whole else None
-
-
-def _mapped(entry: Path, manifest: TokenManifest) -> MappedTokens:
-    return MappedTokens(entry, manifest) if manifest.learned is None else MarkedTokens(entry, manifest)
+    return CachedTokens(entry, manifest) if is_whole else None
 
 
 @contextmanager
@@ -208,7 +286,8 @@ def _only_one_builds(entry: Path, dtype: Dtype, on_progress: OnProgress | None) 
     with entry.with_suffix(".lock").open("w") as lock:
         while not _try_lock(lock):
             if on_progress is not None:
-                on_progress(_size(_partial(entry)) // dtype.itemsize)
+                partial = _partial(entry)
+                on_progress(partial.stat().st_size // dtype.itemsize if partial.exists() else 0)
             time.sleep(_POLL_S)
         yield
 
@@ -219,18 +298,6 @@ def _try_lock(lock: TextIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-class _Chunk(NamedTuple):
-    """A part of a corpus in its place, as it is written to the disk."""
-
-    ids: npt.NDArray[np.uint32]
-    marks: Marks | None
-    """None: all ids are learned."""
-    documents: int
-    empty: int = 0
-    padding: int = 0
-    cut: int = 0
 
 
 class _Column:
@@ -255,32 +322,45 @@ class _Column:
                 os.fsync(self._out.fileno())
 
 
+@dataclass
+class _Counts:
+    """What became of the documents of a corpus, so far."""
+
+    documents: int = 0
+    empty: int = 0
+    padding: int = 0
+    cut: int = 0
+    bad: BadRows = field(default_factory=BadRows)
+
+
+_Part = tuple[npt.NDArray[np.uint32], Marks | None]
+"""Ids of a corpus in their order, and their marks; None: all are learned."""
+
+
 def _build(
     entry: Path,
     config: DataConfig,
+    source: DocumentSource | ChatSource,
+    seed: int,
     tokenizer: Tokenizer,
-    corpus: Iterable[_Chunk],
-    bad: BadRows,
     on_progress: OnProgress | None,
-) -> MappedTokens:
+) -> CachedTokens:
     dtype = ids_dtype(tokenizer.vocab_size)
-    is_marked, tokens, learned = isinstance(config.source, ChatSource), 0, 0
-    counted = np.zeros(4, dtype=np.int64)
+    counts, tokens, learned = _Counts(), 0, 0
     with ExitStack() as stack:
         ids = stack.enter_context(_Column(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
+        is_marked = isinstance(source, ChatSource)
         marks = stack.enter_context(_Column(_partial(_marks(entry)), "marks/")) if is_marked else None
-        for chunk in corpus:
-            ids.append(chunk.ids.astype(dtype))
-            if marks is not None and chunk.marks is not None:
-                marks.append(chunk.marks)
-                learned += int(np.count_nonzero(chunk.marks & LEARNED))
-            tokens += len(chunk.ids)
-            counted += (chunk.documents, chunk.empty, chunk.padding, chunk.cut)
+        for values, their_marks in _corpus(config, source, seed, tokenizer, counts):
+            ids.append(values.astype(dtype))
+            if marks is not None and their_marks is not None:
+                marks.append(their_marks)
+                learned += int(np.count_nonzero(their_marks & LEARNED))
+            tokens += len(values)
             if on_progress is not None:
                 on_progress(tokens)
-    n_documents, n_empty, padding, cut = counted.tolist()
     if not tokens:
-        raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty{bad})")
+        raise ConfigError(f"data.source: no text to train on ({counts.empty} documents, all of them empty{counts.bad})")
     if marks is not None:
         ids.digest.update(marks.digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
@@ -288,23 +368,23 @@ def _build(
         format=_FORMAT,
         dtype=dtype.str,
         tokens=tokens,
-        documents=n_documents,
-        empty_documents=n_empty,
+        documents=counts.documents,
+        empty_documents=counts.empty,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
         fingerprint=ids.digest.hexdigest(),
         learned=None if marks is None else learned,
-        padding=padding,
-        cut_documents=cut,
-        bad_rows=bad.count,
-        packed_length=None if is_marked else _packed_length(config),
+        padding=counts.padding,
+        cut_documents=counts.cut,
+        bad_rows=counts.bad.count,
+        packed_length=None if marks is not None else _packed_length(config),
     )
     _commit(entry, manifest)
-    if cut:
-        fields = {"cut": cut, "of": n_documents}
+    if counts.cut:
+        fields = {"cut": counts.cut, "of": counts.documents}
         _log.warning("conversations that are longer than data.seq_length are cut", extra={"fields": fields})
-    tell_bad_rows(bad)
-    return _mapped(entry, manifest)
+    tell_left_out("rows that cannot be used", counts.bad.count, counts.bad.first)
+    return CachedTokens(entry, manifest)
 
 
 def _commit(entry: Path, manifest: TokenManifest) -> None:
@@ -318,93 +398,76 @@ def _commit(entry: Path, manifest: TokenManifest) -> None:
     draft.replace(entry.with_suffix(".json"))
 
 
-def tell_bad_rows(bad: BadRows) -> None:
-    """Log how many rows were left out, and the first one."""
-    if bad.count:
-        fields = {"count": bad.count, "first": bad.first}
-        _log.warning("left out of the data: rows that cannot be used", extra={"fields": fields})
-
-
-def _chunks_of(
-    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer, on_bad: OnBad
-) -> Iterator[_Chunk]:
+def _corpus(
+    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer, counts: _Counts
+) -> Iterator[_Part]:
+    on_bad = counts.bad if config.skip_bad_rows else refuse
     if isinstance(source, ChatSource):
-        return _chats(source, tokenizer, config.seq_length, config.retry_s, on_bad)
-    texts = _texts(documents(source, seed, config.retry_s, on_bad), tokenizer, on_bad)
+        return _chats(config, source, tokenizer, counts, on_bad)
+    texts = _texts(documents(source, seed, config.retry_s, on_bad), tokenizer, counts, on_bad)
     packed_length = _packed_length(config)
-    return texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document)
+    whole = texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document, counts)
+    return ((ids, None) for ids in whole)
 
 
 def _packed_length(config: DataConfig) -> int | None:
     return config.seq_length if config.packing == "best-fit" else None
 
 
-def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, on_bad: OnBad) -> Iterator[_Chunk]:
+def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, counts: _Counts, on_bad: OnBad) -> Iterator[Ids]:
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    for chunk in in_chunks(corpus, lambda document: len(document.text)):
+    for chunk in in_chunks(corpus, lambda document: document.size):
         encoded = encode_documents(tokenizer, [document for document in chunk if document.text], on_bad)
         full = [ids for ids in encoded if ids is not None and len(ids)]
-        ids = [part for one in full for part in (one, end)]
-        joined = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
-        yield _Chunk(joined, None, len(full), empty=len(chunk) - len(full) - sum(ids is None for ids in encoded))
+        counts.documents += len(full)
+        counts.empty += len(chunk) - len(full) - sum(ids is None for ids in encoded)
+        yield np.concatenate([part for one in full for part in (one, end)]) if full else np.empty(0, dtype=np.uint32)
 
 
-def _packed(chunks: Iterable[_Chunk], size: int, end: int) -> Iterator[_Chunk]:
-    """Chunks whose documents are packed into samples of `size` ids; many at a time, so that they fit well."""
-    for group in _groups(chunks):
-        ids = np.concatenate([chunk.ids for chunk in group])
-        ends = np.flatnonzero(ids == end) + 1
-        lengths = np.diff(ends, prepend=0).tolist()
+def _packed(texts: Iterable[Ids], size: int, end: int, counts: _Counts) -> Iterator[Ids]:
+    """Documents packed into samples of `size` ids; many at a time, so that they fit well."""
+    for group in in_chunks(texts, len, most=_PACKED_TOKENS):
+        ids = np.concatenate(group)
+        lengths = np.diff(np.flatnonzero(ids == end) + 1, prepend=0).tolist()
         bins = [part for parts in fill_bins(ids, lengths, size, end) for part in parts]
         packed = np.concatenate(bins) if bins else ids
-        n_documents, empty = sum(chunk.documents for chunk in group), sum(chunk.empty for chunk in group)
-        yield _Chunk(packed, None, n_documents, empty=empty, padding=len(packed) - len(ids))
-
-
-def _groups(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
-    group: list[_Chunk] = []
-    for chunk in chunks:
-        group.append(chunk)
-        if sum(len(one.ids) for one in group) >= _PACKED_TOKENS:
-            yield group
-            group = []
-    if group:
-        yield group
+        counts.padding += len(packed) - len(ids)
+        yield packed
 
 
 def _chats(
-    source: ChatSource, tokenizer: Tokenizer, seq_length: int, retry_s: float, on_bad: OnBad
-) -> Iterator[_Chunk]:
+    config: DataConfig, source: ChatSource, tokenizer: Tokenizer, counts: _Counts, on_bad: OnBad
+) -> Iterator[_Part]:
     encoder = ChatEncoder(tokenizer)
-    read = conversations(source, retry_s, on_bad)
+    read = conversations(source, config.retry_s, on_bad)
     written = (chats for one in read for chats in usable(functools.partial(encoder.encode, one), on_bad))
     chats = itertools.chain.from_iterable(written)
-    packed = pack(chats, seq_length, tokenizer.end_of_document)
+    packed = pack(chats, config.seq_length, tokenizer.end_of_document)
     while some := list(itertools.islice(packed, _CHUNK_DOCUMENTS)):
         ids, marks = (np.concatenate(parts) for parts in zip(*some, strict=True))
         said = [chat for chat in some if (chat.marks & LEARNED).any()]
-        yield _Chunk(
-            ids,
-            marks,
-            documents=len(said),
-            padding=sum(len(chat.ids) for chat in some) - sum(len(chat.ids) for chat in said),
-            cut=sum(len(chat.ids) > seq_length + 1 for chat in said),
-        )
+        counts.documents += len(said)
+        counts.padding += len(ids) - sum(len(chat.ids) for chat in said)
+        counts.cut += sum(len(chat.ids) > config.seq_length + 1 for chat in said)
+        yield ids, marks
     if encoder.without_thoughts:
         fields = {"count": len(encoder.without_thoughts), "first": encoder.without_thoughts[0]}
         _log.warning("the chat template leaves out what the assistant thought", extra={"fields": fields})
 
 
-def in_chunks(corpus: Iterable[_T], size_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Documents in groups large enough for a call of the tokenizer and small enough for the memory."""
+def in_chunks(corpus: Iterable[_T], size_of: Callable[[_T], int], *, most: int | None = None) -> Iterator[list[_T]]:
+    """Documents in groups large enough for a call of the tokenizer and small enough for the memory.
+
+    most: size of a group, from which on it is full; None: that of text for a tokenizer.
+    """
     chunk: list[_T] = []
-    characters = 0
+    size = 0
     for document in corpus:
         chunk.append(document)
-        characters += size_of(document)
-        if characters >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_DOCUMENTS:
+        size += size_of(document)
+        if size >= (most or _CHUNK_CHARACTERS) or (most is None and len(chunk) >= _CHUNK_DOCUMENTS):
             yield chunk
-            chunk, characters = [], 0
+            chunk, size = [], 0
     if chunk:
         yield chunk
 
@@ -440,13 +503,6 @@ def _marks(entry: Path) -> Path:
 def _partial(path: Path) -> Path:
     """Where a file of an entry is built, under the lock: what a killed build leaves is overwritten by the next."""
     return path.with_suffix(f"{path.suffix}.part")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.config.data import DataConfig, TokensSource
-from zeroband.data.open_tokens import open_tokens
 from zeroband.data.packing import fill_bins
 from zeroband.data.shard_set import (
     BLOCK_TOKENS,
@@ -32,6 +31,7 @@ from zeroband.data.shard_set import (
 )
 from zeroband.data.stored_tokens import StoredTokens
 from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.data.tokens import open_tokens
 
 END = ByteTokenizer.end_of_document
 BLOCK = 64
@@ -110,10 +110,8 @@ def config_of(path: object, cache: Path, **changed: Any) -> DataConfig:
     return DataConfig(**{"source": source, "cache_dir": cache, "retry_s": 20.0, "seq_length": 16} | changed)
 
 
-def opened(config: DataConfig, *, local_rank: int = 0, local_world_size: int = 1) -> StoredTokens:
-    assert isinstance(config.source, TokensSource) and config.cache_dir is not None
-    ranks = {"local_rank": local_rank, "local_world_size": local_world_size}
-    return open_tokens(config, config.source, ByteTokenizer(), cache_dir=config.cache_dir, **ranks)
+def opened(config: DataConfig, **ranks: int) -> StoredTokens:
+    return open_tokens(config, ByteTokenizer(), **ranks)
 
 
 @contextmanager

@@ -120,15 +120,29 @@ def test_mask_does_not_depend_on_what_a_tokenizer_calls_the_place_of_a_space(fol
     assert learned(chat) == learned(other)
 
 
-def test_first_token_is_learned_by_nobody(folder: Path) -> None:
-    tokenizer = opened(folder, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
-    (chat,) = encode(tokenizer, [{"role": "assistant", "content": "xyz"}])
-    assert learned(chat) == [False, True, True]
+SPOKEN = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+NAMED = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
 
 
 def test_what_is_learned_is_what_the_assistant_says_with_the_end_of_each_turn(folder: Path, backend: Any) -> None:
     (chat,) = encode(opened(folder, PLAIN))
     assert said(backend, chat) == " Pfeil 𝄞  <|im_end|>An end.\n\nOf a turn.<|im_end|>"
+    (longer,) = encode(opened(folder, PLAIN), [*TALK, {"role": "user", "content": "Thanks"}])
+    assert longer.ids.tolist() == chat.ids.tolist(), "messages behind the last answer are left out"
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    (named,) = encode(opened(folder, NAMED), asked)
+    assert said(backend, named) == " y\n", "an end that is no token of its own is learned whole"
+    (alone,) = encode(opened(folder, SPOKEN), [{"role": "assistant", "content": "xyz"}])
+    assert learned(alone) == [False, True, True], "the first token is never learned"
+
+
+def test_tools_are_handed_to_the_template(folder: Path, backend: Any) -> None:
+    asked = Conversation([{"role": "assistant", "content": "x"}], [{"name": "clock"}], "chats.jsonl:1")
+    (chat,) = ChatEncoder(opened(folder, "{{ tools[0].name }}" + SPOKEN)).encode(asked)
+    assert backend.decode(chat.ids.tolist()) == "clockx"
 
 
 def test_template_that_forgets_thoughts_gives_each_answer_as_it_is_asked_for(folder: Path, backend: Any) -> None:
@@ -175,41 +189,11 @@ def test_thoughts_that_the_template_does_not_write_are_told_of(folder: Path) -> 
         assert encoder.without_thoughts == expected
 
 
-def test_end_of_a_turn_that_is_no_token_of_its_own_is_learned_whole(folder: Path, backend: Any) -> None:
-    template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    (chat,) = encode(
-        opened(folder, template), [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    )
-    assert said(backend, chat) == " y\n"
-
-
-def test_messages_behind_the_last_answer_are_left_out(folder: Path) -> None:
-    tokenizer = opened(folder, PLAIN)
-    (chat,), (longer,) = encode(tokenizer), encode(tokenizer, [*TALK, {"role": "user", "content": "Thanks"}])
-    assert longer.ids.tolist() == chat.ids.tolist()
-
-
-def test_tools_are_handed_to_the_template(folder: Path, backend: Any) -> None:
-    tokenizer = opened(
-        folder,
-        "{{ tools[0].name }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    )
-    asked = Conversation([{"role": "assistant", "content": "x"}], [{"name": "clock"}], "chats.jsonl:1")
-    (chat,) = ChatEncoder(tokenizer).encode(asked)
-    assert backend.decode(chat.ids.tolist()) == "clockx"
-
-
-def test_bytes_have_a_template_of_their_own() -> None:
-    (chat,) = encode(opened("byte", None), [{"role": "user", "content": "é"}, {"role": "assistant", "content": "→!"}])
+def test_bytes_have_their_own_template_and_are_exported_with_it(tmp_path: Path) -> None:
+    tokenizer = opened("byte", None)
+    (chat,) = encode(tokenizer, [{"role": "user", "content": "é"}, {"role": "assistant", "content": "→!"}])
     assert chat.ids.tolist() == [*"<|user|>\né\n<|assistant|>\n→!".encode(), 256]
     assert learned(chat) == [False] * (len(chat.ids) - 5) + [True] * 5
-
-
-def test_exported_byte_tokenizer_writes_chats_as_training_did(tmp_path: Path) -> None:
-    tokenizer = opened("byte", None)
     tokenizer.save(tmp_path, seq_length=64)
     backend = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     oracle = backend.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
@@ -229,21 +213,6 @@ def test_prompt_is_what_a_user_says_and_ends_where_the_assistant_does(folder: Pa
     assert prompt_of(ByteTokenizer(), "Hi").ids.tolist() == [72, 105]
 
 
-def test_template_may_lie_in_a_file(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chat.jinja"
-    path.write_text(PLAIN)
-    assert opened(folder, str(path)).chat_template == PLAIN
-
-
-def test_what_is_recorded_of_a_template_is_its_text(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jinja"
-    path.write_text(PLAIN)
-    data = DataConfig(source=ChatSource(type="chat", paths=("chats.jsonl",), template=str(path)))
-    recorded = with_template(data, tokenizer_of(data))
-    path.unlink()
-    assert tokenizer_of(recorded).chat_template == PLAIN
-
-
 def mixture(*templates: str | None) -> DataConfig:
     """Text, and chats that are written by these templates."""
     chats = [ChatSource(type="chat", paths=(f"{n}.jsonl",), template=text) for n, text in enumerate(templates)]
@@ -251,30 +220,24 @@ def mixture(*templates: str | None) -> DataConfig:
     return DataConfig(sources=(MixtureSource(name="text", weight=2, source=TextSource()), *named))
 
 
-def test_tokenizer_of_a_mixture_has_the_template_of_its_chats(tmp_path: Path) -> None:
+def test_template_may_lie_in_a_file_and_its_text_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(PLAIN)
-    data = mixture(str(path), PLAIN)
-    recorded = with_template(data, tokenizer_of(data))
+    alone = DataConfig(source=ChatSource(type="chat", paths=("chats.jsonl",), template=str(path)))
+    recorded = [with_template(data, tokenizer_of(data)) for data in (alone, mixture(str(path), PLAIN))]
     path.unlink()
-    assert tokenizer_of(recorded).chat_template == PLAIN
-    parts = {name: tokenizer_of(part).chat_template for name, part in recorded.parts.items()}
+    assert [tokenizer_of(data).chat_template for data in recorded] == [PLAIN, PLAIN]
+    parts = {name: tokenizer_of(part).chat_template for name, part in recorded[1].parts.items()}
     assert parts == {"text": None, "chat-0": PLAIN, "chat-1": PLAIN}
     assert tokenizer_of(mixture(None)).chat_template == ByteTokenizer.own_chat_template
     assert tokenizer_of(mixture()).chat_template is None
 
 
-def test_chats_of_a_mixture_that_are_written_differently_are_refused() -> None:
+def test_template_that_is_missing_or_another_for_each_source_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.sources: the chats of chat-0, chat-1 are written by different"):
         tokenizer_of(mixture(PLAIN, None))
-
-
-def test_tokenizer_without_a_template_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"no chat template.*chats\.jsonl.*set data\.source\.template"):
         opened(folder, None)
-
-
-def test_template_that_is_no_file_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source\.template='absent\.jinja' is neither"):
         opened(folder, "absent.jinja")
 
@@ -429,8 +392,7 @@ def test_cache_entry_is_of_its_template_and_length_and_whole(config: Callable[..
     (marks,) = data.cache_dir.glob("*.marks") if data.cache_dir else ()
     marks.write_bytes(marks.read_bytes()[:-1])
     assert not is_prepared(data, 0)
-    other = config(template="{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
-    assert not is_prepared(other, 0)
+    assert not is_prepared(config(template=SPOKEN), 0)
 
 
 def test_fingerprint_covers_what_is_learned(config: Callable[..., DataConfig]) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zeroband.data.forecast import Forecast
 from zeroband.data.index import BlockPlaces, SampleIndex
 from zeroband.data.ledger import Ledger, allocate, settle
+from zeroband.data.loader import Forecast
 from zeroband.data.shard_set import BLOCK_TOKENS
 
 SEQ_LENGTH, MIXED = 1024, 64

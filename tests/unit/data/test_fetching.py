@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,13 +33,13 @@ from tests.unit.data.prepared import (
 )
 
 from zeroband.data import fetching
-from zeroband.data.block_cache import BlockCache, cached_bytes
+from zeroband.data.block_cache import cached_bytes
 from zeroband.data.dataset import open_dataset
 from zeroband.data.fetching import SupplyLog
 from zeroband.data.loader import Loader
 from zeroband.data.stored_tokens import BlockMap
 from zeroband.data.token_files import TokenFile, TokenFiles
-from zeroband.data.token_storage import open_storage
+from zeroband.data.token_storage import TokenStorage
 from zeroband.errors import ConfigError, StorageLost
 
 TOKENS = 1333
@@ -173,81 +172,20 @@ def test_server_that_fails_one_request_in_five_loses_nothing(
 
 
 @pytest.mark.slow
-def test_server_that_sends_whole_files_is_recognised_and_each_file_fetched_once(
-    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_server_that_sends_whole_files_is_refused(server: FileServer, tmp_path: Path) -> None:
     server.knows_ranges = False
-    with stored(config_of(server.url, tmp_path / "cache")) as store:
-        store.expect(spans_of(TOKENS))
-        read_everything(store)
-    assert {path: n for path, n in server.asked.items() if "part-" in path} == {"/part-0.npy ": 1, "/part-1.npy ": 1}
-    assert [record.message for record in caplog.records] == ["this server sends whole files, so each is kept whole"]
-    with pytest.raises(ConfigError, match="has no room for two of them"):
-        opened(config_of(server.url, tmp_path / "other", cache_gb=3000 / 1e9))
+    with pytest.raises(ConfigError, match=r"server of .*/manifest\.json sends whole files only, .*; copy the set"):
+        opened(config_of(server.url, tmp_path / "cache"))
+    assert not block_requests(server)
 
 
 @pytest.mark.slow
-def test_block_that_somebody_looks_at_while_its_file_comes_is_kept_all_the_same(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.knows_ranges = False
-    claim, looked_at = BlockCache.claim, set[int]()
-
-    @contextmanager
-    def claimed_by_another_first(cache: BlockCache, block: int) -> Generator[object]:
-        with claim(cache, block) as put:
-            yield put if block in looked_at else None
-        looked_at.add(block)
-
-    monkeypatch.setattr(BlockCache, "claim", claimed_by_another_first)
-    with stored(config_of(server.url, tmp_path / "cache")) as store:
-        read_everything(store)
-    assert block_requests(server) == {"/part-0.npy ": 1, "/part-1.npy ": 1}
-
-
-@pytest.mark.slow
-def test_server_that_sends_whole_files_may_fail_and_hang_up(server: FileServer, tmp_path: Path) -> None:
-    server.knows_ranges = False
-    asked = Counter[str]()
-
-    def fail(request: FilesHandler) -> bool:
-        is_about_ranges = request.asked_range().startswith("bytes=1-")
-        with server.lock:
-            asked[request.path] += not is_about_ranges
-            number = 0 if is_about_ranges else asked[request.path]
-        match number:
-            case 1:
-                return request.refuse(503)
-            case 2:
-                return request.send(request.content()[0], 200, cut=True)
-            case _:
-                return False
-
-    server.fault = fail
-    with stored(config_of(server.url, tmp_path / "cache")) as store:
-        read_everything(store)
-    assert {path: n for path, n in asked.items() if n < 3} == {}, "each failed twice: manifest, hashes and shards"
-
-
-@pytest.mark.slow
-def test_server_that_refuses_to_send_what_it_told_the_size_of_is_no_deadlock(
-    server: FileServer, tmp_path: Path
-) -> None:
-    storage = open_storage(f"{server.url}/part-0.npy", 0.2)
+def test_server_that_refuses_to_send_what_it_told_the_size_of_is_named(server: FileServer) -> None:
+    storage = TokenStorage(f"{server.url}/part-0.npy", 0.2)
     assert storage.size(storage.root) > 8
     server.fault = once({"": 403})  # type: ignore[assignment]
-    raised: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            storage.read(storage.root, 0, 8)
-        except StorageLost as lost:
-            raised.append(lost)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(30.0)
-    assert "refuses this node's credentials" in str(raised[0])
+    with pytest.raises(StorageLost, match="refuses this node's credentials"):
+        storage.read(storage.root, 0, 8)
 
 
 def once(statuses: dict[str, int]) -> object:

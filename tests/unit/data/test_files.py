@@ -31,68 +31,52 @@ def names(files: list[SourceFile]) -> list[str]:
     return [Path(file.name).name for file in files]
 
 
-def test_find_files_keeps_the_given_order_and_sorts_within_a_glob(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt", "c.md"):
-        (tmp_path / name).write_text(name)
-    assert names(find_files([f"{tmp_path}/*.md", f"{tmp_path}/*.txt"])) == ["c.md", "a.txt", "b.txt"]
-
-
-def test_find_files_goes_into_folders_for_a_double_star(tmp_path: Path) -> None:
-    (tmp_path / "x" / "y").mkdir(parents=True)
-    (tmp_path / "x" / "y" / "deep.txt").write_text("deep")
-    assert names(find_files([f"{tmp_path}/**/*.txt"])) == ["deep.txt"]
-
-
-def test_find_files_reads_a_file_once_when_two_patterns_name_it(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    assert names(find_files([f"{tmp_path}/a.txt", f"{tmp_path}/*.txt"])) == ["a.txt"]
-
-
-def test_find_files_takes_a_name_with_brackets_literally_when_it_exists(tmp_path: Path) -> None:
-    (tmp_path / "a[1].txt").write_text("one")
-    (file,) = find_files([f"{tmp_path}/a[1].txt"])
-    assert read(file) == b"one"
-
-
-def test_find_files_reads_fsspec_urls() -> None:
-    with fsspec.open("memory://zeroband-files/a.txt", "wb") as out:
-        out.write(b"in memory")
-    (file,) = find_files(["memory://zeroband-files/*.txt"])
-    assert file.name == "memory:///zeroband-files/a.txt"
-    assert read(file) == b"in memory"
-
-
-def test_find_files_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        pytest.param(["{}/*.md", "{}/*.txt"], ["c.md", "a.txt", "b.txt"], id="in the given order, a glob by name"),
+        pytest.param(["{}/**/*.log"], ["deep.log"], id="folders for a double star"),
+        pytest.param(["{}/a.txt", "{}/*.txt"], ["a.txt", "b.txt"], id="a file once when two patterns name it"),
+        pytest.param(["{}/d[1].csv"], ["d[1].csv"], id="brackets literally when that exists"),
+        pytest.param(["~/a.txt"], ["a.txt"], id="the home folder"),
+        pytest.param(["memory://zeroband-files/*.txt"], ["m.txt"], id="fsspec URLs"),
+    ],
+)
+def test_find_files_takes(
+    patterns: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.txt").write_text("at home")
-    assert [read(file) for file in find_files(["~/a.txt"])] == [b"at home"]
+    for name in ("b.txt", "a.txt", "c.md", "d[1].csv", "x/y/deep.log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    fsspec.filesystem("memory").pipe_file("/zeroband-files/m.txt", b"m.txt")
+    files = find_files([pattern.format(tmp_path) for pattern in patterns])
+    assert names(files) == found and [Path(read(file).decode()).name for file in files] == found
 
 
-@pytest.mark.parametrize("pattern", ["missing.txt", "*.none", "memory://zeroband-nowhere/*.txt"])
-def test_find_files_names_the_pattern_that_matches_nothing(pattern: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        *[("missing.txt", "no file matches 'missing.txt'"), (r"*.none", r"no file matches '\*\.none'")],
+        ("memory://zeroband-nowhere/*.txt", "memory:///zeroband-nowhere is not there"),
+        *[("/", r"is a folder; name its files"), ("nosuch://bucket/a.txt", r"nosuch://bucket/a\.txt.*no path or URL")],
+    ],
+)
+def test_find_files_names_what_it_cannot_take(pattern: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         find_files([pattern])
-    says = f"no file matches {pattern!r}", "memory:///zeroband-nowhere is not there"
-    assert any(words in str(raised.value) for words in says)
-
-
-def test_find_files_says_what_to_write_instead_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a folder; name its files"):
-        find_files([str(tmp_path)])
-
-
-def test_find_files_names_an_unknown_protocol() -> None:
-    with pytest.raises(ConfigError, match=r"nosuch://bucket/a\.txt.*no path or URL"):
-        find_files(["nosuch://bucket/a.txt"])
 
 
 def zst(text: bytes) -> bytes:
     return pa.Codec("zstd").compress(text, asbytes=True)
 
 
-@pytest.mark.parametrize(
+PACKED = pytest.mark.parametrize(
     ("pack", "ending"), [(gzip.compress, "GZ"), (bz2.compress, "bz2"), (lzma.compress, "xz"), (zst, "zst")]
 )
+
+
+@PACKED
 def test_open_decompresses_by_the_ending_of_the_name(
     tmp_path: Path, pack: Callable[[bytes], bytes], ending: str
 ) -> None:
@@ -108,9 +92,7 @@ def test_open_reads_archives_of_the_longest_window(tmp_path: Path) -> None:
     assert [read(file) for file in find_files([f"{tmp_path}/*"])] == [text]
 
 
-@pytest.mark.parametrize(
-    ("pack", "ending"), [(gzip.compress, "gz"), (bz2.compress, "bz2"), (lzma.compress, "xz"), (zst, "zst")]
-)
+@PACKED
 @pytest.mark.parametrize("damage", ["cut", "changed", "not packed"])
 def test_open_names_a_compressed_file_that_is_damaged(
     tmp_path: Path, pack: Callable[[bytes], bytes], ending: str, damage: str
@@ -131,27 +113,19 @@ def test_open_names_a_file_that_went_away(tmp_path: Path) -> None:
         read(file)
 
 
-def test_stamp_changes_with_size_and_time(tmp_path: Path) -> None:
+def test_stamp_changes_with_size_and_time_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a")
     os.utime(path, (1, 1))
     (file,) = find_files([str(path)])
     before = file.stamp()
+    path.chmod(0o600)
     assert file.stamp() == before
     os.utime(path, (2, 2))
     touched = file.stamp()
     path.write_text("ab")
     os.utime(path, (2, 2))
     assert len({tuple(before), tuple(touched), tuple(file.stamp())}) == 3
-
-
-def test_stamp_stays_when_only_the_permissions_change(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("a")
-    (file,) = find_files([str(path)])
-    before = file.stamp()
-    path.chmod(0o600)
-    assert file.stamp() == before
 
 
 def test_stdlib_files_are_sorted_sources_without_tests_and_packages() -> None:
@@ -198,7 +172,10 @@ def test_server_that_fails_is_asked_again_and_that_is_said(
     assert said[:2] == ["the storage of the data fails; trying again", "the storage of the data answers again"]
 
 
-@pytest.mark.parametrize("knows_ranges", [True, False])
+RANGES = pytest.mark.parametrize("knows_ranges", [True, False])
+
+
+@RANGES
 def test_file_that_breaks_off_is_read_on_from_there(server: FileServer, knows_ranges: bool) -> None:
     server.knows_ranges = knows_ranges
     cuts = 3
@@ -237,7 +214,7 @@ def test_file_that_ends_early_again_and_again_is_damaged(server: FileServer) -> 
         read(file)
 
 
-@pytest.mark.parametrize("knows_ranges", [True, False])
+@RANGES
 def test_file_of_a_server_is_read_from_any_byte(server: FileServer, knows_ranges: bool) -> None:
     server.knows_ranges = knows_ranges
     (file,) = find_files([f"{server.url}/a.txt"])
@@ -248,7 +225,7 @@ def test_file_of_a_server_is_read_from_any_byte(server: FileServer, knows_ranges
             assert stream.read(20) == TEXT[at : at + 20]
 
 
-@pytest.mark.parametrize("knows_ranges", [True, False])
+@RANGES
 def test_table_of_a_server_is_read(server: FileServer, tmp_path: Path, knows_ranges: bool) -> None:
     values = [f"{number} {os.urandom(50).hex()}" for number in range(20_000)]
     parquet.write_table(pa.table({"text": values}), tmp_path / "served" / "a.parquet", row_group_size=3000)

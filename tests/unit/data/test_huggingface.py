@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from tests.unit.data.made_tokenizers import byte_level
 
 from zeroband.config.data import DataConfig, HuggingFaceSource
 from zeroband.data.sources import documents, source_identity
@@ -41,16 +42,8 @@ def source(tmp_path: Path) -> HuggingFaceSource:
 
 @pytest.fixture
 def tokenizer_dir(tmp_path: Path) -> Path:
-    """A byte-level BPE tokenizer without merges, its end of sequence behind a gap in the ids."""
-    import tokenizers
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": 300}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    fast.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
+    """One without merges, its end of sequence behind a gap in the ids."""
+    return byte_level(tmp_path / "tokenizer", {"<end>": 300}, end="<end>")
 
 
 @pytest.fixture
@@ -80,34 +73,20 @@ def test_identity_of_a_data_set_follows_its_files(source: HuggingFaceSource) -> 
     assert source_identity(source, 0) != before
 
 
-def test_tokenizer_decodes_what_it_encoded(tokenizer: Tokenizer) -> None:
+def test_tokenizer_encodes_and_decodes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("naïve → 𝄞\n")
     assert tokenizer.decode(ids.tolist()) == "naïve → 𝄞\n"
     assert tokenizer.encode("naïve → 𝄞\n".encode()).tolist() == ids.tolist()
-
-
-def test_tokenizer_counts_ids_beyond_a_gap(tokenizer: Tokenizer) -> None:
     assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padded_vocab_size) == (301, 300, 320)
+    named = tokenizer.encode("a<end>b").tolist()
+    assert tokenizer.end_of_document not in named and tokenizer.decode(named) == "a<end>b", "it is plain text"
+    assert tokenizer.decode([*tokenizer.encode("Hi").tolist(), 300, 319]) == "Hi", "special and padded ids"
+    with pytest.raises(UnicodeError, match="surrogates not allowed"):
+        tokenizer.encode_batch(["fine", "\ud800"])
 
 
-def test_tokenizer_encodes_the_name_of_a_special_token_as_plain_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a<end>b").tolist()
-    assert tokenizer.end_of_document not in ids
-    assert tokenizer.decode(ids) == "a<end>b"
-
-
-TEXTS = [
-    "",
-    " ",
-    "a<end>b",
-    "<end>",
-    "naïve → 𝄞\n",
-    "a\r\n\tb  c",
-    "[PAD] <unk> ##",
-    "\0",
-    "x" * 5000,
-    "한국어 العربية 🏳️‍🌈",
-]
+TEXTS = ["", " ", "a<end>b", "<end>", "naïve → 𝄞\n", "a\r\n\tb  c", "[PAD] <unk> ##", "\0", "x" * 5000]
+TEXTS += ["한국어 العربية 🏳️‍🌈"]
 
 
 @pytest.fixture
@@ -147,15 +126,6 @@ def test_chats_and_texts_do_not_change_each_others_ids(trained_dir: Path) -> Non
     assert (ours.encode("a<end>b").tolist(), ours.encode_chat("a<end>b")[0].tolist()) == (text, chat)
 
 
-def test_half_of_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UnicodeError, match="surrogates not allowed"):
-        tokenizer.encode_batch(["fine", "\ud800"])
-
-
-def test_tokenizer_decodes_special_and_padded_ids_without_raising(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode([*tokenizer.encode("Hi").tolist(), 300, 319]) == "Hi"
-
-
 def test_tokenizer_fingerprint_follows_the_content(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
     assert open_tokenizer(str(tokenizer_dir)).fingerprint == tokenizer.fingerprint
     backend = transformers.AutoTokenizer.from_pretrained(str(tokenizer_dir))
@@ -163,14 +133,11 @@ def test_tokenizer_fingerprint_follows_the_content(tokenizer_dir: Path, tokenize
     assert HuggingFaceTokenizer("longer", backend).fingerprint != tokenizer.fingerprint
 
 
-def test_tokenizer_without_an_end_of_sequence_is_refused(tokenizer_dir: Path) -> None:
+def test_tokenizer_that_cannot_be_used_is_refused(tokenizer_dir: Path) -> None:
     backend = transformers.AutoTokenizer.from_pretrained(str(tokenizer_dir))
     backend.eos_token = None
     with pytest.raises(ConfigError, match=r"data\.tokenizer='mute' has no end-of-sequence"):
         HuggingFaceTokenizer("mute", backend)
-
-
-def test_open_tokenizer_names_what_cannot_be_loaded() -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer='/nosuch/tokenizer': neither `byte` nor"):
         open_tokenizer("/nosuch/tokenizer")
 

@@ -65,30 +65,24 @@ def test_every_index_is_trained_once_or_owed_or_returned_whoever_dies_is_slow_or
             assert sorted(trained[corpus].elements()) == indices(ledger.settled)
 
 
-def test_allocate_deals_fresh_samples_in_the_order_of_the_members() -> None:
-    assert dealt(Ledger(next=10), b=4, a=4) == Ledger(18, (), {"b": ((10, 14),), "a": ((14, 18),)})
+POOL = Ledger(20, ((0, 3), (7, 9)))
+POOLED = dealt(POOL, a=8, b=2)
+THREE, TWO, ONE = (dealt(Ledger(), **dict.fromkeys(names, 4)) for names in ("abc", "ab", "a"))
+ALLOCATED = {
+    "fresh in the order of the members": (Ledger(10), {"b": 4, "a": 4}, 18, (), {"b": ((10, 14),), "a": ((14, 18),)}),
+    "returned ones first": (POOL, {"a": 4, "b": 4}, 23, (), {"a": ((0, 3), (7, 8)), "b": ((8, 9), (20, 23))}),
+    "both": (POOL, {"a": 8, "b": 2}, 25, (), {"a": ((0, 3), (7, 9), (20, 23)), "b": ((23, 25),)}),
+    "what is not needed of the pool stays": (POOL, {"a": 2}, 20, ((2, 3), (7, 9)), {"a": ((0, 2),)}),
+    "ranges that touch are one": (Ledger(9, ((7, 9),)), {"a": 4}, 11, (), {"a": ((7, 11),)}),
+    "nothing to those that leave": (Ledger(), {"a": 2, "b": 0, "c": 6}, 8, (), {"a": ((0, 2),), "c": ((2, 8),)}),
+    "behind what is held": (Ledger(9, ((0, 2),), {"a": ((4, 6),)}), {"a": 3}, 10, (), {"a": ((4, 6), (0, 2), (9, 10))}),
+}
 
 
-def test_allocate_hands_out_returned_samples_before_fresh_ones() -> None:
-    after = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=4, b=4)
-    assert after == Ledger(23, (), {"a": ((0, 3), (7, 8)), "b": ((8, 9), (20, 23))})
-
-
-def test_allocate_keeps_what_it_did_not_need_of_the_pool() -> None:
-    after = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=2)
-    assert after == Ledger(20, ((2, 3), (7, 9)), {"a": ((0, 2),)})
-
-
-def test_allocate_joins_returned_and_fresh_samples_that_touch() -> None:
-    assert dealt(Ledger(next=9, returned=((7, 9),)), a=4).assigned == {"a": ((7, 11),)}
-
-
-def test_allocate_gives_each_member_what_it_wants_and_nothing_to_those_that_leave() -> None:
-    assert dealt(Ledger(), a=2, b=0, c=6) == Ledger(8, (), {"a": ((0, 2),), "c": ((2, 8),)})
-
-
-def test_allocate_deals_behind_what_a_member_still_holds() -> None:
-    assert dealt(Ledger(9, ((0, 2),), {"a": ((4, 6),)}), a=3) == Ledger(10, (), {"a": ((4, 6), (0, 2), (9, 10))})
+@pytest.mark.parametrize("case", ALLOCATED)
+def test_allocate_gives(case: str) -> None:
+    before, wanted, *after = ALLOCATED[case]
+    assert dealt(before, **wanted) == Ledger(*after)
 
 
 def test_allocate_begins_the_ledger_of_a_corpus_with_its_first_sample() -> None:
@@ -105,32 +99,21 @@ def test_settle_returns_what_a_lost_member_held_to_its_own_corpus_where_the_node
     assert ledgers["a/1"].assigned == {"a#2": ((0, 6),)}
 
 
-def test_settle_returns_the_ranges_of_members_that_did_not_contribute() -> None:
-    ledger = dealt(Ledger(), a=4, b=4, c=4)
-    assert ledger.settle({"b": 4}, {}) == Ledger(next=12, returned=((0, 4), (8, 12)))
-    assert ledger.settle({}, {}) == Ledger(next=12, returned=((0, 12),))
-    assert ledger.settle({"a": 4, "b": 4, "c": 4}, {}) == Ledger(next=12)
+SETTLED = {
+    "of members that did not contribute": (THREE, {"b": 4}, {}, Ledger(12, ((0, 4), (8, 12)))),
+    "of all": (THREE, {}, {}, Ledger(12, ((0, 12),))),
+    "nothing": (THREE, {"a": 4, "b": 4, "c": 4}, {}, Ledger(12)),
+    "what members did not come to": (POOLED, {"a": 4, "b": 1}, {}, Ledger(25, ((8, 9), (20, 23), (24, 25)))),
+    "nothing of late ones": (TWO, {"a": 4}, {"b": ((4, 8),)}, Ledger(8, (), {"b": ((4, 8),)})),
+    "the rest of one that came late": (ONE, {"a": 1}, {"a": ((2, 4),)}, Ledger(4, ((1, 2),), {"a": ((2, 4),)})),
+    "nothing of others": (ONE, {"a": 4, "z": 4}, {"y": ((0, 2),)}, Ledger(4)),
+}
 
 
-def test_settle_returns_what_a_member_did_not_come_to() -> None:
-    ledger = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=8, b=2)
-    assert ledger.assigned == {"a": ((0, 3), (7, 9), (20, 23)), "b": ((23, 25),)}
-    assert ledger.settle({"a": 4, "b": 1}, {}) == Ledger(next=25, returned=((8, 9), (20, 23), (24, 25)))
-
-
-def test_settle_leaves_their_ranges_to_members_that_are_late() -> None:
-    ledger = dealt(Ledger(), a=4, b=4)
-    assert ledger.settle({"a": 4}, {"b": ledger.assigned["b"]}) == Ledger(8, (), {"b": ((4, 8),)})
-
-
-def test_settle_returns_the_rest_of_a_member_that_was_late_and_came() -> None:
-    ledger = dealt(Ledger(), a=4).settle({"a": 1}, {"a": ((2, 4),)})
-    assert ledger == Ledger(next=4, returned=((1, 2),), assigned={"a": ((2, 4),)})
-
-
-def test_settle_passes_over_members_that_read_another_corpus_or_nothing() -> None:
-    ledger = dealt(Ledger(), a=4)
-    assert ledger.settle({"a": 4, "z": 4}, {"y": ((0, 2),)}) == Ledger(next=4)
+@pytest.mark.parametrize("case", SETTLED)
+def test_settle_returns(case: str) -> None:
+    before, used, kept, after = SETTLED[case]
+    assert before.settle(used, kept) == after
 
 
 @pytest.mark.parametrize(

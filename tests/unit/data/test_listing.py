@@ -19,7 +19,7 @@ from zeroband.config.data import JsonlSource
 from zeroband.data.files import Files, find_files
 from zeroband.data.listing import files_below, files_matching
 from zeroband.data.sources import documents, source_identity
-from zeroband.data.token_storage import open_storage
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.errors import ConfigError
 from zeroband.tools.data.plan import Looking, Options, make_plan
@@ -139,7 +139,7 @@ def test_brackets_in_the_name_of_a_folder_are_taken_literally(tmp_path: Path) ->
     found = files_matching(f"{tmp_path}/set [v1]/*.bin").files
     assert within(tmp_path, found) == ["set [v1]/a.bin", "set [v1]/b[2].bin"]
     named = f"{tmp_path}/set [v1]/b[2].bin"
-    assert open_storage(named, 0.0).matches(named) == [named]
+    assert TokenStorage(named, 0.0).matches(named) == [named]
 
 
 def test_a_pattern_that_names_folders_alone_says_so(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_is_left_out_elsewhere_is_told(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_set_elsewhere_is_found_by_the_same_pattern() -> None:
-    storage = open_storage("elsewhere://data/b/*.jsonl", 0.0)
+    storage = TokenStorage("elsewhere://data/b/*.jsonl", 0.0)
     assert storage.matches(storage.root) == ["data/b/x.jsonl"]
 
 

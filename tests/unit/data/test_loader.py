@@ -78,12 +78,16 @@ def test_one_pass_learns_every_token_of_the_corpus_from_the_one_before(store: To
 
 
 def test_micro_batches_have_the_types_that_the_model_takes(store: TokenStore) -> None:
-    reader = loader(store)
-    reader.assign([(0, 4)])
-    batch = reader.next_step()[0]
-    assert batch.cu_seqlens is not None
-    assert (batch.tokens.shape, batch.targets.shape) == ((2, T),) * 2
-    assert (batch.tokens.dtype, batch.targets.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64, torch.int32)
+    for mask in (True, False):
+        reader = loader(store, document_mask=mask)
+        reader.assign([(0, 4)])
+        batch = reader.next_step()[0]
+        assert (batch.tokens.shape, batch.targets.shape) == ((2, T),) * 2
+        assert (batch.tokens.dtype, batch.targets.dtype) == (torch.int64, torch.int64)
+        assert (batch.cu_seqlens is not None) == mask
+        assert batch.cu_seqlens is None or batch.cu_seqlens.dtype == torch.int32
+        tensors = [value for value in vars(batch.to(torch.device("meta"))).values() if isinstance(value, Tensor)]
+        assert {tensor.device.type for tensor in tensors} == {"meta"} and len(tensors) == 2 + mask
 
 
 def test_the_short_sample_is_padded_with_ends_that_are_not_learned(store: TokenStore) -> None:
@@ -110,26 +114,16 @@ def test_a_step_of_the_node_is_the_same_for_any_number_of_ranks_and_micro_bs(
     )
 
 
-def test_next_step_crosses_the_gap_between_two_ranges(store: TokenStore) -> None:
+def test_next_step_crosses_the_gap_between_two_ranges_and_reads_no_more_than_was_assigned(store: TokenStore) -> None:
     gapped, plain = loader(store), loader(store)
     gapped.assign([(0, 3), (6, 7)])
     plain.assign([(0, 8)])
     four, eight = rows(gapped.next_step(), "tokens"), rows(plain.next_step() + plain.next_step(), "tokens")
     assert four == [*eight[:3], eight[6]]
     assert gapped.remaining == 0
-
-
-def test_the_last_micro_batch_is_smaller_when_micro_bs_does_not_divide(store: TokenStore) -> None:
-    reader = loader(store, batch_size=5, micro_bs=2)
-    reader.assign([(0, 5)])
-    assert [len(batch.tokens) for batch in reader.next_step()] == [2, 2, 1]
-
-
-def test_next_step_refuses_to_read_more_than_was_assigned(store: TokenStore) -> None:
-    reader = loader(store)
-    reader.assign([(0, 3)])
+    gapped.assign([(0, 3)])
     with pytest.raises(AssertionError):
-        reader.next_step()
+        gapped.next_step()
 
 
 def test_data_pass_is_that_of_the_last_sample_of_the_step(store: TokenStore) -> None:
@@ -183,35 +177,23 @@ def test_rows_are_laid_end_to_end_and_padding_is_one_document(store: TokenStore)
     assert filled.cu_seqlens.tolist()[-2:] == [T, 2 * T]
 
 
-@pytest.mark.parametrize(("batch_size", "micro_bs", "sizes"), [(5, 2, [2, 2, 2]), (5, 64, [5]), (4, 2, [2, 2])])
+@pytest.mark.parametrize(
+    ("batch_size", "micro_bs", "even_sizes", "sizes"),
+    [(5, 2, [2, 2, 2], [2, 2, 1]), (5, 64, [5], [5]), (4, 2, [2, 2], [2, 2])],
+)
 def test_even_micro_batches_have_as_many_rows_and_the_same_samples(
-    store: TokenStore, batch_size: int, micro_bs: int, sizes: list[int]
+    store: TokenStore, batch_size: int, micro_bs: int, even_sizes: list[int], sizes: list[int]
 ) -> None:
     even, plain = (
         loader(store, batch_size=batch_size, micro_bs=micro_bs, even_micro_batches=on) for on in (True, False)
     )
     for reader in (even, plain):
         reader.assign([(0, batch_size)])
-    batches = even.next_step()
-    assert [len(batch.tokens) for batch in batches] == sizes
-    assert rows(batches, "targets")[:batch_size] == rows(plain.next_step(), "targets")
+    batches, others = even.next_step(), plain.next_step()
+    assert [len(batch.tokens) for batch in batches] == even_sizes
+    assert [len(batch.tokens) for batch in others] == sizes
+    assert rows(batches, "targets")[:batch_size] == rows(others, "targets")
     assert even.targets_in_step == plain.targets_in_step
-
-
-def test_cu_seqlens_are_none_without_the_mask(store: TokenStore) -> None:
-    reader = loader(store, document_mask=False)
-    reader.assign([(0, 4)])
-    assert {batch.cu_seqlens for batch in reader.next_step()} == {None}
-
-
-def test_to_moves_every_tensor(store: TokenStore) -> None:
-    for mask in (True, False):
-        reader = loader(store, document_mask=mask)
-        reader.assign([(0, 4)])
-        moved = reader.next_step()[0].to(torch.device("meta"))
-        tensors = [value for value in vars(moved).values() if isinstance(value, Tensor)]
-        assert {tensor.device.type for tensor in tensors} == {"meta"}
-        assert len(tensors) == 2 + mask
 
 
 @pytest.mark.parametrize(
@@ -328,20 +310,15 @@ def test_held_out_batches_cover_the_held_out_samples_once_in_lock_step(store: To
     assert seen == [row + [IGNORED] * (T - len(row)) for row in expected]
 
 
-def test_held_out_batches_stop_at_the_number_asked_for(store: TokenStore) -> None:
-    batches = list(loader(store, hold_out=0.4).held_out_batches(3, 2))
-    assert [len(batch.tokens) for batch in batches] == [2, 1]
-
-
-def test_held_out_batches_of_a_model_that_is_compiled_have_one_size(store: TokenStore) -> None:
-    even = list(loader(store, hold_out=0.4, even_micro_batches=True).held_out_batches(3, 2))
-    odd = list(loader(store, hold_out=0.4).held_out_batches(3, 2))
-    assert [len(batch.tokens) for batch in even] == [2, 2]
+def test_held_out_batches_stop_at_the_number_asked_for_and_have_one_size_where_a_model_is_compiled(
+    store: TokenStore,
+) -> None:
+    even, odd = (
+        list(loader(store, hold_out=0.4, even_micro_batches=on).held_out_batches(3, 2)) for on in (True, False)
+    )
+    assert [[len(batch.tokens) for batch in batches] for batches in (even, odd)] == [[2, 2], [2, 1]]
     assert [row for row in rows(even, "targets") if set(row) != {IGNORED}] == rows(odd, "targets")
-
-
-def test_held_out_batches_are_none_without_a_hold_out(store: TokenStore) -> None:
-    assert list(loader(store).held_out_batches(3, 2)) == []
+    assert list(loader(store).held_out_batches(3, 2)) == [], "nothing is held out"
 
 
 def test_training_never_reads_a_held_out_sample(store: TokenStore) -> None:

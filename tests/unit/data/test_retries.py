@@ -203,12 +203,9 @@ def test_damage_is_read_once_more() -> None:
         around.run(Damaged("hash"), ConnectionResetError(), Damaged("hash"))
 
 
-def test_error_of_ours_is_not_hidden() -> None:
+def test_error_of_ours_is_not_hidden_and_the_end_of_the_node_ends_the_attempts() -> None:
     with pytest.raises(KeyError):
         Around().run(for_ever=KeyError("ours"))
-
-
-def test_end_of_the_node_ends_the_attempts() -> None:
     around = Around()
     around.stops = True
     with pytest.raises(StorageLost, match="not read any more"):

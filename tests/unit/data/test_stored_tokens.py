@@ -50,16 +50,16 @@ def test_store_gives_the_ids_of_all_shards_in_one_numbering(folder: Path, tmp_pa
 
 
 def test_fingerprint_is_of_the_ids_and_not_of_the_place(folder: Path, tmp_path: Path) -> None:
-    write_set(tmp_path / "same", [drawn_ids(1000), drawn_ids(333, 1)])
-    write_set(tmp_path / "other", [drawn_ids(1000), drawn_ids(333, 2)])
     of = {}
+    for name, seed in (("same", 1), ("other", 2)):
+        write_set(tmp_path / name, [drawn_ids(1000), drawn_ids(333, seed)])
     for name in ("set", "same", "other"):
         with stored(config_of(tmp_path / name, tmp_path / "cache")) as store:
             of[name] = store.fingerprint
     assert of["set"] == of["same"] != of["other"]
 
 
-def test_damaged_block_ends_a_node_and_another_one_does_not(folder: Path, tmp_path: Path) -> None:
+def test_damaged_shorter_and_missing_files_are_named_and_other_blocks_are_read(folder: Path, tmp_path: Path) -> None:
     path = folder / "part-0.npy"
     content = bytearray(path.read_bytes())
     content[128 + 2 * (BLOCK + 5)] ^= 1
@@ -69,11 +69,7 @@ def test_damaged_block_ends_a_node_and_another_one_does_not(folder: Path, tmp_pa
         for _ in range(2):
             with pytest.raises(StorageLost, match=r"part-0.npy is damaged: block 1 of the set has another hash"):
                 store.read(BLOCK, BLOCK + 1)
-
-
-def test_shard_that_ends_too_early_or_is_gone_is_named(folder: Path, tmp_path: Path) -> None:
-    with stored(config_of(folder, tmp_path / "cache")) as store:
-        (folder / "part-0.npy").write_bytes((folder / "part-0.npy").read_bytes()[:-10])
+        path.write_bytes(path.read_bytes()[:-10])
         (folder / "part-1.npy").unlink()
         with pytest.raises(StorageLost, match=r"part-0.npy is damaged: \d+ bytes came where \d+ should lie"):
             store.read(990, 1000)
@@ -94,35 +90,25 @@ def test_padding_of_packed_samples_is_not_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed_length", "packing", "seq_length", "said"),
+    ("of_set", "asked", "said"),
     [
-        (None, "best-fit", 16, "were not packed; prepare them with --pack best-fit --seq-length 16"),
-        (16, "concatenate", 16, "were packed for samples of 16 tokens"),
-        (16, "best-fit", 32, 'set data.packing = "best-fit" and data.seq_length = 16'),
-    ],
-)
-def test_set_of_another_packing_is_refused(
-    tmp_path: Path, packed_length: int | None, packing: str, seq_length: int, said: str
-) -> None:
-    write_set(tmp_path / "set", [drawn_ids(100)], packed_length=packed_length)
-    with pytest.raises(ConfigError, match=said):
-        opened(config_of(tmp_path / "set", tmp_path / "cache", packing=packing, seq_length=seq_length))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
+        ({}, {"packing": "best-fit"}, "were not packed; prepare them with --pack best-fit --seq-length 16"),
+        ({"packed_length": 16}, {"packing": "concatenate"}, "were packed for samples of 16 tokens"),
         (
-            {"tokenizer": "gpt2", "tokenizer_fingerprint": "other"},
-            "which were made by 'gpt2'; set",
+            {"packed_length": 16},
+            {"packing": "best-fit", "seq_length": 32},
+            'set data.packing = "best-fit" and data.seq_length = 16',
         ),
-        ({"vocab_size": 300}, "holds ids below 300, and there is room for 257; set data.vocab_size to 300"),
+        ({"tokenizer": "gpt2", "tokenizer_fingerprint": "other"}, {}, "which were made by 'gpt2'; set"),
+        ({"vocab_size": 300}, {}, "holds ids below 300, and there is room for 257; set data.vocab_size to 300"),
     ],
 )
-def test_set_of_another_tokenizer_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    write_set(tmp_path / "set", [drawn_ids(100)], **changed)
+def test_set_of_another_packing_or_tokenizer_is_refused(
+    tmp_path: Path, of_set: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    write_set(tmp_path / "set", [drawn_ids(100)], **of_set)
     with pytest.raises(ConfigError, match=said):
-        opened(config_of(tmp_path / "set", tmp_path / "cache"))
+        opened(config_of(tmp_path / "set", tmp_path / "cache", **asked))
 
 
 def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -132,9 +118,9 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
 
     manifest = (folder / MANIFEST).read_text()
     np.save(folder / HASHES, np.zeros(22, dtype=np.uint64))
-    refused("hashes.npy is not the one of manifest.json beside it")
+    refused("hashes.npy is not the one of its manifest.json")
     (folder / HASHES).write_bytes(b"no array")
-    refused("hashes.npy is not the one of manifest.json beside it")
+    refused("hashes.npy is not the one of its manifest.json")
     (folder / HASHES).unlink()
     refused("hashes.npy is not there")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))

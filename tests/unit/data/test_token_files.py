@@ -20,10 +20,8 @@ import numpy as np
 import pytest
 from tests.unit.data.prepared import END, Ids, config_of, drawn_ids, opened, served, spans_of, stored
 
-from zeroband.config.data import TokensSource
-from zeroband.data.open_tokens import open_tokens
 from zeroband.data.token_files import require_there
-from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.data.tokens import open_tokens
 from zeroband.errors import ConfigError, StorageLost
 
 
@@ -278,15 +276,13 @@ def tokenizer_of(vocab_size: int) -> Any:
 @pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "megatron"])
 def test_ids_of_a_type_that_does_not_hold_the_vocabulary_are_refused(kind: str, tmp_path: Path) -> None:
     config = config_of(tmp_path / write(kind, tmp_path), tmp_path / "cache", format=kind, dtype="uint16")
-    source, cache = config.source, tmp_path / "cache"
-    assert isinstance(source, TokensSource)
     said = r"0.bin holds uint16, ids below 65536, and the vocabulary has 100000; correct data.source.dtype, or"
     with pytest.raises(ConfigError, match=said):
-        open_tokens(config, source, tokenizer_of(100_000), cache_dir=cache)
+        open_tokens(config, tokenizer_of(100_000))
     roomy = config.model_copy(update={"vocab_size": 100_000})
     with pytest.raises(ConfigError, match=said):  # nothing else tells of the vocabulary
-        open_tokens(roomy, source, ByteTokenizer(), cache_dir=cache)
-    open_tokens(roomy, source, tokenizer_of(65_536), cache_dir=cache).close()  # a model may have room for more
+        opened(roomy)
+    open_tokens(roomy, tokenizer_of(65_536)).close()  # a model may have room for more
 
 
 def test_ids_of_nanogpt_have_four_bytes_where_the_vocabulary_needs_them(tmp_path: Path) -> None:

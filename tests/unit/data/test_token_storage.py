@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.data.token_storage import open_storage
+from zeroband.data.token_storage import TokenStorage
 
 
 def test_file_that_is_read_stays_open_whatever_others_open_meanwhile(
@@ -16,7 +16,7 @@ def test_file_that_is_read_stays_open_whatever_others_open_meanwhile(
 ) -> None:
     for number in range(100):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 8)
-    storage = open_storage(str(tmp_path), 1.0)
+    storage = TokenStorage(str(tmp_path), 1.0)
     pread = os.pread
     for number in range(1, 80):
         storage.read(str(tmp_path / str(number)), 0, 8)

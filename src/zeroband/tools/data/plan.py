@@ -1,7 +1,7 @@
 """The plan of a preparation: sources with their stamps, options, and the units that the work is cut into.
 
 A unit is what one worker makes one shard of. Units follow from the sources and the options alone, never from who does
-the work, so the set is the same whoever does it and however often it is interrupted.
+the work, so the set is the same for any number of workers and interruptions.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
-from zeroband.data.listing import EMPTY, tell_left_out
+from zeroband.data.listing import tell_empty
 from zeroband.data.pieces import parquet_shape, require_column
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer, named
@@ -34,19 +34,21 @@ _IN_FOLDERS = (
     _TABLE,
     *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *COMPRESSED)),
 )
-"""Endings of what is taken of a folder: a `README.md` or `dataset_info.json` beside the data is not."""
+"""Endings of what is taken of a folder: a `README.md` or `dataset_info.json` next to the data is not."""
 _EXPANSION = 4
 """How much longer text is than its compressed file, roughly: it decides which files share a unit, and no more."""
 _LISTING_THREADS = 16
 
 _log = get_logger(__name__)
 
+_T = TypeVar("_T")
+
 Kind = Literal["text", "jsonl", "parquet", "huggingface"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides which ids come out, beside the sources and the tokenizer; equal options give equal sets."""
+    """What decides which ids come out, besides the sources and the tokenizer; equal options give equal sets."""
 
     field: str = "text"
     column: str = "text"
@@ -215,7 +217,7 @@ def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: 
         for origin, cuts in found:
             pieces += [Piece(len(origins), *cut) for cut in cuts]
             origins.append(origin)
-    units = tuple(_units(pieces, options.unit_bytes))
+    units = tuple(map(tuple, _grouped(pieces, lambda piece: piece.size_bytes, options.unit_bytes)))
     return Plan(FORMAT, name, tokenizer.fingerprint, tokenizer.release, options, tuple(sources), tuple(origins), units)
 
 
@@ -233,7 +235,7 @@ def _look(
     files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         looked = list(threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options)))
-    tell_left_out(EMPTY, [origin.name for origin, _ in looked if origin.stamp[1] == "0"])
+    tell_empty(origin.stamp for origin, _ in looked)
     yield from looked
 
 
@@ -244,9 +246,12 @@ def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Orig
     if kind == "parquet":
         shape = parquet_shape(file, options.column)
         sizes = [max(group.size_bytes, 1) if group.rows else 0 for group in shape.groups]
-        return Origin(kind, file.name, number, stamp, holds_ids=shape.holds_ids), list(_together(sizes, limit))
+        groups = _grouped(range(len(sizes)), sizes.__getitem__, limit)
+        held = ((group, sum(sizes[row_group] for row_group in group)) for group in groups)
+        cuts: list[Cut] = [(group[0], group[-1] + 1, size) for group, size in held if size]
+        return Origin(kind, file.name, number, stamp, holds_ids=shape.holds_ids), cuts
     whole = Origin(kind, file.name, number, stamp)
-    if size is None:  # it fills a unit of its own, and may be empty
+    if size is None:  # it fills a unit alone, and may be empty
         return whole, [(0, None, limit)]
     is_packed = file.name.casefold().endswith(COMPRESSED)
     if kind == "jsonl" and not is_packed and size > limit:
@@ -286,25 +291,16 @@ def kind_of(name: str) -> Kind:
     return "parquet" if bare.endswith(_TABLE) else "jsonl" if bare.endswith(_LINES) else "text"
 
 
-def _together(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
-    """Row groups that follow each other, as many as fit into a unit."""
-    start, held = 0, 0
-    for number, size in enumerate(sizes):
+def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
+    """Items that follow each other, as many as fit into a unit."""
+    group: list[_T] = []
+    held = 0
+    for item in items:
+        size = size_of(item)
         if held and held + size > limit:
-            yield start, number, held
-            start, held = number, 0
+            yield group
+            group, held = [], 0
+        group.append(item)
         held += size
-    if held:
-        yield start, len(sizes), held
-
-
-def _units(pieces: Sequence[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
-    """Pieces that follow each other, as many as fit into a unit."""
-    unit: list[Piece] = []
-    for piece in pieces:
-        if unit and size_of(unit) + piece.size_bytes > limit:
-            yield tuple(unit)
-            unit = []
-        unit.append(piece)
-    if unit:
-        yield tuple(unit)
+    if group:
+        yield group
