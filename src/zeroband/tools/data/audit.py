@@ -3,7 +3,7 @@
     zeroband data audit RUN_DIR
 
 Where data is private, each node's samples are counted by themselves.
-Exit codes: 0 every sample once; 3 repeated or skipped samples or rounds that nobody recorded; 2 nothing to audit: no
+Exit codes: 0 every sample once; 3 repeated or skipped samples or rounds without a record; 2 nothing to audit: no
 run there, or one that trained no sample.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,19 +166,18 @@ def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 def read_rounds(run_dir: Path) -> list[AuditedRound]:
     """The committed rounds in the events of all nodes of a run."""
-    return [
-        _round_of(event)
-        for path in sorted(run_dir.glob(f"*/{EVENTS_FILE}"))
-        for event in JsonlTail(path).read()
-        if event.get("kind") == "round_committed"
-    ]
+    return [_round_of(event) for event in _events(run_dir, "round_committed")]
+
+
+def _events(run_dir: Path, kind: str) -> Iterator[Mapping[str, Any]]:
+    for path in sorted(run_dir.glob(f"*/{EVENTS_FILE}")):
+        yield from (event for event in JsonlTail(path).read() if event.get("kind") == kind)
 
 
 def read_left_out(run_dir: Path) -> dict[str, list[Range]]:
     """What rollbacks of a run skipped on purpose, in the events of all its nodes; by corpus."""
-    events = [event for path in sorted(run_dir.glob(f"*/{EVENTS_FILE}")) for event in JsonlTail(path).read()]
     left_out = defaultdict[str, list[Range]](list)
-    for skipped in (event.get("skipped", {}) for event in events if event.get("kind") == "rolled_back"):
+    for skipped in (event.get("skipped", {}) for event in _events(run_dir, "rolled_back")):
         by_corpus = skipped if isinstance(skipped, dict) else {SHARED: skipped}  # a list in earlier versions
         for corpus, spans in by_corpus.items():
             left_out[corpus] += [(start, stop) for start, stop in spans]

@@ -6,11 +6,12 @@ Exit codes: 0 all is well; 2 there is no such set, or it cannot be read; 3 with 
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,9 @@ from zeroband.data.shard_set import (
     hashes_digest,
     npy_header,
 )
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.status import human_bytes
 from zeroband.tools.arguments import parser_of
 from zeroband.tools.data.folder import Folder, open_out
@@ -47,99 +49,78 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokenizer", metavar="T", help="where the tokenizer lies now, to write samples as text")
     parser.add_argument("--verify", action="store_true", help="read everything, and compare it with its hashes")
     options = parser.parse_args(argv)
-    files = _Files(options.out)
-    found = files.manifest()
+    found, storage = _manifest(options.out), TokenStorage(options.out, 0.0)
     _describe(found)
     if options.samples:
-        _show_samples(files, found, options.samples, options.tokenizer or found.tokenizer)
+        _show_samples(storage, found, options.samples, options.tokenizer or found.tokenizer)
     if not options.verify:
         return 0
-    broken = list(files.broken(found))
+    broken = list(_broken(storage, found))
     for name in broken:
         print(f"damaged    {name}")
     print(f"verified   {len(found.shards) + 1 - len(broken)} of {len(found.shards) + 1} files are whole")
     return _EXIT_DAMAGED if broken else 0
 
 
-class _Files:
-    """The files of a set, read in ranges. Raises ConfigError naming the one that cannot be read."""
+def _manifest(out: str) -> ShardSet:
+    """What the set is. Raises ConfigError where there is none, or half of one."""
+    try:
+        found = Folder(open_out(out)).manifest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {out}: {error}") from error
+    if found is None:
+        raise ConfigError(
+            f"{out} holds no finished set: it has no {MANIFEST}; give the folder that zeroband data prepare wrote, "
+            "after it has come to its end"
+        )
+    return found
 
-    def __init__(self, out: str) -> None:
-        self._storage = open_out(out)
-        self._out = out
 
-    def manifest(self) -> ShardSet:
-        """What the set is. Raises ConfigError where there is none, or half of one."""
-        try:
-            found = Folder(self._storage).manifest()
-        except OSError as error:
-            raise ConfigError(f"cannot read {self._out}: {error}") from error
-        if found is None:
-            raise ConfigError(
-                f"{self._out} holds no finished set: it has no {MANIFEST}; give the folder that zeroband data prepare "
-                "wrote, after it has come to its end"
-            )
-        return found
+def _broken(storage: TokenStorage, found: ShardSet) -> Iterator[str]:
+    """Names of files that are missing, or are not what the hashes say. Reads all of them, several at a time."""
+    hashes = _values(storage, HASHES, found.n_blocks, np.dtype("<u8"))
+    if hashes is None or hashes_digest(hashes) != found.hashes:
+        yield HASHES
+        hashes = None
+    counts = [blocks_of(shard.tokens, found.block_tokens) for shard in found.shards]
+    firsts = np.cumsum([0, *counts])[:-1].tolist()
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
+        whole = threads.map(partial(_is_whole, storage, found, hashes), found.shards, firsts)
+        yield from (shard.name for shard, is_whole in zip(found.shards, whole, strict=True) if not is_whole)
 
-    def ids(self, shard: Shard, dtype: str, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """The ids start..stop-1 of a shard; fewer where its file ends before."""
-        size = np.dtype(dtype).itemsize
-        content = self._read(shard.name, NPY_HEADER_BYTES + start * size, NPY_HEADER_BYTES + stop * size)
-        return np.frombuffer(content[: len(content) // size * size], dtype=dtype)
 
-    def _read(self, name: str, start: int, stop: int) -> bytes:
-        try:
-            return self._storage.read_range(name, start, stop)
-        except OSError as error:
-            raise ConfigError(f"cannot read {self._out}/{name}: {error}") from error
-
-    def broken(self, found: ShardSet) -> Iterator[str]:
-        """Names of files that are missing, or are not what the hashes say. Reads all of them, several at a time."""
-        hashes = self._hashes(found)
-        if hashes is None:
-            yield HASHES
-        first = 0
-        spans: list[npt.NDArray[np.uint64] | None] = []
-        for shard in found.shards:
-            blocks = blocks_of(shard.tokens, found.block_tokens)
-            spans.append(None if hashes is None else hashes[first : first + blocks])
-            first += blocks
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
-            whole = threads.map(self._is_whole, itertools.repeat(found), found.shards, spans)
-            yield from (shard.name for shard, is_whole in zip(found.shards, whole, strict=True) if not is_whole)
-
-    def _hashes(self, found: ShardSet) -> npt.NDArray[np.uint64] | None:
-        """The hashes of all blocks; None where their file is not what the manifest says."""
-        try:
-            content = self._read(HASHES, 0, NPY_HEADER_BYTES + 8 * found.n_blocks + 1)
-        except ConfigError:
-            return None
-        if content[:NPY_HEADER_BYTES] != npy_header(found.n_blocks, np.dtype("<u8")):
-            return None
-        if len(content) != NPY_HEADER_BYTES + 8 * found.n_blocks:
-            return None
-        hashes = np.frombuffer(content[NPY_HEADER_BYTES:], dtype="<u8")
-        return hashes if hashes_digest(hashes) == found.hashes else None
-
-    def _is_whole(self, found: ShardSet, shard: Shard, hashes: npt.NDArray[np.uint64] | None) -> bool:
-        """Whether a shard is what its hashes say; without them, whether it is there and as long as it should be."""
-        dtype = np.dtype(found.dtype)
-        try:
-            size = NPY_HEADER_BYTES + shard.tokens * dtype.itemsize
-            if self._read(shard.name, 0, NPY_HEADER_BYTES) != npy_header(shard.tokens, dtype):
-                return False
-            if len(self._read(shard.name, size - 1, size + 1)) != 1:
-                return False
-            step = _BLOCKS_AT_ONCE * found.block_tokens
-            for start in range(0, shard.tokens if hashes is not None else 0, step):
-                ids = self.ids(shard, found.dtype, start, min(start + step, shard.tokens))
-                block = start // found.block_tokens
-                seen = block_hashes(ids, found.block_tokens)
-                if hashes is None or not np.array_equal(seen, hashes[block : block + len(seen)]):
-                    return False
-        except ConfigError:
+def _is_whole(
+    storage: TokenStorage, found: ShardSet, hashes: npt.NDArray[np.uint64] | None, shard: Shard, first: int
+) -> bool:
+    """Whether a shard is what its hashes say, from the `first` on; without them, whether it is as long as it should."""
+    dtype, step = np.dtype(found.dtype), _BLOCKS_AT_ONCE * found.block_tokens
+    if hashes is None:
+        return _values(storage, shard.name, shard.tokens, dtype, stop=0) is not None
+    for start in range(0, shard.tokens, step):
+        ids = _values(storage, shard.name, shard.tokens, dtype, start, min(start + step, shard.tokens))
+        block = first + start // found.block_tokens
+        if ids is None:
             return False
-        return True
+        seen = block_hashes(ids, found.block_tokens)
+        if not np.array_equal(seen, hashes[block : block + len(seen)]):
+            return False
+    return True
+
+
+def _values(
+    storage: TokenStorage, name: str, count: int, dtype: np.dtype[Any], start: int = 0, stop: int | None = None
+) -> npt.NDArray[Any] | None:
+    """The values start..stop-1 of a `.npy` file; None where it is not there, or holds something else than `count`."""
+    path, stop = f"{storage.root.rstrip('/')}/{name}", count if stop is None else stop
+    try:
+        if start == 0:
+            is_right = storage.size(path) == NPY_HEADER_BYTES + count * dtype.itemsize
+            if not is_right or storage.read(path, 0, NPY_HEADER_BYTES) != npy_header(count, dtype):
+                return None
+        first = NPY_HEADER_BYTES + start * dtype.itemsize
+        return np.frombuffer(storage.read(path, first, first + (stop - start) * dtype.itemsize), dtype=dtype)
+    except StorageLost:
+        return None
 
 
 def _describe(found: ShardSet) -> None:
@@ -158,14 +139,17 @@ def _describe(found: ShardSet) -> None:
     print(f"set        {found.fingerprint}")
 
 
-def _show_samples(files: _Files, found: ShardSet, samples: int, name: str) -> None:
+def _show_samples(storage: TokenStorage, found: ShardSet, samples: int, name: str) -> None:
     """Print the beginnings of some documents, the same ones each time."""
     tokenizer = _tokenizer_of(found, name)
     choose = random.Random(found.fingerprint)
     for _ in range(samples):
         (shard,) = choose.choices(found.shards, weights=[shard.tokens for shard in found.shards])
         start = choose.randrange(shard.tokens)
-        ids = files.ids(shard, found.dtype, start, min(start + _WINDOW, shard.tokens))
+        stop = min(start + _WINDOW, shard.tokens)
+        ids = _values(storage, shard.name, shard.tokens, np.dtype(found.dtype), start, stop)
+        if ids is None:
+            raise ConfigError(f"cannot read {storage.root}/{shard.name}: it is missing or cut; `--verify` tells more")
         ends = np.flatnonzero(ids[:-1] == found.end_of_document)
         begin = int(ends[0]) + 1 if len(ends) else 0
         ends = np.flatnonzero(ids[begin:] == found.end_of_document)

@@ -15,10 +15,14 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.data import DataConfig
@@ -30,14 +34,24 @@ from zeroband.node.processors import usable_processors
 from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.arguments import bounded, parser_of
-from zeroband.tools.data.duplicates import find_duplicates, flags_file
-from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
+from zeroband.tools.data.folder import (
+    WORK,
+    Folder,
+    UnitRecord,
+    alone_in,
+    find_duplicates,
+    flags_file,
+    open_out,
+    writing_to,
+)
 from zeroband.tools.data.plan import Looking, Options, Plan, differences, make_plan, size_of
-from zeroband.tools.data.progress import Shown, say_warning, warnings_to
 from zeroband.tools.data.units import Task
-from zeroband.tools.data.workers import Pool
+from zeroband.tools.data.workers import Pool, say_warning, warnings_to
 
 _EXIT_INTERRUPTED = 130
+_LINE_EVERY_S = 10.0
+_RATE_OVER_S = 600.0
+"""Time behind the rate by which the time to go is told."""
 _WORDS = {
     "set data.source.binary = true to train on its bytes": "give --binary to take its bytes, with --tokenizer byte",
     "data.source.paths: ": "",
@@ -209,9 +223,7 @@ class _Preparation:
             with contextlib.ExitStack() as stack:
                 workers = self._open_workers(plan, self._out, self._given.workers, self._given.retry_s)
                 pool = stack.enter_context(workers)
-                scratch = stack.enter_context(_scratch(self._folder))
-                spans = self._hash_all(pool, scratch) if plan.options.dedup and len(records) < len(plan.units) else None
-                self._tokenize_all(pool, records, spans, scratch)
+                self._make_units(pool, stack.enter_context(_scratch(self._folder)), records)
         except KeyboardInterrupt:
             done = len(self._folder.records(plan))
             print(
@@ -226,37 +238,28 @@ class _Preparation:
         self._report(made, ordered, (made.tokens - before) / took_s)
         return 0
 
-    def _hash_all(self, pool: Pool, scratch: Path) -> Mapping[int, tuple[int, int]]:
-        """Have all documents hashed, and find copies. Returns where the flags of each unit begin and end."""
-        plan, there = self._plan, self._folder.hashed()
-        done = sum(size_of(plan.units[unit]) for unit in there)
-        shown = Shown("comparing", plan.size_bytes, done, sys.stdout)
-        with shown.block:
-            tasks = (Task(unit, is_for_hashes=True) for unit in range(len(plan.units)) if unit not in there)
-            pool.run(tasks, shown.advance, lambda task, _: shown.finish(size_of(plan.units[task.unit])))
-        return find_duplicates(self._folder, self._folder.hashed(), scratch)
+    def _make_units(self, pool: Pool, scratch: Path, records: dict[int, UnitRecord]) -> None:
+        """Have all units made that are not finished, and add their records; copies are found first."""
+        units, spans = range(len(self._plan.units)), None
+        if self._plan.options.dedup and len(records) < len(units):
+            there = self._folder.hashed()
+            self._run(pool, "comparing", [Task(unit, is_for_hashes=True) for unit in units if unit not in there], {})
+            spans = find_duplicates(self._folder, self._folder.hashed(), scratch)
+        flags = {unit: None if spans is None else (str(flags_file(scratch)), *spans[unit]) for unit in units}
+        self._run(pool, "tokens", [Task(unit, flags=flags[unit]) for unit in units if unit not in records], records)
 
-    def _tokenize_all(
-        self, pool: Pool, records: dict[int, UnitRecord], spans: Mapping[int, tuple[int, int]] | None, scratch: Path
-    ) -> None:
-        """Have all units made that are not finished, and add their records."""
-        plan = self._plan
-        done = sum(size_of(plan.units[unit]) for unit in records)
-        shown = Shown("tokens", plan.size_bytes, done, sys.stdout)
+    def _run(self, pool: Pool, what: str, tasks: Sequence[Task], records: dict[int, UnitRecord]) -> None:
+        """Have tasks done, show how far they are, and keep the records of units that they made."""
+        sizes = list(map(size_of, self._plan.units))
+        shown = Shown(what, sum(sizes), sum(sizes) - sum(sizes[task.unit] for task in tasks), sys.stdout)
 
-        tasks = [
-            Task(unit, flags=None if spans is None else (str(flags_file(scratch)), *spans[unit]))
-            for unit in range(len(plan.units))
-            if unit not in records
-        ]
-
-        def add(task: Task, record: UnitRecord | None) -> None:
-            assert record is not None, task
-            records[task.unit] = record
-            shown.finish(size_of(plan.units[task.unit]))
+        def keep(task: Task, record: UnitRecord | None) -> None:
+            if record is not None:
+                records[task.unit] = record
+            shown.finish(sizes[task.unit])
 
         with shown.block:
-            pool.run(tasks, shown.advance, add)
+            pool.run(tasks, shown.advance, keep)
 
     def _report(self, made: ShardSet, records: Sequence[UnitRecord], tokens_per_s: float) -> None:
         """Print what came of it, and what to type next."""
@@ -272,6 +275,58 @@ class _Preparation:
         if made.packed_length is not None:
             print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
         print(f"look at it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
+
+
+class Shown:
+    """What of some bytes of text is done, and how many tokens they gave.
+
+    total: bytes of all of it, as the plan has them; done: of what was finished before.
+    """
+
+    def __init__(self, what: str, total: int, done: int, stream: TextIO, now: Callable[[], float] = time.monotonic):
+        self._what, self._stream, self._now = what, stream, now
+        self._total = max(total, 1)
+        self._finished, self._read, self._tokens = done, 0, 0
+        self._line_s = now()
+        console = Console(file=stream)
+        self._is_live = stream.isatty() and not console.is_dumb_terminal
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[counts]}"),
+        )
+        self.block = Progress(
+            *(*columns, TimeRemainingColumn()),
+            console=console,
+            get_time=now,
+            disable=not self._is_live,
+            speed_estimate_period=_RATE_OVER_S,
+        )
+        """The time in which it is shown."""
+        self.block.add_task(what, total=self._total, completed=done, counts="")
+
+    def advance(self, size_bytes: int, tokens: int) -> None:
+        """Take note of text that was read."""
+        self._read += size_bytes
+        self._tokens += tokens
+        self._show()
+
+    def finish(self, planned_bytes: int) -> None:
+        """Take note of a unit that is finished, by what the plan has of it: what was read may be more or less."""
+        self._finished += planned_bytes
+        self._read = max(0, self._read - planned_bytes)
+        self._show()
+
+    def _show(self) -> None:
+        (task,) = self.block.tasks
+        rate = self._tokens / max(task.elapsed or 0.0, 1e-9)
+        counts = f"{human_count(self._tokens)} tokens, {human_count(rate)}/s"
+        self.block.update(task.id, completed=min(self._total, self._finished + self._read), counts=counts)
+        if not self._is_live and self._now() - self._line_s >= _LINE_EVERY_S:
+            self._line_s = self._now()
+            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+            print(f"{self._what}: {task.percentage:.0f}%, {counts}{left}", file=self._stream, flush=True)
 
 
 def _bad_rows(records: Sequence[UnitRecord]) -> str:
@@ -290,8 +345,8 @@ def _section(out: str, made: ShardSet) -> str:
 @contextlib.contextmanager
 def _scratch(folder: Folder) -> Generator[Path]:
     """A folder of this machine for the search of duplicates, which may be large."""
-    beside = Path(folder.storage.url) / WORK if isinstance(folder.storage, LocalStorage) else None
-    with tempfile.TemporaryDirectory(dir=beside, prefix="scratch-") as path:
+    here = Path(folder.storage.url) / WORK if isinstance(folder.storage, LocalStorage) else None
+    with tempfile.TemporaryDirectory(dir=here, prefix="scratch-") as path:
         yield Path(path)
 
 

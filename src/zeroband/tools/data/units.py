@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from zeroband.data.files import Files, SourceFile
+from zeroband.data.files import Files
 from zeroband.data.packing import fill_bins
 from zeroband.data.pieces import (
     BadRows,
@@ -33,9 +33,8 @@ from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.data.tokens import encode_documents, in_chunks
 from zeroband.errors import ConfigError
-from zeroband.tools.data.duplicates import flags_of
-from zeroband.tools.data.folder import Folder, UnitRecord
-from zeroband.tools.data.plan import Options, Origin, Piece, Plan
+from zeroband.tools.data.folder import Folder, UnitRecord, flags_of
+from zeroband.tools.data.plan import Origin, Piece, Plan
 
 Flags = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.unsignedinteger]
@@ -54,70 +53,8 @@ class Task(NamedTuple):
     """File of the flags of duplicates, and where those of the unit begin and end in it."""
 
 
-class _Read(NamedTuple):
-    """A document of a unit, or a row of ids that may hold several, and the number of its source."""
-
-    document: Document | IdsRow
-    source: int
-
-    @property
-    def size(self) -> int:
-        return len(self.document.text) if isinstance(self.document, Document) else len(self.document.ids)
-
-
-class _Sources:
-    """The files and data sets of a plan, which must be what they were when it was made."""
-
-    def __init__(self, plan: Plan, retry_s: float) -> None:
-        self._plan = plan
-        self._retry_s = retry_s
-        self._files = Files(retry_s)
-        self._datasets: dict[Origin, Dataset] = {}
-
-    def read(self, unit: Sequence[Piece], on_bad: OnBad) -> Iterator[_Read]:
-        """Yield what a unit holds. Raises ConfigError naming what cannot be read, or has changed; StorageLost."""
-        for piece in unit:
-            origin = self._plan.origins[piece.origin]
-            if origin.kind == "huggingface":
-                found: Iterator[Document | IdsRow] = self._rows(origin, piece, on_bad)
-            else:
-                found = self._of_file(origin, piece, on_bad)
-            yield from (_Read(document, origin.source) for document in found)
-
-    def _of_file(self, origin: Origin, piece: Piece, on_bad: OnBad) -> Iterator[Document | IdsRow]:
-        (file,) = self._files.find([origin.name])
-        _require_unchanged(origin, tuple(file.stamp()))
-        yield from _pieces_of(file, origin, piece, self._plan.options, on_bad)
-        _require_unchanged(origin, tuple(file.stamp()))
-
-    def _rows(self, origin: Origin, piece: Piece, on_bad: OnBad) -> Iterator[Document]:
-        named = origin.dataset(self._plan.options)
-        if origin not in self._datasets:
-            self._datasets[origin] = load_dataset(named, self._retry_s)
-        _require_unchanged(origin, dataset_stamp(self._datasets[origin]))
-        assert piece.stop is not None, piece
-        yield from read_rows(self._datasets[origin], named, piece.start, piece.stop, on_bad)
-
-
-def _pieces_of(
-    file: SourceFile, origin: Origin, piece: Piece, options: Options, on_bad: OnBad
-) -> Iterator[Document | IdsRow]:
-    if origin.kind == "text":
-        return read_text(file, on_bad, takes_bytes=options.binary)
-    if origin.kind == "jsonl":
-        return read_lines(file, options.field, piece.start, math.inf if piece.stop is None else piece.stop, on_bad)
-    assert piece.stop is not None, piece
-    if origin.holds_ids:
-        return read_ids(file, options.column, piece.start, piece.stop)
-    return read_row_groups(file, options.column, piece.start, piece.stop, on_bad, takes_bytes=options.binary)
-
-
-def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
-    if stamp != origin.stamp:
-        raise ConfigError(
-            f"{origin.name} has changed since this preparation began; put it back as it was, or begin again with "
-            "--start-over"
-        )
+_Read = tuple[Document | IdsRow, int]
+"""A document, and the number of its source."""
 
 
 @dataclass
@@ -136,14 +73,17 @@ class _Counts:
 class Units:
     """Makes what a preparation asks for of each unit, and puts it into OUT.
 
-    retry_s: how long a storage of sources that fails is asked again. Raises: ConfigError, StorageLost, OSError of OUT.
+    retry_s: how long a storage of sources that fails is asked again. Raises: ConfigError naming what cannot be read, or
+    has changed since the plan was made; StorageLost, OSError of OUT.
     """
 
     def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer], retry_s: float) -> None:
         self._plan = plan
         self._folder = folder
         self._open_tokenizer = tokenizer
-        self._sources = _Sources(plan, retry_s)
+        self._retry_s = retry_s
+        self._files = Files(retry_s)
+        self._datasets: dict[Origin, Dataset] = {}
         self._bad = BadRows()
 
     @cached_property
@@ -163,70 +103,46 @@ class Units:
             return None
         return self._tokenize(task.unit, None if task.flags is None else flags_of(*task.flags), on_progress)
 
-    def _hash_documents(self, unit: int, on_progress: OnProgress) -> None:
-        """Keep the hash of each document of a unit."""
-        found: list[bytes] = []
-        for chunk in in_chunks(self._documents(unit), lambda read: read.size):
-            found += [_hash_of(read.document) if read.size else bytes(16) for read in chunk]
-            on_progress(sum(read.size for read in chunk), 0)
-        self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
-
-    def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
-        """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
-        counts, number = _Counts(), 0
-        self._bad = BadRows()
-        end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
-        with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
-            for chunk in in_chunks(self._documents(unit), lambda read: read.size):
-                dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
-                number += len(chunk)
-                kept = self._kept(chunk, dropped, counts)
-                draft.append([part for ids in kept for part in (ids, end)])
-                written = [len(ids) + 1 for ids in kept]
-                counts.lengths += written
-                on_progress(sum(read.size for read in chunk), sum(written))
-            record = self._write(unit, draft, counts)
-        self._folder.record(unit, record)
-        return record
-
-    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _Counts) -> list[Ids]:
-        """Ids of the documents that are kept."""
-        kept: list[Ids] = []
-        full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read.size and not is_dropped]
-        counts.duplicates += int(dropped.sum())
-        counts.empty += len(chunk) - len(full) - int(dropped.sum())
-        counts.text_bytes += sum(read.size for read in chunk)
-        options = self._plan.options
-        for read, ids in zip(full, self._encoded([read.document for read in full]), strict=True):
-            if ids is None:
-                continue
-            if not len(ids):
-                counts.empty += 1
-            elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
-                counts.filtered += 1
-            else:
-                counts.of_sources[read.source] += 1
-                kept.append(ids)
-        return kept
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def _on_bad(self) -> OnBad:
         return self._bad if self._plan.options.skip_bad_rows else refuse
 
-    def _documents(self, unit: int) -> Iterator[_Read]:
-        """The documents of a unit."""
-        for read in self._sources.read(self._plan.units[unit], self._on_bad):
-            if isinstance(read.document, IdsRow):
-                yield from (_Read(document, read.source) for document in self._split(read.document))
-            else:
-                yield read
+    def _chunks(self, unit: int) -> Iterator[list[_Read]]:
+        """The documents of a unit, many at a time."""
+        return in_chunks(self._documents(unit), lambda read: read[0].size)
 
-    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[Ids | None]:
-        """The ids of each; None for one that cannot be used."""
-        texts = [document for document in documents if isinstance(document, Document)]
-        encoded = iter(encode_documents(self._tokenizer, texts, self._on_bad))
-        for document in documents:
-            yield next(encoded) if isinstance(document, Document) else document.ids.astype(np.uint32)
+    def _documents(self, unit: int) -> Iterator[_Read]:
+        for piece in self._plan.units[unit]:
+            origin = self._plan.origins[piece.origin]
+            for found in (
+                self._of_dataset(origin, piece) if origin.kind == "huggingface" else self._of_file(origin, piece)
+            ):
+                documents = self._split(found) if isinstance(found, IdsRow) else [found]
+                yield from ((document, origin.source) for document in documents)
+
+    def _of_file(self, origin: Origin, piece: Piece) -> Iterator[Document | IdsRow]:
+        (file,) = self._files.find([origin.name])
+        options, start, stop = self._plan.options, piece.start, piece.stop
+        _require_unchanged(origin, tuple(file.stamp()))
+        if origin.kind == "text":
+            yield from read_text(file, self._on_bad, takes_bytes=options.binary)
+        elif origin.kind == "jsonl":
+            yield from read_lines(file, options.field, start, math.inf if stop is None else stop, self._on_bad)
+        elif origin.holds_ids:
+            assert stop is not None, piece
+            yield from read_ids(file, options.column, start, stop)
+        else:
+            yield from read_row_groups(file, options.column, start, stop, self._on_bad, takes_bytes=options.binary)
+        _require_unchanged(origin, tuple(file.stamp()))
+
+    def _of_dataset(self, origin: Origin, piece: Piece) -> Iterator[Document]:
+        named = origin.dataset(self._plan.options)
+        if origin not in self._datasets:
+            self._datasets[origin] = load_dataset(named, self._retry_s)
+        _require_unchanged(origin, dataset_stamp(self._datasets[origin]))
+        return read_rows(self._datasets[origin], named, piece.start, piece.stop, self._on_bad)
 
     def _split(self, row: IdsRow) -> list[IdsRow]:
         """The documents of a row of ids, without their ends: the row may end with the end of one, or hold several."""
@@ -241,7 +157,58 @@ class Units:
         starts = [0, *(ends + 1).tolist()]
         stops = [*ends.tolist(), len(ids)]
         documents = [IdsRow(ids[start:stop], row.where) for start, stop in zip(starts, stops, strict=True)]
-        return documents[:-1] if not len(documents[-1].ids) and len(documents) > 1 else documents
+        return documents[:-1] if not documents[-1].size and len(documents) > 1 else documents
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def _hash_documents(self, unit: int, on_progress: OnProgress) -> None:
+        """Keep the hash of each document of a unit."""
+        found: list[bytes] = []
+        for chunk in self._chunks(unit):
+            found += [_hash_of(document) if document.size else bytes(16) for document, _ in chunk]
+            on_progress(sum(document.size for document, _ in chunk), 0)
+        self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
+
+    def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
+        """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
+        counts, number = _Counts(), 0
+        self._bad = BadRows()
+        end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
+        with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
+            for chunk in self._chunks(unit):
+                dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
+                number += len(chunk)
+                kept = self._kept(chunk, dropped, counts)
+                draft.append([part for ids in kept for part in (ids, end)])
+                written = [len(ids) + 1 for ids in kept]
+                counts.lengths += written
+                on_progress(sum(document.size for document, _ in chunk), sum(written))
+            record = self._write(unit, draft, counts)
+        self._folder.record(unit, record)
+        return record
+
+    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _Counts) -> list[Ids]:
+        """Ids of the documents that are kept."""
+        kept: list[Ids] = []
+        full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read[0].size and not is_dropped]
+        counts.duplicates += int(dropped.sum())
+        counts.empty += len(chunk) - len(full) - int(dropped.sum())
+        counts.text_bytes += sum(document.size for document, _ in chunk)
+        least, most = self._plan.options.min_tokens or 0, self._plan.options.max_tokens or math.inf
+        texts = [document for document, _ in full if isinstance(document, Document)]
+        encoded = iter(encode_documents(self._tokenizer, texts, self._on_bad))
+        for document, source in full:
+            ids = next(encoded) if isinstance(document, Document) else document.ids.astype(np.uint32)
+            if ids is None:  # it cannot be used
+                continue
+            if not len(ids):
+                counts.empty += 1
+            elif not least <= len(ids) <= most:
+                counts.filtered += 1
+            else:
+                counts.of_sources[source] += 1
+                kept.append(ids)
+        return kept
 
     def _write(self, unit: int, draft: ShardDraft, counts: _Counts) -> UnitRecord:
         size = self._plan.options.packed_length
@@ -279,3 +246,11 @@ def _hash_of(document: Document | IdsRow) -> bytes:
         return xxhash.xxh3_128_digest(document.ids.astype("<i8").tobytes())
     text = document.text
     return xxhash.xxh3_128_digest(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
+
+
+def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
+    if stamp != origin.stamp:
+        raise ConfigError(
+            f"{origin.name} has changed since this preparation began; put it back as it was, or begin again with "
+            "--start-over"
+        )

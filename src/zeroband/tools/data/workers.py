@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -23,9 +25,9 @@ from typing import Any, TypeAlias
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.processes import start_leashed
+from zeroband.observe.log import ROOT, format_fields
 from zeroband.tools.data.folder import Folder, UnitRecord, open_out, writing_to
 from zeroband.tools.data.plan import Plan
-from zeroband.tools.data.progress import say_warning, warnings_to
 from zeroband.tools.data.units import OnProgress, Task, Units
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
@@ -37,7 +39,7 @@ OnDone = Callable[[Task, UnitRecord | None], None]
 
 
 class Pool:
-    """Processes of this module, each with a tokenizer of its own that runs on one thread.
+    """Processes of this module, each with its own tokenizer, which runs on one thread.
 
     workers: how many. retry_s: how long a storage of sources that fails is asked again.
     """
@@ -116,6 +118,34 @@ class Pool:
             process.kill()
             process.wait()
             pipe.close()
+
+
+def say_warning(text: str) -> None:
+    """Print what goes wrong and is not the end; above a bar where there is one."""
+    print(f"zeroband data prepare: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def warnings_to(say: Callable[[str], None]) -> Generator[None]:
+    """Have the warnings of this package, and when it is over what they were about, told so inside the block."""
+    logger, handler = logging.getLogger(ROOT), _Told(say)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Told(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"{record.getMessage()} {format_fields(getattr(record, 'fields', {}))}".rstrip())
 
 
 def main(argv: Sequence[str]) -> int:

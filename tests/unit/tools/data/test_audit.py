@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.ledger import SHARED, Range, allocate, holes, settle
+from zeroband.data.ledger import SHARED, allocate, holes, settle
 from zeroband.elastic.membership.records import to_record
 from zeroband.observe.events import EventLog
 from zeroband.tools.data import command
@@ -56,78 +56,44 @@ def having(record: AuditedRound, corpus: str = SHARED, **changes: object) -> Aud
     return replace(record, ledgers={**record.ledgers, corpus: changed})
 
 
-def test_audit_is_exact_where_nobody_is_lost() -> None:
-    result = audit(run_of({}))
-    assert result.is_exact
-    assert result.accounts == {SHARED: Account(trained=100, owed=20)}
+EXACT = {
+    "no member is lost": (run_of({}), 100),
+    "others train what a lost node had": (run_of({2: A, 4: B}), 80),
+    "members use a part of their samples": (run_of({3: B}, unused={1: 3, 2: 9, 3: 10}), 14 + 2 + 0 + 20 + 20),
+    "a late member contributes later": (run_of({}, late={2: B, 3: B}), 80),
+    "a late member never came": (run_of({4: B, 5: B}, late={2: B, 3: B}), 60),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_audit_is_exact_where(case: str) -> None:
+    rounds, trained = EXACT[case]
+    result = audit(rounds)
+    assert result.is_exact and result.accounts == {SHARED: Account(trained=trained, owed=20)}
     assert result.rounds == 5  # of numbers 0 to 5: the founding trains nothing
+    dealt_nothing = [*rounds[:3], replace(rounds[3], used={**rounds[3].used, C: 10}), *rounds[4:]]
+    assert audit(dealt_nothing) == result, "a member that was dealt nothing contributes"
 
 
-def test_audit_is_exact_where_a_lost_node_s_samples_are_trained_by_others() -> None:
-    result = audit(run_of({2: A, 4: B}))
-    assert result.is_exact
-    assert result.accounts == {SHARED: Account(trained=80, owed=20)}
-
-
-def test_audit_is_exact_where_a_member_contributes_that_was_dealt_nothing() -> None:
-    rounds = run_of({})
-    rounds[3] = replace(rounds[3], used={**rounds[3].used, C: 10})
-    assert audit(rounds) == audit(run_of({}))
-
-
-def test_audit_is_exact_where_members_use_a_part_of_their_samples() -> None:
-    result = audit(run_of({3: B}, unused={1: 3, 2: 9, 3: 10}))
-    assert result.is_exact
-    assert result.accounts == {SHARED: Account(trained=14 + 2 + 0 + 20 + 20, owed=20)}
-
-
-def test_audit_is_exact_where_a_late_member_contributes_later() -> None:
-    history = run_of({}, late={2: B, 3: B})
+def test_late_member_keeps_its_samples() -> None:
+    history, _ = EXACT["a late member contributes later"]
     assert history[4].used == {A: 10, B: 10}
     assert history[3].ledgers[SHARED].assigned[B] == history[1].ledgers[SHARED].assigned[B]
-    result = audit(history)
-    assert result.is_exact
-    assert result.accounts == {SHARED: Account(trained=80, owed=20)}
 
 
-def test_audit_is_exact_where_a_late_member_never_came() -> None:
-    result = audit(run_of({4: B, 5: B}, late={2: B, 3: B}))
-    assert result.is_exact
-    assert result.accounts == {SHARED: Account(trained=60, owed=20)}
-
-
-def test_audit_names_samples_that_were_dealt_to_others_while_a_late_member_kept_them() -> None:
-    history = run_of({}, late={2: B})
-    held = history[2].ledgers[SHARED].assigned
-    history[2] = having(history[2], assigned={**held, A: held[B]})
-    account = audit(history).accounts[SHARED]
-    assert account.repeated == ((30, 40),)
-    assert account.skipped == ((40, 50),)
-
-
-def test_audit_names_samples_that_were_not_used_and_not_returned() -> None:
-    history = run_of({})
-    history[2] = replace(history[2], used={A: 10, B: 4})
-    result = audit(history)
-    assert result.accounts[SHARED].skipped == ((34, 40),)
-    assert not result.is_exact
-
-
-def test_audit_names_samples_that_were_handed_out_twice() -> None:
-    history = run_of({})
-    stolen: dict[str, tuple[Range, ...]] = {A: ((0, 10),), B: history[2].ledgers[SHARED].assigned[B]}
-    history[2] = having(history[2], assigned=stolen)
-    result = audit(history)
-    assert result.accounts[SHARED].repeated == ((0, 10),)
-    assert result.accounts[SHARED].skipped == ((40, 50),)
-    assert not result.is_exact
-
-
-def test_audit_names_rounds_that_nobody_recorded() -> None:
-    history = run_of({})
+def test_audit_names_what_is_repeated_skipped_and_unknown() -> None:
+    history, late = run_of({}), run_of({}, late={2: B})
+    held, dealt = late[2].ledgers[SHARED].assigned, history[2].ledgers[SHARED].assigned
+    for rounds, changed, repeated, skipped in (
+        (late, having(late[2], assigned={**held, A: held[B]}), ((30, 40),), ((40, 50),)),  # dealt on while it was kept
+        (history, replace(history[2], used={A: 10, B: 4}), (), ((34, 40),)),  # neither used nor returned
+        (history, having(history[2], assigned={A: ((0, 10),), B: dealt[B]}), ((0, 10),), ((40, 50),)),  # dealt twice
+    ):
+        result = audit([*rounds[:2], changed, *rounds[3:]])
+        assert (result.accounts[SHARED].repeated, result.accounts[SHARED].skipped) == (repeated, skipped)
+        assert not result.is_exact
     result = audit([record for record in history if record.round != 3])
-    assert result.missing_rounds == (3,)
-    assert not result.is_exact
+    assert result.missing_rounds == (3,) and not result.is_exact
 
 
 def emit(log: EventLog, record: AuditedRound, progress: object = None) -> None:
@@ -156,12 +122,11 @@ def test_command_reads_what_several_nodes_recorded(tmp_path: Path, capsys: pytes
     assert "samples repeated   0" in capsys.readouterr().out
 
 
-def test_command_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_a_folder_without_a_run_or_a_trained_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-
-
-def test_command_fails_where_no_sample_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emit(EventLog(tmp_path / "run" / "a"), run_of({})[0])
     assert main([str(tmp_path / "run")]) == 2
     assert "trained no samples, so there is nothing to audit" in capsys.readouterr().err
@@ -198,30 +163,19 @@ def test_audit_is_exact_where_a_run_began_again_on_an_earlier_state(after: int, 
     assert result.trained == sum(sum(r.used.values()) for r in history[: after + 1]) + 30
 
 
-def test_audit_takes_the_newest_of_two_lines_on_one_state() -> None:
+def test_audit_follows_the_newest_line_and_what_it_inherited() -> None:
     history = run_of({})
-    dead = again(history, 3, name="dead")
     newest = [replace(r, at_s=100.0 + r.round) for r in again(history, 3, gap=1, name="newest")]
-    result = audit([*newest, *dead, *history])
-    assert result.is_exact and result.trained == 60 + 30
-
-
-def test_audit_of_a_run_that_began_on_the_state_of_another_trusts_that_one() -> None:
-    result = audit(again(run_of({}), 3))
-    assert result.is_exact and result.trained == 60 + 30
-
-
-def test_audit_shows_a_line_that_repeats_what_it_inherited() -> None:
-    history = run_of({})
+    for rounds in (
+        [*newest, *again(history, 3, name="dead"), *history],
+        again(history, 3),  # on the state of another run, of which nothing is recorded
+    ):
+        result = audit(rounds)
+        assert result.is_exact and result.trained == 60 + 30
     line = again(history, 3)
     line[0] = having(line[0], next=80, returned=((60, 80),), assigned={C: ((0, 20),)})
-    assert not audit([*history, *line]).is_exact
-
-
-def test_audit_names_rounds_of_an_earlier_line_that_nobody_recorded() -> None:
-    history = run_of({})
-    result = audit([*(r for r in history if r.round != 2), *again(history, 3)])
-    assert result.missing_rounds == (2,)
+    assert not audit([*history, *line]).is_exact, "it repeats what it inherited"
+    assert audit([*(r for r in history if r.round != 2), *again(history, 3)]).missing_rounds == (2,)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8), st.integers(0, 30))

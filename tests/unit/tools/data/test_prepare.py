@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import random
 import shutil
@@ -15,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.buckets import gcs_server
-from tests.text_server import refusing, text_server, without_sizes
+from tests.text_server import text_server, without_sizes
+from tests.unit.data.made_tokenizers import byte_level
 from tests.unit.data.prepared import FileServer
 from tests.unit.tools.data.preparations import END, bytes_of, ids_of, manifest_of, prepare, texts_of, write_lines
 
@@ -377,14 +377,8 @@ def test_sources_in_another_order_are_refused_and_by_other_names_are_not(
 def test_tokenizer_by_another_name_is_the_same_one_if_it_gives_the_same_ids(
     lines: Path, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     for name, merges in (("one", []), ("other", [("0", "1")])):
-        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate([*letters, "01"])}, merges))
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-        fast.save_pretrained(tmp_path / name)
+        byte_level(tmp_path / name, {"01": 256}, merges, end="<end>")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one", order=interrupt) == 130
     with pytest.raises(ConfigError, match=r"--tokenizer was '.*/one' .* and is '.*/other' .*, which gives other ids"):
@@ -406,7 +400,7 @@ def test_source_that_changes_in_the_middle_is_named(lines: Path, out: Path) -> N
     assert not (out / "manifest.json").exists()
 
 
-def test_folder_with_other_files_is_not_written_to(lines: Path, out: Path) -> None:
+def test_place_that_cannot_be_written_to_or_holds_other_files_is_named(lines: Path, out: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation that could go on"):
@@ -414,6 +408,10 @@ def test_folder_with_other_files_is_not_written_to(lines: Path, out: Path) -> No
     with pytest.raises(ConfigError, match=r"--start-over removes what this command wrote, .* holds 'thesis\.txt', too"):
         prepare(lines, out, "--start-over")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+    with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; what is finished stays"):
+        prepare(lines, out / "thesis.txt")
+    with pytest.raises(ConfigError, match=r"OUT='nosuch://a' cannot be opened"):
+        prepare(lines, "nosuch://a")
 
 
 def test_second_preparation_of_a_folder_is_refused_while_the_first_one_writes(lines: Path, out: Path) -> None:
@@ -522,23 +520,6 @@ def test_number_out_of_its_bounds_is_refused(
     assert f"{name}: '{value}': input should be greater than" in capsys.readouterr().err
 
 
-def test_place_that_cannot_be_written_to_is_named(lines: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"cannot write to .*file.*: .*; what is finished stays"):
-        prepare(lines, tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"OUT='nosuch://a' cannot be opened"):
-        prepare(lines, "nosuch://a")
-
-
-def test_set_is_written_to_any_url(lines: Path, out: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    assert prepare(lines, out, *SMALL) == 0
-    assert prepare(lines, "memory://bucket/set", *SMALL) == 0
-    found = {path.removeprefix("/bucket/set/"): memory.cat_file(path) for path in memory.find("/bucket/set")}
-    memory.rm("/bucket", recursive=True)
-    assert found == bytes_of(out)
-
-
 @pytest.mark.slow
 def test_set_in_google_cloud_storage_is_whole(tmp_path: Path, gs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of shards that are sent in several parts, too: more than 5 MiB."""
@@ -564,21 +545,6 @@ def server(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     write_parquet(folder / "b.parquet", TEXTS)
     with text_server(folder) as serving:
         yield serving
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("status", [429, 503])
-def test_source_whose_server_fails_is_waited_out_and_that_is_said(
-    server: FileServer, out: Path, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One request in three, whatever is asked for."""
-    turn = itertools.count()
-    server.fault = lambda request: next(turn) % 3 == 0 and refusing([status])(request)
-    assert prepare(f"{server.url}/a.jsonl", f"{server.url}/b.parquet", out, *SMALL) == 0
-    assert texts_of(out) == TEXTS * 2
-    said = capsys.readouterr().err
-    assert f"prepare: the storage of the data fails; trying again file={server.url}/a.jsonl status=" in said
-    assert "prepare: the storage of the data answers again file=" in said
 
 
 @pytest.mark.slow

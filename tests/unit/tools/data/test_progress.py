@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from zeroband.tools.data.progress import Shown
+from zeroband.tools.data.prepare import Shown
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.text_server import text_server
 from tests.unit.tools.data.preparations import write_lines
 
 from zeroband.data.files import Files
@@ -37,17 +36,6 @@ def said(plan: Plan, out: object, task: Task) -> list[tuple[str, Any]]:
     ours.close()
     worker.join(10.0)
     return found
-
-
-def test_server_that_fails_a_worker_is_told_with_its_file_and_status(tmp_path: Path) -> None:
-    (tmp_path / "served").mkdir()
-    write_lines(tmp_path / "served" / "a.jsonl", ["text"])
-    with text_server(tmp_path / "served") as server:
-        plan = plan_of(f"{server.url}/a.jsonl")
-        server.fault = lambda request: request.refuse(503)
-        ((kind, text),) = said(plan, tmp_path / "out", Task(0))
-    assert kind == "error" and "503" in text
-    assert text.startswith(f"{server.url}/a.jsonl: the storage did not give it for 0 s (data.retry_s), at last")
 
 
 def test_defect_of_a_worker_is_told_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
