@@ -39,7 +39,6 @@ from zeroband.data.fetching import SupplyLog
 from zeroband.data.loader import Loader
 from zeroband.data.stored_tokens import BlockMap
 from zeroband.data.token_files import TokenFile, TokenFiles
-from zeroband.data.token_storage import TokenStorage
 from zeroband.errors import ConfigError, StorageLost
 
 TOKENS = 1333
@@ -179,15 +178,6 @@ def test_server_that_sends_whole_files_is_refused(server: FileServer, tmp_path: 
     assert not block_requests(server)
 
 
-@pytest.mark.slow
-def test_server_that_refuses_to_send_what_it_told_the_size_of_is_named(server: FileServer) -> None:
-    storage = TokenStorage(f"{server.url}/part-0.npy", 0.2)
-    assert storage.size(storage.root) > 8
-    server.fault = once({"": 403})  # type: ignore[assignment]
-    with pytest.raises(StorageLost, match="refuses this node's credentials"):
-        storage.read(storage.root, 0, 8)
-
-
 def once(statuses: dict[str, int]) -> object:
     """A fault that answers each path with a status, whenever it is asked for."""
 
@@ -220,30 +210,6 @@ def test_storage_that_stays_silent_is_given_up_after_its_time(server: FileServer
             store.read(0, 1)
         server.fault = lambda _: False
         assert store.read(0, 1) == WHOLE[0], "it is asked again by whoever reads again"
-
-
-@pytest.mark.slow
-def test_credentials_that_are_refused_at_first_are_the_users(server: FileServer, tmp_path: Path) -> None:
-    server.fault = once({"": 403})  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"the storage refuses this node's credentials.*403"):
-        opened(config_of(server.url, tmp_path / "cache"))
-
-
-@pytest.mark.slow
-def test_credentials_that_expire_are_read_again(
-    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = [3]
-
-    def refuse(request: FilesHandler) -> bool:
-        with server.lock:
-            left[0] -= "part-" in request.path
-        return "part-" in request.path and left[0] >= 0 and request.refuse(401)
-
-    with stored(config_of(server.url, tmp_path / "cache")) as store:
-        server.fault = refuse
-        assert store.read(0, 1) == WHOLE[0] and left[0] < 0
-    assert caplog.records[0].message == "the storage of the data fails; reading its credentials again"
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -242,37 +241,3 @@ def test_file_whose_size_nobody_says_is_read_to_its_end(server: FileServer) -> N
     assert read(file) == TEXT
     with file.open() as stream, pytest.raises(ConfigError, match=r"does not say how large .*/a\.txt is, which is read"):
         stream.seek(0, 2)
-
-
-def _errors() -> Iterator[Exception]:
-    aiohttp = pytest.importorskip("aiohttp")
-    yield aiohttp.ServerDisconnectedError()
-    yield aiohttp.ClientPayloadError("cut")
-    retry = pytest.importorskip("gcsfs.retry", reason="needs the extra gcs")
-    yield retry.HttpError({"code": 503, "message": "busy"})
-
-
-@pytest.mark.parametrize("error", list(_errors()), ids=lambda error: type(error).__name__)
-def test_errors_of_clients_that_are_no_errors_of_the_system_are_waited_out_too(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not isinstance(error, OSError)
-    monkeypatch.setattr(files, "pause", lambda _: False)
-    system = fsspec.filesystem("memory")
-    system.pipe_file("/zeroband-failing/a.txt", b"had")
-    failures = [error]
-
-    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def fails_first(*arguments: Any, **options: Any) -> Any:
-            if failures:
-                raise failures.pop()
-            return call(*arguments, **options)
-
-        return fails_first
-
-    for name in ("info", "open"):
-        monkeypatch.setattr(system, name, failing(getattr(system, name)))
-    (file,) = find_files(["memory://zeroband-failing/a.txt"], retry_s=60.0)
-    assert not failures
-    failures += [error, error]
-    assert read(file) == b"had"

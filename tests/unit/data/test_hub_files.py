@@ -175,13 +175,6 @@ def test_file_of_the_hub_that_changes_at_equal_size_is_another(hub: Files, tmp_p
 
 
 @pytest.mark.slow
-def test_hub_out_of_reach_is_an_error_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"^data\.source\.paths: 'hf://datasets/allenai/c4/.* does not answer"):
-        next(documents(data_of("150M", tmp_path).source, seed=0))
-
-
-@pytest.mark.slow
 def test_set_on_the_hub_is_read_through_refusals_and_what_is_not_there_is_named(
     hub: Files, refusals: list[int], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,9 +64,19 @@ def caused(error: Exception, by: Exception) -> Exception:
     return error
 
 
+def of_clients() -> Iterator[tuple[Exception, str]]:
+    """Errors of real clients that are no errors of the system."""
+    aiohttp = pytest.importorskip("aiohttp")
+    yield aiohttp.ServerDisconnectedError(), "passing"
+    yield aiohttp.ClientPayloadError("cut"), "passing"
+    retry = pytest.importorskip("gcsfs.retry", reason="needs the extra gcs")
+    yield retry.HttpError({"code": 503, "message": "busy"}), "passing"
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
+        *of_clients(),
         (ResponseError(503), "passing"),
         (ResponseError(429), "passing"),
         (ResponseError(403), "refused"),
