@@ -136,14 +136,12 @@ class FetchedTokens(StoredTokens):
 
     def _content(self, block: int) -> bytes:
         """The bytes of a block, verified: from the cache, or fetched now, or when who fetches it already has it."""
-        path, _, _ = self.layout.bytes_of(block)
-        check = self.layout.check(block, self._storage.name(path))
         from_s, waited_s = time.monotonic(), 0.0
-        content = self._cached(block, check)
+        content = self._cached(block)
         while content is None:
             if self._stops:
                 raise StorageLost("ids are read no more, as this node ends", can_pass=True)
-            content = self._fetch(block) or self._cached(block, check)
+            content = self._fetch(block) or self._cached(block)
             if content is None:
                 with self._changed:
                     self._changed.wait(_POLL_S)
@@ -153,12 +151,12 @@ class FetchedTokens(StoredTokens):
             self._supply.read(waited_s, len(content))
         return content
 
-    def _cached(self, block: int, check: Callable[[bytes], None]) -> bytes | None:
+    def _cached(self, block: int) -> bytes | None:
         content = self._cache.read(block)
         if content is None:
             return None
         try:
-            check(content)
+            self._check(block)(content)
         except Damaged:
             self._cache.drop(block)
             return None
@@ -171,8 +169,7 @@ class FetchedTokens(StoredTokens):
         with self._cache.claim(block) as put:
             if put is None or self._cache.use(block):
                 return None
-            path, start, stop = self.layout.bytes_of(block)
-            content = self._storage.read(path, start, stop, self.layout.check(block, self._storage.name(path)))
+            content = self._read_block(block)
             put(content)
         self._cache.make_room(self._needed)
         with self._changed:

@@ -186,6 +186,13 @@ class StoredTokens(TokenStore):
     def close(self) -> None:
         self._storage.close()
 
+    def _check(self, block: int) -> Callable[[bytes], None]:
+        return self.layout.check(block, self._storage.name(self.layout.bytes_of(block)[0]))
+
+    def _read_block(self, block: int) -> bytes:
+        """The bytes of a block where they lie, verified. Raises StorageLost."""
+        return self._storage.read(*self.layout.bytes_of(block), self._check(block))
+
 
 class LocalTokens(StoredTokens):
     """Ids in files of this machine: each block is read whole and verified once, then as far as it is needed."""
@@ -227,8 +234,7 @@ class LocalTokens(StoredTokens):
         if self._is_verified.find(False, first, behind) >= 0:
             for number in range(first, behind):
                 if not self._is_verified[number]:
-                    path, begin, end = self.layout.bytes_of(number)
-                    self._storage.read(path, begin, end, self.layout.check(number, path))
+                    self._read_block(number)
                     self._is_verified[number] = True
         path, offset = self._first_bytes[shard]
         return path, offset + start * self._stored_dtype.itemsize
