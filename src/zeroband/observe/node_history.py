@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from zeroband.observe.curves import Moments, Selection
-from zeroband.observe.lines import LossCost
+from zeroband.observe.guarantees import LossCost
 from zeroband.observe.view import (
     ENDED,
     EvaluationView,

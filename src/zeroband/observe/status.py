@@ -16,17 +16,6 @@ from zeroband.observe.log import format_fields
 from zeroband.observe.view import ENDED, SILENT_S, EventView, NodeView, RunView, SourceView
 from zeroband.observe.words import aligned, human_bytes, human_count, listed
 
-__all__ = [
-    "EventView",
-    "NodeView",
-    "RunReader",
-    "RunView",
-    "human_bytes",
-    "human_count",
-    "render",
-    "sent_in_words",
-]
-
 _SHOWN_EVENTS = 8
 
 

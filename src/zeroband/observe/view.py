@@ -70,7 +70,7 @@ class JoinView:
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """Whom the run waits for, and why. No nodes: an order, or nobody in particular."""
+    """Whom the run waits for, and why. No nodes: an order, or no particular one."""
 
     nodes: tuple[str, ...]
     since_s: float
@@ -163,7 +163,7 @@ class RunView:
     events: tuple[EventView, ...] = field(default=(), compare=False)
     """What happened, newest last; the order between nodes is only as good as their clocks."""
     waiting: WaitingFor | None = field(default=None, compare=False)
-    """Whom it waits for now; None: nobody, or that is not known."""
+    """Whom it waits for now; None: for no node, or that is not known."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:

@@ -57,7 +57,7 @@ class _Made:
 
 
 class RunWatch:
-    """Reads a run's facts in a thread of its own, from `start` to `close`; any thread may ask for documents.
+    """Reads a run's facts in its own thread, from `start` to `close`; any thread may ask for documents.
 
     `find`: gives the run's source, or None where there is none yet. `now`: wall clock, for people. `clock`: one that
     never goes back. `work_s`: processor time of the calling thread.
@@ -293,7 +293,7 @@ def find_run(path: Path) -> FolderFacts | None:
 
 
 def read_setting(setting: Setting, source: FactSource) -> Setting:
-    """What the configuration of a run's nodes says, where it lies beside their facts."""
+    """What the configuration of a run's nodes says, where it lies next to their facts."""
     setting = replace(setting, place=source.place, has_all_machines=source.has_all_machines)
     files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))
     if not files:

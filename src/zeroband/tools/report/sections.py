@@ -1,4 +1,4 @@
-"""What a report says beside the page's own documents: what to do next, the audit, cost, configuration. Pure."""
+"""What a report adds to the page's own documents: what to do next, the audit, cost, configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from zeroband.data.ledger import SHARED, Range, count
-from zeroband.observe.commands import command
 from zeroband.observe.history import Axis
 from zeroband.observe.lines import RoundView
 from zeroband.observe.status import lacking_in_words
+from zeroband.observe.words import command
 from zeroband.tools.board.document import Encoder, series_document
 from zeroband.tools.report.record import RunRecord, without_secrets
 

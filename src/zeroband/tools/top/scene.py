@@ -99,7 +99,7 @@ class Chronicle:
             del self._told[next(iter(self._told))]
 
     def say(self, at_s: float, text: str) -> None:
-        """Add a note of one's own; `at_s` is wall clock."""
+        """Add a note; `at_s` is wall clock."""
         self._notes.append(Note(max(0.0, at_s - self._started_at_s), " ".join(text.split())))
         self.said += 1
 

@@ -28,7 +28,7 @@ _MAX_NOTES, _MIN_NOTES = 16, 3
 _MIN_CURVE_HEIGHT, _MAX_CURVE_HEIGHT = 7, 16
 _MAX_CURVE_WIDTH = 110
 _BESIDE_CURVE = 51
-"""Columns for everything beside the curve."""
+"""Columns for everything to the right of the curve."""
 _BETWEEN_BLOCKS = 4
 """Blank lines between the blocks, and the last line."""
 _COUNTED_FROM = 8
@@ -74,8 +74,8 @@ class Screen(ABC):
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     """The redrawn screen where `stream` is a terminal that can show it, else plain lines, as with NO_COLOR.
 
-    FORCE_COLOR makes no terminal of a file, and none of no TERM. `alternate`: on a page of its own, which is gone at
-    the end.
+    FORCE_COLOR makes no terminal of a file, and none of no TERM. `alternate`: on a separate page, which is gone at the
+    end.
     """
     console = Console(file=stream)
     can_redraw = stream.isatty() and bool(os.environ.get("TERM")) and not console.is_dumb_terminal
