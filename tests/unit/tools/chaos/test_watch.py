@@ -15,9 +15,8 @@ from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdic
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.meddling import CLOCK_AHEAD_S
-from zeroband.tools.chaos.plan import Kind, PlannedFault
+from zeroband.tools.chaos.effects import CLOCK_AHEAD_S
+from zeroband.tools.chaos.plan import InjectedFault, Kind, PlannedFault
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 
 MEMBERS = ("node0#a", "node1#a", "node2#a")
@@ -48,7 +47,7 @@ class Scene:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
-        self.files = NodeFiles(run_dir, ["node0", "node1", "node2"], began_at_s=1000.0)
+        self.files = NodeFiles(run_dir, began_at_s=1000.0)
         self.watch = Watch(cast(RedisStore, self.store), self.files, run_dir, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
