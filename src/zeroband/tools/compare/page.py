@@ -98,7 +98,7 @@ def table(report: ComparisonResult) -> str:
 
 
 def document(report: ComparisonResult, figures: Sequence[str]) -> str:
-    """The whole document: the table first, then what it was made of. `figures`: names of the files beside it."""
+    """The whole document: the table first, then what it was made of. `figures`: names of the files next to it."""
     meanings = [f"{name}{f' ({UNITS[name]})' if name in UNITS else ''}: {meaning}" for name, meaning in COLUMNS.items()]
     runs = _table(("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes))
     images = [
