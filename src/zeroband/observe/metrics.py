@@ -6,13 +6,14 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from zeroband.observe.events import EVENTS, EVENTS_FILE
 from zeroband.observe.sinks import MetricValue, RecordLog, Sink
+from zeroband.observe.words import markdown_table
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file inside a node's folder of the run directory."""
@@ -311,22 +312,22 @@ def ddp_bytes(nodes: int, parameters: int, steps: int = 1) -> int:
 
 def document() -> str:
     """The text of docs/metrics.md."""
-    metrics = _table(
+    metrics = markdown_table(
         ("name", "unit", "meaning", "Prometheus"),
         ((f"`{name}`", m.unit, m.meaning, f"`{prometheus_name(name)}{_own(m)}`") for name, m in METRICS.items()),
     )
-    series = _table(
+    series = markdown_table(
         ("name", "type", "labels", "meaning"),
         ((f"`{n}`", s.type, ", ".join(f"`{label}`" for label in s.labels), s.meaning) for n, s in SERIES.items()),
     )
-    events = _table(
+    events = markdown_table(
         ("kind", "always carries", "meaning"),
         ((f"`{kind}`", ", ".join(f"`{f}`" for f in event.fields), event.meaning) for kind, event in EVENTS.items()),
     )
     steps = "`step` counts finished inner steps. A metric that was not measured in a step is absent."
     metrics_head = f"## `{METRICS_FILE}`\n\n{steps}\n"
     events_head = f"## `{EVENTS_FILE}`\n\nOther fields may come along.\n"
-    parts = [_HEAD, metrics_head, metrics, events_head, events, _SERIES_HEAD, series, _CONVENTIONS]
+    parts = [_HEAD, metrics_head, f"{metrics}\n", events_head, f"{events}\n", _SERIES_HEAD, f"{series}\n", _CONVENTIONS]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -334,11 +335,6 @@ def _own(metric: Metric) -> str:
     """The labels of a metric as a query has them."""
     pairs = ",".join(f'{label}="{value}"' for label, value in metric.labels.items())
     return f"{{{pairs}}}" if pairs else ""
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

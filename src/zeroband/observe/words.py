@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table for a terminal: a line for each row, with its cells below those of the row before."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, without an end of its last line."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
+    return "\n".join([f"| {lines[0]} |", f"|{'---|' * len(head)}", *(f"| {line} |" for line in lines[1:])])
 
 
 def command(*words: object) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from zeroband.observe.words import markdown_table
 from zeroband.tools.chaos.judgement import Judgement
 from zeroband.tools.chaos.options import ChaosOptions
 from zeroband.tools.chaos.plan import InjectedFault, Kind, Span
@@ -199,44 +200,36 @@ def _invariants(seen: Judgement) -> str:
 def _faults(rows: Sequence[KindRow], seen: Judgement) -> str:
     detected = tuple(value for row in rows for value in row.detected_s)
     back = tuple(value for row in rows for value in row.recovered_s)
-    lines = [
-        "| fault | count | detected | p50 s | p99 s | max s | back after p50 s | max s |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_row(row.kind.value, row.count, row.detected_s, row.recovered_s) for row in rows),
-        _row("all", sum(row.count for row in rows), detected, back),
-        "",
-        f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace.",
-    ]
-    return "\n".join(lines)
+    cells = [_cells(row.kind.value, row.count, row.detected_s, row.recovered_s) for row in rows]
+    cells.append(_cells("all", sum(row.count for row in rows), detected, back))
+    head = ("fault", "count", "detected", "p50 s", "p99 s", "max s", "back after p50 s", "max s")
+    struck = f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace."
+    return f"{markdown_table(head, cells)}\n\n{struck}"
 
 
-def _row(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequence[float]) -> str:
+def _cells(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequence[float]) -> list[str]:
     detected = [f"{percentile(detected_s, share):.2f}" if detected_s else "-" for share in (0.5, 0.99, 1.0)]
     back = [f"{percentile(recovered_s, share):.1f}" if recovered_s else "-" for share in (0.5, 1.0)]
-    return f"| {' | '.join([name, str(count), str(len(detected_s)), *detected, *back])} |"
+    return [name, str(count), str(len(detected_s)), *detected, *back]
 
 
 def _survivors(comparison: PhaseComparison) -> str:
     calm, after = comparison.undisturbed, comparison.survivors
     change = f"{after.tokens_per_s / calm.tokens_per_s - 1:+.1%}" if calm.tokens and after.time_s else "unknown"
-    rows = [
-        "| | node-rounds | node-seconds | blocked by faults | tokens/s of a node |",
-        "|---|---|---|---|---|",
-        _share_row("undisturbed phase", calm),
-        _share_row("healthy nodes, faults on others", after),
-    ]
+    head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node")
+    rows = [_share_cells("undisturbed phase", calm), _share_cells("healthy nodes, faults on others", after)]
     sentences = (
         f"Survivors spent {_percent(after)} of their time blocked, retrying or redoing because of faults; per healthy "
         f"node-second they trained {change} tokens against the undisturbed phase. An undisturbed round waits and "
         f"transfers for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were left out and had "
         f"to come back {comparison.fenced} times."
     )
-    return "\n".join([*rows, "", sentences])
+    return f"{markdown_table(head, rows)}\n\n{sentences}"
 
 
-def _share_row(name: str, share: Share) -> str:
+def _share_cells(name: str, share: Share) -> list[str]:
     rate = f"{share.tokens_per_s:.1f}" if share.time_s else "-"
-    return f"| {name} | {share.rounds} | {share.time_s:.0f} | {_percent(share)} | {rate} |"
+    return [name, str(share.rounds), f"{share.time_s:.0f}", _percent(share), rate]
 
 
 def _percent(share: Share) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroband.config.model import LlamaConfig, Model
-from zeroband.observe.status import human_bytes, human_count
+from zeroband.observe.words import human_bytes, human_count, markdown_table
 from zeroband.tools.compare.claims import ClaimVerdict
 from zeroband.tools.compare.figures import Chart
 from zeroband.tools.compare.results import Outcome
@@ -93,14 +93,16 @@ def _number(value: float | None, form: str) -> str:
 def table(report: ComparisonResult) -> str:
     """The results, what has to be said of them, and the claims: for a terminal, and for docs."""
     said = _bullets([*statement(report.rows), *map(str, report.verdicts)])
-    results = _table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
+    results = markdown_table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
     return "\n".join([results, *(["", said] if said else [])])
 
 
 def document(report: ComparisonResult, figures: Sequence[str]) -> str:
     """The whole document: the table first, then what it was made of. `figures`: names of the files next to it."""
     meanings = [f"{name}{f' ({UNITS[name]})' if name in UNITS else ''}: {meaning}" for name, meaning in COLUMNS.items()]
-    runs = _table(("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes))
+    runs = markdown_table(
+        ("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes)
+    )
     images = [
         f"![{chart.y_label} against {chart.x_label}]({chart.name}.png)"
         for chart in report.charts
@@ -109,18 +111,14 @@ def document(report: ComparisonResult, figures: Sequence[str]) -> str:
     parts = {
         "Held-out loss": "\n\n".join(images),
         "What the columns mean": _bullets(meanings),
-        report.title: "\n".join(["```bash", report.command, "```", "", _table(("name", "value"), report.setting)]),
+        report.title: "\n".join(
+            ["```bash", report.command, "```", "", markdown_table(("name", "value"), report.setting)]
+        ),
         "Known of these settings": _bullets(report.cautions),
         "All runs": runs,
     }
     shown = [f"## {title}\n\n{text}" for title, text in parts.items() if text]
     return "\n\n".join([table(report), *shown]) + "\n"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]
-    below = f"|{'|'.join('---' for _ in header)}|"
-    return "\n".join([f"| {lines[0]} |", below, *(f"| {line} |" for line in lines[1:])])
 
 
 def _bullets(lines: Iterable[str]) -> str:
