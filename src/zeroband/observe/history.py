@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -121,7 +121,8 @@ class RunHistory:
         self._forgot_checkpoints = False
         self._checkpoint_failures: deque[EventView] = deque(maxlen=_KEPT_FAILURES)
         self._samples: deque[EventView] = deque(maxlen=KEPT_SAMPLES)
-        self._odd_lines: Counter[str] = Counter()
+        self.odd_lines = 0
+        """Lines that were no facts of ours."""
         self._anchor_stride = 1
         self._offsets: dict[str, float] = {}
         self._has_new_anchors = False
@@ -156,7 +157,7 @@ class RunHistory:
             else:
                 self._add_metrics(node, node_id, at_s, record)
         except BROKEN_LINE:
-            self._odd_lines[node_id] += 1
+            self.odd_lines += 1
             return
         finally:
             if node.turns != turns:
@@ -347,10 +348,6 @@ class RunHistory:
         known = [(node_id, node.newest.last_at_s) for node_id, node in self._nodes.items()]
         return max((self._time(node_id, at_s) for node_id, at_s in known if at_s is not None), default=None)
 
-    def odd_lines(self) -> dict[str, int]:
-        """Lines that were no facts of ours, by node."""
-        return dict(self._odd_lines)
-
     def mean_rate(self, view: RunView) -> float | None:
         """Tokens per second of a whole run as `view` shows it, every wait counted; None where it has not trained."""
         took_s = None if self.from_s is None or self.to_s is None else self.to_s - self.from_s
@@ -358,7 +355,7 @@ class RunHistory:
         return tokens / took_s if tokens and took_s else None
 
     def view(self, at_s: float | None = None) -> RunView:
-        """The run now, or as it was then; without the nodes' curves and what happened.
+        """The run now, or as it was then; without its curve and what happened.
 
         Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood is exact.
         """
@@ -493,9 +490,12 @@ class RunHistory:
         """Rounds of which two nodes recorded different outer states, in any line; must be empty, always."""
         return tuple(sorted({number for line in self._lines.values() for number in line.checked.diverged}))
 
-    def loss_curve(self, node_id: str) -> tuple[float, ...]:
-        """Losses of a node from the first to a recent step, evenly spaced."""
-        return self._nodes[node_id].loss_curve()
+    def loss_curve(self) -> tuple[float, ...]:
+        """Mean losses of all nodes over stretches of equal numbers of steps, without what a rollback superseded."""
+        curve = [
+            bucket for line, until in self._cuts() for bucket in line.curve if until is None or bucket.first <= until
+        ]
+        return tuple(bucket.loss / bucket.losses for bucket in curve if bucket.losses)
 
     def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
         """What happened, newest last; what all members record is told once. Times are corrected."""

@@ -97,8 +97,6 @@ class NodeView:
     parameters: int | None = None
     loss: float | None = None
     first_loss: float | None = None
-    loss_curve: tuple[float, ...] = ()
-    """Losses from the first to a recent step, evenly spaced."""
     evaluation: EvaluationView | None = None
     sources: Mapping[str, SourceView] = field(default_factory=dict[str, SourceView])
     """By name; empty with a single source."""
@@ -133,8 +131,6 @@ class NodeView:
     """Wall clock of its newest line."""
     silent_s: float = field(default=0.0, compare=False)
     """Seconds since a line of it came, as the reader counts them; what was there before it, as its place tells."""
-    skipped_lines: int = 0
-    """Lines of its files that could not be read."""
 
     @property
     def is_at_work(self) -> bool:
@@ -156,10 +152,14 @@ class RunView:
 
     unread: tuple[str, ...] = ()
     """What of it cannot be read now, in words."""
+    skipped_lines: int = 0
+    """Lines that could not be read."""
     has_all_machines: bool = field(default=True, compare=False)
     """Whether nodes of other machines would be among them."""
     disagreements: tuple[int, ...] = ()
     """Rounds after which two nodes held different outer states; must be empty, always."""
+    loss_curve: tuple[float, ...] = ()
+    """Mean losses of the nodes from the first to a recent step, evenly spaced."""
     events: tuple[EventView, ...] = field(default=(), compare=False)
     """What happened, newest last; the order between nodes is only as good as their clocks."""
     waiting: WaitingFor | None = field(default=None, compare=False)

@@ -475,6 +475,7 @@ def test_series_leaves_out_what_a_rollback_superseded() -> None:
     loss = history(facts).series("step")[0]
     assert loss.x == (0, 1, 2, 3, 4, 5, 5, 6, 7)
     assert loss.y[-3:] == (2.0, 2.0, 2.0)
+    assert history(facts).loss_curve() == (*[1.0] * 6, *[2.0] * 3)
 
 
 def test_loss_that_is_no_number_is_a_gap() -> None:
@@ -521,7 +522,7 @@ def test_no_line_raises_whatever_is_in_it(lines: list[tuple[Fact, int, object]])
 
 def test_broken_lines_are_counted() -> None:
     made = history([Fact("a", {}), Fact("a", {"at_s": "x"}), Fact("a", {"at_s": 1.0, "step": True, "kind": 3})])
-    assert made.odd_lines() == {"a": 3}
+    assert made.odd_lines == 3
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ class RunWatch:
         source, history = self._source, self._history
         if source is None or history is None:
             return None
-        lines = sum(source.skipped_lines().values()) + sum(history.odd_lines().values())
+        lines = sum(source.skipped_lines().values()) + history.odd_lines
         said = [f"{lines} lines of this run's files could not be read; the others are shown"] if lines else []
         unread = source.unread()
         said += [f"cannot read {listed(unread)}; all else is shown"] if unread else []

@@ -86,7 +86,7 @@ def read_record(
         configs=configs,
         audit=found,
         audit_missing=missing,
-        skipped_lines=sum(facts.skipped_lines().values()) + sum(history.odd_lines().values()),
+        skipped_lines=sum(facts.skipped_lines().values()) + history.odd_lines,
         problems=problems,
     )
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.observe.view import AT_WORK, NodeView
-from zeroband.tools.top.scene import Scene, bars, mean_curve, on_its_way
+from zeroband.tools.top.scene import Scene, bars, on_its_way, stretch_means
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
 """What the screen needs."""
@@ -313,7 +313,7 @@ def _middle(scene: Scene, curve_width: int, curve_height: int) -> Table:
 
 
 def _loss(scene: Scene, width: int, height: int) -> Table:
-    curve = mean_curve([node.loss_curve for node in scene.undisturbed], width)
+    curve = stretch_means(scene.run.loss_curve, width)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", width=5, no_wrap=True)
     table.add_column(width=width, no_wrap=True)

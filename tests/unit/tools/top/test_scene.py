@@ -8,7 +8,7 @@ from tests.unit.tools.conftest import node as make_node
 
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.view import EventView, JoinView, RunView, WaitingFor
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, mean_curve, on_its_way
+from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, stretch_means
 
 EPOCH = {"epoch": 2, "members": ["node1#b", "node0#a"]}
 
@@ -56,31 +56,19 @@ def test_chronicle_never_dates_a_note_before_the_beginning() -> None:
     assert chronicle.notes == (Note(0.0, "early"),)
 
 
-def test_scene_undisturbed_leaves_out_who_is_down_and_who_came_back(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene()
-    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
-    back = replace(scene.run.nodes[2], starts=2)
-    nodes = (*scene.run.nodes[:2], back, scene.run.nodes[3])
-    scene = make_scene(run=replace(scene.run, nodes=nodes), down=frozenset())
-    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
-
-
 @pytest.mark.parametrize(
-    ("curves", "width", "means"),
+    ("values", "width", "means"),
     [
         ([], 10, []),
-        ([[]], 10, []),
-        ([[3.0, 1.0]], 10, [3.0, 1.0]),
-        ([[4.0, 2.0, 3.0, 1.0]], 2, [3.0, 2.0]),
-        ([[4.0, 2.0], [2.0, 0.0]], 2, [3.0, 1.0]),
-        ([[4.0, 2.0], [2.0]], 2, [3.0, 2.0]),
-        ([[1.0, 2.0, 3.0, 4.0, 5.0]], 2, [1.5, 4.0]),
+        ([3.0, 1.0], 10, [3.0, 1.0]),
+        ([4.0, 2.0, 3.0, 1.0], 2, [3.0, 2.0]),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 2, [1.5, 4.0]),
     ],
 )
-def test_mean_curve_is_the_mean_over_nodes_and_stretches(
-    curves: list[list[float]], width: int, means: list[float]
+def test_stretch_means_are_those_of_stretches_of_about_the_same_length(
+    values: list[float], width: int, means: list[float]
 ) -> None:
-    assert mean_curve(curves, width) == means
+    assert stretch_means(values, width) == means
 
 
 def test_bars_go_from_one_eighth_to_the_full_height() -> None:
@@ -109,14 +97,6 @@ def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_sc
     assert make_scene().waits == ""
     assert make_scene(run=replace(run, waiting=late)).waits == "node3, for 10 s"
     assert make_scene(run=replace(run, waiting=order)).waits == ""
-
-
-def test_scene_counts_no_node_of_another_run(run: RunView, make_scene: Callable[..., Scene]) -> None:
-    ours = [replace(node, founding="second", founded_at_s=50.0) for node in run.nodes]
-    other = replace(ours[0], node_id="node9", step=90, founding="first", founded_at_s=1.0)
-    scene = make_scene(run=replace(run, nodes=(*ours, other)))
-    assert scene.run.step == 40
-    assert "node9" not in [node.node_id for node in scene.undisturbed]
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,13 @@ def test_draw_keeps_its_height_from_the_first_scene_to_the_last(make_scene: Call
 def _busy(make_scene: Callable[..., Scene], nodes: int, name: str = "node") -> Scene:
     """A run with as much to show as there can be: many nodes with long names, long lines, a wait, a divergence."""
     members = tuple(f"{name}{number}#a" for number in range(nodes))
-    view = {"members": members, "total_steps": 120_000, "step": 98_765, "loss_curve": tuple(map(float, range(256)))}
+    view = {"members": members, "total_steps": 120_000, "step": 98_765}
     views = [make_node(member.removesuffix("#a"), **view) for member in members]
     notes = tuple(Note(float(i), f"note {i} " + "of many words " * 20) for i in range(300))
     ids = tuple(node.node_id for node in views)
     waiting = WaitingFor(ids, 1.0, 5.0, "They are late.")
-    run = RunView("demo", tuple(views), disagreements=(4,) if nodes > 1 else (), waiting=waiting)
+    disagreements, curve = (4,) if nodes > 1 else (), tuple(map(float, range(256))) if nodes else ()
+    run = RunView("demo", tuple(views), disagreements=disagreements, waiting=waiting, loss_curve=curve)
     footer = "Next: " + "this and that, " * 20
     return make_scene(run=run, node_ids=ids, down=frozenset(), notes=notes, footer=footer)
 
