@@ -351,8 +351,7 @@ class RunHistory:
     def mean_rate(self, view: RunView) -> float | None:
         """Tokens per second of a whole run as `view` shows it, every wait counted; None where it has not trained."""
         took_s = None if self.from_s is None or self.to_s is None else self.to_s - self.from_s
-        tokens = max((node.tokens for node in view.current or view.own), default=0)
-        return tokens / took_s if tokens and took_s else None
+        return view.tokens / took_s if view.tokens and took_s else None
 
     def view(self, at_s: float | None = None) -> RunView:
         """The run now, or as it was then; without its curve and what happened.

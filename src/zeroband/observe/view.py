@@ -223,6 +223,17 @@ class RunView:
         return max((node.total_steps for node in self.own if node.total_steps is not None), default=None)
 
     @property
+    def tokens(self) -> int | None:
+        """Tokens of the whole run, by the node that knows of most."""
+        return max((node.tokens for node in self.current or self.own), default=None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate of all nodes that are at work, together."""
+        rates = [node.tokens_per_s for node in self.own if node.is_at_work and node.tokens_per_s is not None]
+        return sum(rates) if rates else None
+
+    @property
     def store(self) -> str | None:
         """The store in use, in words, of a run that has several."""
         newest = max((node.store for node in self.current if node.store is not None), default=None)

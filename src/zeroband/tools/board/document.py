@@ -296,7 +296,6 @@ def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | N
     current = view.current or view.own
     at_work = [node for node in view.own if node.is_at_work]
     step, total = max((node.step for node in current), default=None), view.total_steps
-    rates = [node.tokens_per_s for node in at_work if node.tokens_per_s is not None]
     mfus = [node.mfu for node in at_work if node.mfu is not None]
     held_out = [node.evaluation for node in current if node.evaluation is not None]
     parameters = max((node.parameters for node in view.own if node.parameters is not None), default=None)
@@ -307,8 +306,8 @@ def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | N
         "round": view.round,
         "epoch": view.epoch,
         "store": view.store,
-        "tokens": max((node.tokens for node in current), default=None),
-        "tokens_per_s": sum(rates) if rates else known.mean_rate(view) if at_s is None and not at_work else None,
+        "tokens": view.tokens,
+        "tokens_per_s": known.mean_rate(view) if at_s is None and not at_work else view.tokens_per_s,
         "mfu": fmean(mfus) if mfus else None,
         "left_s": _left_s(known, step, total, at_s) if at_work else None,
         "parameters": parameters,

@@ -208,7 +208,7 @@ def _cost(record: RunRecord) -> dict[str, Any]:
     if setting.price_per_hour is None:
         lines.append(f"cost: {NOT_MEASURED}: {command('report', setting.place, '--price-per-hour', 'PRICE')}")
         return _part("Cost", lines=lines)
-    total, tokens = hours * setting.price_per_hour, max((node.tokens for node in view.nodes), default=0)
+    total, tokens = hours * setting.price_per_hour, view.tokens
     lines += [
         f"price: {setting.price_per_hour:g} {setting.currency} an hour for each node",
         f"cost: {total:.2f} {setting.currency}",

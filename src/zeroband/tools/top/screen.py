@@ -332,13 +332,12 @@ def _facts(scene: Scene) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
-    speeds = [node.tokens_per_s for node in run.own if node.is_at_work and node.tokens_per_s is not None]
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")
     if run.store is not None:
         table.add_row("store", run.store)
-    table.add_row("tokens/s", human_count(sum(speeds)) if speeds else "-")
+    table.add_row("tokens/s", "-" if run.tokens_per_s is None else human_count(run.tokens_per_s))
     table.add_row("sent by all", human_bytes(run.sent_bytes))
     ratio = f", {run.ddp_bytes / run.sent_bytes:.3g}x" if run.sent_bytes else ""
     table.add_row("per-step DDP", human_bytes(run.ddp_bytes) + ratio)
