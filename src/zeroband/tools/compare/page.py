@@ -10,7 +10,7 @@ from zeroband.observe.words import human_bytes, human_count, markdown_table
 from zeroband.tools.compare.claims import ClaimVerdict
 from zeroband.tools.compare.figures import Chart
 from zeroband.tools.compare.results import Outcome
-from zeroband.tools.compare.table import ALONE, REFERENCE, Row, find, gap, ppl_ratio, statement
+from zeroband.tools.compare.table import ALONE, REFERENCE, Row, figure_of, find, statement
 
 COLUMNS: Mapping[str, str] = {
     "method": "settings behind the name",
@@ -64,8 +64,9 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """A line of the table; a dash for what is not known."""
     if row.loss is None or row.measured is None or row.lr is None or row.at_link is None or row.perplexity is None:
         return (row.arm, "failed" if row.failures else "diverged", *("-" for _ in range(len(COLUMNS) - 2)))
-    reference, found = find(rows, REFERENCE), row.measured
-    closed = gap(row, find(rows, ALONE), reference)
+    found = row.measured
+    alone, reference = (other and other.loss for other in (find(rows, ALONE), find(rows, REFERENCE)))
+    closed = figure_of("gap", row.loss, alone, reference)
     spread = f" +-{row.spread / 2:.4f}" if len(row.losses) > 1 else ""
     wall = f"{row.runs[0].took_s:.0f} s, {found.steps * row.at_link.step_s:.0f} s"
     return (
@@ -73,7 +74,7 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{row.lr:g}" + ("" if row.is_bracketed else " (edge)"),
         f"{row.loss:.4f}{spread}",
         f"{row.perplexity:.3f}",
-        _number(ppl_ratio(row, reference), "{:.4f}"),
+        _number(figure_of("ppl_ratio", row.loss, reference), "{:.4f}"),
         _number(None if closed is None or row.arm == ALONE else 100 * closed, "{:.0f} %"),
         _number(row.payload_ratio, "{:.4g}"),
         f"{found.sent_per_token:.4g}",

@@ -149,20 +149,18 @@ def find(rows: Sequence[Row], arm: str) -> Row | None:
     return next((row for row in rows if row.arm == arm and row.loss is not None), None)
 
 
-def ppl_ratio(row: Row, over: Row | None) -> float | None:
-    """Perplexity over that of another method."""
-    if row.loss is None or over is None or over.loss is None:
-        return None
-    return math.exp(row.loss - over.loss)
+def figure_of(figure: str, of: float | None, over: float | None, to: float | None = None) -> float | None:
+    """A figure of held-out losses (`FIGURES` of claims.py); None where a loss that it needs is not there.
 
-
-def gap(row: Row, zero: Row | None, one: Row | None) -> float | None:
-    """Where the loss lies between that of two methods: 0 at the first, 1 at the second."""
-    losses = [None if r is None else r.loss for r in (row, zero, one)]
-    if None in losses or losses[1] == losses[2]:
+    gap: where `of` lies between the others: 0 at `over`, 1 at `to`.
+    """
+    if of is None or over is None:
         return None
-    own, low, high = (loss or 0.0 for loss in losses)
-    return (own - low) / (high - low)
+    if figure == "ppl_ratio":
+        return math.exp(of - over)
+    if figure == "loss_ratio":
+        return of / over
+    return None if to is None or to == over else (of - over) / (to - over)
 
 
 def statement(rows: Sequence[Row]) -> list[str]:

@@ -24,11 +24,10 @@ from zeroband.tools.compare.table import (
     Losses,
     Row,
     best_lr,
+    figure_of,
     find,
-    gap,
     is_bracketed,
     next_lr,
-    ppl_ratio,
     row_of,
     statement,
 )
@@ -70,11 +69,11 @@ def test_line_is_that_of_the_best_learning_rate_over_its_seeds() -> None:
 
 
 def test_ratio_and_gap_compare_with_the_bracketed_baseline() -> None:
-    single, ddp, diloco, demo = rows()
-    assert ppl_ratio(diloco, ddp) == pytest.approx(math.exp(0.02))
-    assert gap(diloco, single, ddp) == pytest.approx(0.13 / 0.15)
-    assert (gap(single, single, ddp), gap(ddp, single, ddp)) == (0.0, 1.0)
-    assert ppl_ratio(diloco, find([single, demo], "ddp")) is None and gap(demo, single, ddp) is None
+    single, ddp, diloco, demo = (row.loss for row in rows())
+    assert figure_of("ppl_ratio", diloco, ddp) == pytest.approx(math.exp(0.02))
+    assert figure_of("gap", diloco, single, ddp) == pytest.approx(0.13 / 0.15)
+    assert [figure_of("gap", loss, single, ddp) for loss in (single, ddp, demo)] == [0.0, 1.0, None]
+    assert figure_of("ppl_ratio", diloco, demo) is None and find(rows(), "demo") is None
 
 
 def test_statement_says_what_flatters() -> None:
