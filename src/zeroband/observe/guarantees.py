@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zeroband.observe.view import EventView, node_id_of_member
-from zeroband.observe.words import listed
+from zeroband.observe.words import first_of, listed
 
 KEPT_DIGESTS = 4096
 """Rounds of a line whose digests and ledgers can still be compared with what comes later."""
@@ -216,8 +216,7 @@ def divergence(checked: Checked, newest_round: int | None) -> Guarantee:
     """After every round all nodes that recorded it hold the same outer state."""
     counts, rounds = checked.counts, sorted({number for number, _ in checked.found("diverged")})
     if rounds:
-        named = ", ".join(map(str, rounds[:5])) + (", ..." if len(rounds) > 5 else "")
-        words = f"Nodes recorded different outer states after round {named}."
+        words = f"Nodes recorded different outer states after round {first_of(rounds)}."
         of = "" if counts is None else f" of {counts.compared}"
         return Guarantee("divergence", "bad", words, (f"{len(rounds)}{of} compared rounds differ",))
     if counts is None or not counts.compared:

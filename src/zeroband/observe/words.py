@@ -49,6 +49,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def first_of(values: Sequence[object], most: int = 5) -> str:
+    """The first values of a list; dots where there are more."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
+
+
 def human_count(count: float) -> str:
     """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
     for unit in _UNITS[:-1]:
