@@ -26,7 +26,7 @@ from wan import Wan
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
 from zeroband.tools.compare.methods import Arm, flags_of, known_presets
-from zeroband.tools.compare.trial_measures import Measured, measured
+from zeroband.tools.compare.results import Measured, measured
 from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
 
 STEP_S = 0.2

@@ -36,7 +36,7 @@ class ReadingLoader(Loader):
         read = super().next_step()
         samples = [index for start, stop in batch for index in range(start, stop)]
         for index, (source, ids) in zip(samples, rows_of(read), strict=True):
-            self._file.append({"index": index, "source": source, "ids": ids})
+            self._file.write({"index": index, "source": source, "ids": ids})
         return read
 
 

@@ -37,7 +37,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "elastic/store/local_server.py": ("redis-server",),
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
-    "observe/commands.py": (),  # its own command
+    "observe/words.py": (),  # its own command
     "runtime/run_summary.py": ("python",),
     "runtime/report.py": ("git",),
     "node/gpus.py": ("nvidia-smi",),

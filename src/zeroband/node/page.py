@@ -21,8 +21,8 @@ from pathlib import Path
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.node.processes import start_leashed
-from zeroband.observe.commands import typed
 from zeroband.observe.log import get_logger
+from zeroband.observe.words import typed
 
 PAGE_LOG = "board.log"
 """Name of the file with the page's output, inside the folder of who starts it."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
-from zeroband.observe.sinks import Sink
+from zeroband.observe.sinks import RecordLog, Sink
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file inside a node's folder of the run directory."""
@@ -226,7 +225,7 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "join_progress": EventKind(
         "{node} has fetched {bytes} of the {of_bytes} of the run's state.",
-        "How far this node has fetched the state: bytes that are here and verified, of so many; bytes_per_s: since "
+        "How far this node has fetched the state: bytes that are here and verified, of of_bytes; bytes_per_s: since "
         "it began (null: it begins). At the beginning, each second, and at the end.",
         ("bytes", "of_bytes", "bytes_per_s"),
         logging.DEBUG,
@@ -334,7 +333,7 @@ class Events(Protocol):
 
 
 def noop(*_: object, **__: object) -> None:
-    """Do nothing: a listener where nobody listens."""
+    """Do nothing: for a listener that is optional."""
 
 
 class NoEvents:
@@ -343,18 +342,14 @@ class NoEvents:
     def emit(self, kind: str, **fields: object) -> None: ...
 
 
-class EventLog:
+class EventLog(RecordLog):
     """Writes one line for each event to `events.jsonl` in the node's folder, its usual fields to the log.
 
     Other sinks get the record, too.
-
-    `now`: wall clock in seconds, for human readers only. Raises ConfigError where the file cannot be opened.
     """
 
     def __init__(self, node_dir: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
-        self._sinks = tuple(sinks)
-        self._writer = JsonlWriter(node_dir / EVENTS_FILE)
-        self._now = now
+        super().__init__(node_dir / EVENTS_FILE, sinks, now=now)
         self._lock = threading.Lock()
 
     def emit(self, kind: str, **fields: object) -> None:
@@ -364,15 +359,6 @@ class EventLog:
         assert not missing, f"{kind} without {', '.join(missing)}"
         assert "at_s" not in fields, "at_s is set by the log"
         with self._lock:
-            record = {"at_s": round(self._now(), 3), "kind": kind, **fields}
-            self._writer.append(record)
-            for sink in self._sinks:
-                sink.write(record)
+            self._write({"at_s": round(self._now(), 3), "kind": kind, **fields})
         shown = {name: fields[name] for name in EVENTS[kind].fields}
         _log.log(EVENTS[kind].level, kind, extra={"fields": shown})
-
-    def close(self) -> None:
-        """Close the file and every sink."""
-        self._writer.close()
-        for sink in self._sinks:
-            sink.close()

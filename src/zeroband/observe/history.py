@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +21,17 @@ from typing import Any, Literal
 from zeroband.observe.curves import Bucket, thin
 from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import Fact, require_line
-from zeroband.observe.guarantees import Checked, CheckpointView, Guarantee, checkpoint, detection, divergence, ledger
-from zeroband.observe.lines import NEWEST_ROUNDS, Line, LossCost, NodeRound, Round, RoundView
+from zeroband.observe.guarantees import (
+    Checked,
+    CheckpointView,
+    Guarantee,
+    LossCost,
+    checkpoint,
+    detection,
+    divergence,
+    ledger,
+)
+from zeroband.observe.lines import NEWEST_ROUNDS, Line, NodeRound, Round, RoundView
 from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, Stay
 from zeroband.observe.view import (
     AT_WORK,
@@ -67,7 +76,7 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
 }
 """Events that every member records, and what makes two of them the same one."""
 _NOT_SHOWN = ("round_committed", "payload_scored", "join_state", "join_progress", "links")
-"""Too many beside what happened: they are rounds, and states of nodes and links."""
+"""Too many to show: they are rounds, and states of nodes and links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +100,6 @@ class Series:
     y: tuple[float | None, ...]
 
 
-@dataclass(frozen=True)
-class SampleView:
-    """A text that a node's model generated, or its beginning."""
-
-    node_id: str
-    at_s: float
-    text: str
-
-
 class RunHistory:
     """Folds the facts of a run. One thread.
 
@@ -120,8 +120,9 @@ class RunHistory:
         """By step and round."""
         self._forgot_checkpoints = False
         self._checkpoint_failures: deque[EventView] = deque(maxlen=_KEPT_FAILURES)
-        self._samples: deque[SampleView] = deque(maxlen=KEPT_SAMPLES)
-        self._odd_lines: Counter[str] = Counter()
+        self._samples: deque[EventView] = deque(maxlen=KEPT_SAMPLES)
+        self.odd_lines = 0
+        """Lines that were no facts of ours."""
         self._anchor_stride = 1
         self._offsets: dict[str, float] = {}
         self._has_new_anchors = False
@@ -156,7 +157,7 @@ class RunHistory:
             else:
                 self._add_metrics(node, node_id, at_s, record)
         except BROKEN_LINE:
-            self._odd_lines[node_id] += 1
+            self.odd_lines += 1
             return
         finally:
             if node.turns != turns:
@@ -205,7 +206,8 @@ class RunHistory:
             case "peer_lost":
                 self._note_lost(node_id, at_s, record["member_ids"])
             case "sample_written" if "text" in record:
-                self._samples.append(SampleView(node_id, at_s, str(record["text"])[:_SAMPLE_CHARS]))
+                text = str(record["text"])[:_SAMPLE_CHARS]
+                self._samples.append(EventView(at_s, node_id, kind, {"text": text}))
             case "links":
                 self._links = None
             case "left" if node.newest.member_id is not None:
@@ -346,18 +348,13 @@ class RunHistory:
         known = [(node_id, node.newest.last_at_s) for node_id, node in self._nodes.items()]
         return max((self._time(node_id, at_s) for node_id, at_s in known if at_s is not None), default=None)
 
-    def odd_lines(self) -> dict[str, int]:
-        """Lines that were no facts of ours, by node."""
-        return dict(self._odd_lines)
-
     def mean_rate(self, view: RunView) -> float | None:
         """Tokens per second of a whole run as `view` shows it, every wait counted; None where it has not trained."""
         took_s = None if self.from_s is None or self.to_s is None else self.to_s - self.from_s
-        tokens = max((node.tokens for node in view.current or view.own), default=0)
-        return tokens / took_s if tokens and took_s else None
+        return view.tokens / took_s if view.tokens and took_s else None
 
     def view(self, at_s: float | None = None) -> RunView:
-        """The run now, or as it was then; without the nodes' curves and what happened.
+        """The run now, or as it was then; without its curve and what happened.
 
         Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood is exact.
         """
@@ -492,9 +489,12 @@ class RunHistory:
         """Rounds of which two nodes recorded different outer states, in any line; must be empty, always."""
         return tuple(sorted({number for line in self._lines.values() for number in line.checked.diverged}))
 
-    def loss_curve(self, node_id: str) -> tuple[float, ...]:
-        """Losses of a node from the first to a recent step, evenly spaced."""
-        return self._nodes[node_id].loss_curve()
+    def loss_curve(self) -> tuple[float, ...]:
+        """Mean losses of all nodes over stretches of equal numbers of steps, without what a rollback superseded."""
+        curve = [
+            bucket for line, until in self._cuts() for bucket in line.curve if until is None or bucket.first <= until
+        ]
+        return tuple(bucket.loss / bucket.losses for bucket in curve if bucket.losses)
 
     def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
         """What happened, newest last; what all members record is told once. Times are corrected."""
@@ -526,15 +526,12 @@ class RunHistory:
         ]
         return tuple(sorted(there, key=lambda one: one.step))
 
-    def links(self, at_s: float | None = None) -> tuple[LinkView, ...]:
-        """What the nodes that are there said last of the ways to one another; of an ended run all of them.
+    def links(self, at_s: float | None = None) -> Mapping[str, tuple[LinkView, ...]]:
+        """What the nodes that are there said last of the ways to one another, by node; of an ended run all of them.
 
-        Of an earlier moment it is the newest word before it that is kept.
+        Of an earlier moment it is the newest word before it that is kept. What stays the same is the same object from
+        call to call.
         """
-        return tuple(chain.from_iterable(self.links_by_node(at_s).values()))
-
-    def links_by_node(self, at_s: float | None = None) -> Mapping[str, tuple[LinkView, ...]]:
-        """The links by the node that says so. What stays the same is the same object from call to call."""
         self.offsets()
         if at_s is None and self._links is not None:
             return self._links
@@ -558,8 +555,8 @@ class RunHistory:
     def _by_its_clock(self, node_id: str, at_s: float | None) -> float | None:
         return None if at_s is None else at_s + self.offsets().get(node_id, 0.0)
 
-    def sample(self, at_s: float | None = None) -> SampleView | None:
-        """The newest text that was generated by then; of very many the oldest are forgotten."""
+    def sample(self, at_s: float | None = None) -> EventView | None:
+        """The newest text that was generated by then, or its beginning; of very many the oldest are forgotten."""
         moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._samples]
         known = [one for one in moved if at_s is None or one.at_s <= at_s]
         return max(known, key=lambda one: one.at_s, default=None)
@@ -680,7 +677,7 @@ class RunHistory:
         return max((median(node.step_s) for node in self._nodes.values() if node.step_s), default=None)
 
     def waiting_for(self, now_s: float) -> WaitingFor | None:
-        """Whom all wait for at this moment; None: nobody, as far as facts tell. `now_s`: as `to_s` counts."""
+        """Whom all wait for at this moment; None: for no node, as far as facts tell. `now_s`: as `to_s` counts."""
         own = [node.node_id for node in self.view().own]
         spans = {node_id: span for node_id in own if (span := self.standing(node_id)) is not None}
         paused = [span for span in spans.values() if span.state == "paused"]

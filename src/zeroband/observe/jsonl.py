@@ -21,13 +21,13 @@ _log = get_logger(__name__)
 
 
 class JsonlWriter:
-    """Appends records to a file, each with one system call, so that a SIGKILL leaves no half line.
+    """A sink that appends records to a file, each with one system call, so that a SIGKILL leaves no half line.
 
     A half line from a crash of the machine, or from a full disk, is ended first, so that the next record is readable.
     A disk that refuses a line is reported when that begins and when it ends; the run goes on. A file that somebody
     removed is reported and made anew: lines behind no name would be lost without a word. Where its folder went too,
     the owner of the folder reports that.
-    Any thread may append. Raises ConfigError where the file cannot be opened.
+    Any thread may write. Raises ConfigError where the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,8 +60,8 @@ class JsonlWriter:
                 "a file was removed; what comes from now on is in a new one", extra={"fields": {"path": self._path}}
             )
 
-    def append(self, record: Mapping[str, object]) -> None:
-        """Add a line. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append a line. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
         line = encode_line(record)
         try:
             self._reopen_if_removed()
@@ -83,7 +83,7 @@ class JsonlWriter:
             _log.info("lines are written again", extra={"fields": {"path": self._path}})
 
     def close(self) -> None:
-        """Close the file; nothing can be appended afterwards. Closing again does nothing."""
+        """Close the file; nothing can be written afterwards. Closing again does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -137,8 +137,8 @@ class LineTail:
         """Have the next call read what is behind this place, if it is one of the file that is there."""
         self._place, self._inode = place, 0
 
-    def read(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[Place, bytes | None]]:
-        """The next lines, each with its end; with `most_bytes` those that take no more than so many bytes.
+    def lines(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[Place, bytes | None]]:
+        """The next lines, each with its end; `most_bytes`: of the file, for this call.
 
         Of a longer line: None, or without `skips_long` all of it. Raises OSError where the file is there and cannot be
         read.
@@ -149,7 +149,7 @@ class LineTail:
             if (seen.st_ino, seen.st_size) == (self._inode, self._place.offset):
                 return []
             with self.path.open("rb") as file:
-                return self._lines(file, most_bytes, skips_long) if self._find_place(file) else []
+                return self._next(file, most_bytes, skips_long) if self._find_place(file) else []
         except FileNotFoundError:
             return []
 
@@ -171,7 +171,7 @@ class LineTail:
         file.seek(self._place.offset)
         return True
 
-    def _lines(self, file: IO[bytes], most_bytes: int | None, skips_long: bool) -> list[tuple[Place, bytes | None]]:
+    def _next(self, file: IO[bytes], most_bytes: int | None, skips_long: bool) -> list[tuple[Place, bytes | None]]:
         name, end = self._place
         data = file.read(most_bytes if most_bytes is not None else -1)
         self.has_more = len(data) == most_bytes
@@ -196,29 +196,18 @@ def _skip_line(file: IO[bytes]) -> bool:
     return False
 
 
-class JsonlTail:
+class JsonlTail(LineTail):
     """The records of a growing file; each call gives those that are new since the last."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = LineTail(path)
-        self.skipped_lines = 0
-        """Whole lines that were no JSON object."""
-
-    @property
-    def path(self) -> Path:
-        return self._lines.path
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last call stopped at its bound."""
-        return self._lines.has_more
+    skipped_lines = 0
+    """Whole lines that were no JSON object."""
 
     def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
         """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole.
 
         Raises OSError where the file is there and cannot be read.
         """
-        lines = [line for _, line in self._lines.read(most_bytes, skips_long=False) if line and line.strip()]
+        lines = [line for _, line in self.lines(most_bytes, skips_long=False) if line and line.strip()]
         records = [record for line in lines if (record := decode_line(line)) is not None]
         self.skipped_lines += len(lines) - len(records)
         return records

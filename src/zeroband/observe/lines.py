@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
 
-from zeroband.observe.checked_rounds import CheckedRounds, settled_of
 from zeroband.observe.curves import BUCKETS, Bucket, Stretch, Stretches
+from zeroband.observe.guarantees import CheckedRounds, LossCost, settled_of
 from zeroband.observe.view import number_of
 
 NEWEST_ROUNDS = 120
-"""Rounds that are kept one by one; older ones as means over neighbours, in at most so many stretches."""
+"""Rounds that are kept one by one; older ones as means over neighbours, in at most as many stretches."""
 _KEPT_LOSSES = 32
 _SOURCES = 32
 _LOSS_OF = "train/loss/"
@@ -115,18 +115,6 @@ class Rounds:
     def newest_first(self) -> Iterator[Round]:
         newest = (self.newest[number] for number in sorted(self.newest, reverse=True))
         return chain(newest, reversed(list(self._older)))
-
-
-@dataclass(frozen=True)
-class LossCost:
-    """What a round that was opened again without lost members took a node."""
-
-    member_ids: tuple[str, ...]
-    round: int
-    node_id: str
-    took_s: float
-    usual_s: float
-    at_s: float
 
 
 class Line:

@@ -86,7 +86,7 @@ def _format_value(value: object) -> str:
 class LineFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.000Z INFO    node=a local_rank=0 outer.diloco: message key=value`, UTC.
 
-    Only the traceback of a logged exception takes lines of its own.
+    Only the traceback of a logged exception takes further lines.
     """
 
     converter = time.gmtime

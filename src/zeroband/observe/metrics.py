@@ -5,33 +5,15 @@ from __future__ import annotations
 import math
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from zeroband.observe.events import EVENTS, EVENTS_FILE
-from zeroband.observe.hardware import peak_flops
-from zeroband.observe.sinks import JsonlSink, MetricValue, Sink
-
-__all__ = [
-    "METRICS",
-    "METRICS_FILE",
-    "SERIES",
-    "JsonlSink",
-    "Metric",
-    "MetricValue",
-    "MetricsLog",
-    "Series",
-    "Sink",
-    "ddp_bytes",
-    "metric_of",
-    "peak_flops",
-    "perplexity",
-    "prometheus_name",
-]
+from zeroband.observe.sinks import MetricValue, RecordLog, Sink
+from zeroband.observe.words import markdown_table
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file inside a node's folder of the run directory."""
@@ -57,7 +39,7 @@ _SERIES_HEAD = """\
 ## `/metrics`
 
 With `[observe.prometheus]` ([operations.md](operations.md#watching-with-prometheus)) a node exports every metric of the
-first table under the name in its last column, and these beside them. All have the labels `run` and `node`, those of a
+first table under the name in its last column, and these as well. All have the labels `run` and `node`, those of a
 source `source`. A name that ends with `_total` adds up what is in the lines since this trainer started, and is 0 again
 when it starts again, and so are histograms; the others show the newest line that had them. `nan` and infinities are
 what Prometheus has for them.
@@ -86,7 +68,7 @@ class Metric:
     adds_up: bool = False
     """Whether a reader adds the numbers of all lines up, instead of taking the newest."""
     series: str | None = None
-    """Its name in Prometheus, where hands expect another one than what `prometheus_name` makes of its own."""
+    """Its name in Prometheus, where it differs from what `prometheus_name` makes of the metric's own."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     """What tells it from the other metrics of that series."""
 
@@ -96,7 +78,7 @@ METRICS: Mapping[str, Metric] = {
     "train/loss/<source>": Metric(
         "nats/token",
         "train/loss of one of data.sources, by its name; absent where the step had no target of it, or the model has a "
-        "loss of its own.",
+        "different loss.",
     ),
     "train/perplexity": Metric("1", "exp(train/loss)."),
     "train/lr": Metric("1", "Learning rate of the inner optimizer in this step."),
@@ -123,7 +105,7 @@ METRICS: Mapping[str, Metric] = {
     "outer/wait_s": Metric(
         "s",
         "Part of the outer step spent on waiting for other members: at the boundary and for the verdict; like the "
-        "transfer it may pass beside training (outer.overlap).",
+        "transfer it may overlap training (outer.overlap).",
         adds_up=True,
     ),
     "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes.", adds_up=True),
@@ -192,7 +174,7 @@ METRICS: Mapping[str, Metric] = {
         adds_up=True,
     ),
     "data/next": Metric(
-        "index", "First sample index that nobody was given yet; with private data the sum over the nodes' own."
+        "index", "First sample index that no node was given yet; with private data the sum over the nodes' own."
     ),
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
@@ -215,12 +197,12 @@ METRICS: Mapping[str, Metric] = {
 
 @dataclass(frozen=True)
 class Series:
-    """What Prometheus finds beside METRICS."""
+    """What Prometheus finds in addition to METRICS."""
 
     type: Literal["gauge", "counter", "histogram"]
     meaning: str
     labels: tuple[str, ...] = ()
-    """Beside `run` and `node`."""
+    """In addition to `run` and `node`."""
 
 
 NODE_STATES = ("starting", "joining", "training", "left", "failed", "finished")
@@ -245,7 +227,7 @@ SERIES: Mapping[str, Series] = {
         "ckpt.path.",
     ),
     "zeroband_outer_step_seconds": Series(
-        "histogram", "Duration of its outer steps: waiting, transfer and applying, which may pass beside training."
+        "histogram", "Duration of its outer steps: waiting, transfer and applying, which may overlap training."
     ),
     "zeroband_recovery_seconds": Series("histogram", "How long it took to come by the state of the run (`recovered`)."),
     "zeroband_comm_bytes_total": Series(
@@ -295,15 +277,11 @@ def metric_of(name: str) -> str:
     return f"{above}/<source>" if name not in METRICS and f"{above}/<source>" in METRICS else name
 
 
-class MetricsLog:
-    """Writes one line for each record to `metrics.jsonl` in the node's folder, and hands the record to other sinks.
-
-    `now`: wall clock in seconds, for human readers only.
-    """
+class MetricsLog(RecordLog):
+    """Writes one line for each record to `metrics.jsonl` in the node's folder, and hands the record to other sinks."""
 
     def __init__(self, node_dir: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
-        self._sinks: tuple[Sink, ...] = (JsonlSink(node_dir / METRICS_FILE), *sinks)
-        self._now = now
+        super().__init__(node_dir / METRICS_FILE, sinks, now=now)
 
     def record(self, step: int, values: Mapping[str, MetricValue | None]) -> None:
         """Record what inner step `step` measured; a value of None is unknown and left out.
@@ -314,18 +292,8 @@ class MetricsLog:
         assert not unknown, f"not in METRICS: {', '.join(unknown)}"
         odd = [name for name, value in values.items() if not _is_plain(value)]
         assert not odd, f"not a Python number: {', '.join(odd)}"
-        record: dict[str, MetricValue] = {"step": step, "at_s": round(self._now(), 3)}
-        record.update({name: value for name, value in values.items() if value is not None})
-        for sink in self._sinks:
-            sink.write(record)
-
-    def close(self) -> None:
-        """Close all sinks at once; may wait some seconds for those that write in the background."""
-        closing = [threading.Thread(target=sink.close) for sink in self._sinks]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write({"step": step, "at_s": round(self._now(), 3), **known})
 
 
 def _is_plain(value: object) -> bool:
@@ -344,22 +312,22 @@ def ddp_bytes(nodes: int, parameters: int, steps: int = 1) -> int:
 
 def document() -> str:
     """The text of docs/metrics.md."""
-    metrics = _table(
+    metrics = markdown_table(
         ("name", "unit", "meaning", "Prometheus"),
         ((f"`{name}`", m.unit, m.meaning, f"`{prometheus_name(name)}{_own(m)}`") for name, m in METRICS.items()),
     )
-    series = _table(
+    series = markdown_table(
         ("name", "type", "labels", "meaning"),
         ((f"`{n}`", s.type, ", ".join(f"`{label}`" for label in s.labels), s.meaning) for n, s in SERIES.items()),
     )
-    events = _table(
+    events = markdown_table(
         ("kind", "always carries", "meaning"),
         ((f"`{kind}`", ", ".join(f"`{f}`" for f in event.fields), event.meaning) for kind, event in EVENTS.items()),
     )
     steps = "`step` counts finished inner steps. A metric that was not measured in a step is absent."
     metrics_head = f"## `{METRICS_FILE}`\n\n{steps}\n"
     events_head = f"## `{EVENTS_FILE}`\n\nOther fields may come along.\n"
-    parts = [_HEAD, metrics_head, metrics, events_head, events, _SERIES_HEAD, series, _CONVENTIONS]
+    parts = [_HEAD, metrics_head, f"{metrics}\n", events_head, f"{events}\n", _SERIES_HEAD, f"{series}\n", _CONVENTIONS]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -367,11 +335,6 @@ def _own(metric: Metric) -> str:
     """The labels of a metric as a query has them."""
     pairs = ",".join(f'{label}="{value}"' for label, value in metric.labels.items())
     return f"{{{pairs}}}" if pairs else ""
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from zeroband.observe.curves import Moments, Selection
-from zeroband.observe.lines import LossCost
+from zeroband.observe.curves import Moments
+from zeroband.observe.guarantees import LossCost
 from zeroband.observe.view import (
     ENDED,
     EvaluationView,
@@ -24,8 +24,6 @@ from zeroband.observe.view import (
 
 BROKEN_LINE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What folding a line raises that no node wrote so."""
-CURVE_POINTS = 256
-"""Most points of a node's loss curve."""
 KEPT_STAYS = 256
 _KEPT_VIEWS, _KEPT_LINKS = 60, 8
 _USUAL_ROUNDS, _USUAL_STEPS = 32, 16
@@ -77,7 +75,7 @@ class Lateness:
 
 
 class NodeHistory:
-    """Folds a node's lines. `newest`: how it stands now, by its own word, without its curve."""
+    """Folds a node's lines. `newest`: how it stands now, by its own word."""
 
     def __init__(self, node_id: str) -> None:
         self.newest = NodeView(node_id)
@@ -98,15 +96,10 @@ class NodeHistory:
         """When it committed some of the rounds, by line and number."""
         self.lates: dict[tuple[str, int], Lateness] = {}
         """By membership and round."""
-        self._curve = Selection[float](CURVE_POINTS)
         self._compute_s = 0.0
         self._committed_at_s: float | None = None
         self._took_s: deque[float] = deque(maxlen=_USUAL_ROUNDS)
         """Durations of its newest rounds."""
-
-    def loss_curve(self) -> tuple[float, ...]:
-        """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
-        return tuple(self._curve.values)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Fold a line of either file. Raises one of BROKEN_LINE where it is none."""
@@ -127,8 +120,6 @@ class NodeHistory:
         if step_s is not None:
             self.step_s.append(step_s)
             self._compute_s += max(0.0, step_s - (number_of(record, "outer/blocked_s") or 0.0))
-        if "train/loss" in record:
-            self._curve.add(changed["loss"])
         self.newest = _changed(old, changed)
         if old.state == "starting":  # a node that trains alone
             self._stand(at_s, "training")
@@ -203,7 +194,6 @@ class NodeHistory:
 
     def _begun_anew(self) -> NodeView:
         """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
-        self._curve = Selection[float](CURVE_POINTS)
         kept = ("state", "starts", "total_steps", "parameters", "detect_s", "store", "last_at_s")
         return NodeView(self.newest.node_id, **{name: getattr(self.newest, name) for name in kept})
 

@@ -1,6 +1,6 @@
 """/metrics, /healthz and /readyz of a node: what its lines say, as a Prometheus and probes ask for it.
 
-The trainer hands the lines in and goes on; threads of a server of its own answer. Names: the tables of
+The trainer hands the lines in and goes on; a server's threads answer. Names: the tables of
 `observe/metrics.py`. Needs the extra `prometheus`.
 """
 
@@ -14,13 +14,10 @@ import math
 import socket
 import threading
 import time
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.events import EVENTS
 from zeroband.observe.hardware import disk_space
 from zeroband.observe.log import ROOT, get_logger
-from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, metric_of, prometheus_name
+from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, Series, metric_of, prometheus_name
 from zeroband.observe.node_history import NodeHistory
 
 TARGETS_FOLDER = ".prometheus"
@@ -49,14 +46,27 @@ _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Bounds of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
 _OUTER_STEP = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
 _FETCHED = ("received", "state")
-"""Labels of what comes in beside rounds."""
+"""Labels of what comes in outside of rounds."""
 _SAVED = ("checkpoint_committed", "checkpoint_share_written")
+_IDENTITY = ("run", "node")
+_ROWS: Mapping[str, Series] = {
+    **{
+        prometheus_name(name): Series(
+            "counter" if row.adds_up else "gauge",
+            f"{row.meaning} ({row.unit})",
+            ("source",) if name.endswith("/<source>") else (),
+        )
+        for name, row in METRICS.items()
+    },
+    **SERIES,
+}
+"""What is exported, by its name."""
 
 _log = get_logger(__name__)
 
 
 class Exporter(logging.Handler):
-    """A sink of metrics and events, and a handler of log lines, that a Prometheus reads; each answer is of one moment.
+    """A sink of metrics and events, and a handler of log lines, that a Prometheus reads.
 
     `build`: the labels of `zeroband_build_info`. `folders`: by the key of the configuration that names them; their file
     systems are looked at in each answer. `ailments`: what is wrong with the trainer, a line each. Any thread. Raises
@@ -76,34 +86,48 @@ class Exporter(logging.Handler):
     ) -> None:
         super().__init__(logging.WARNING)
         try:
-            self._core: Any = importlib.import_module("prometheus_client.core")
-            self._exposition: Any = importlib.import_module("prometheus_client.exposition")
+            self._client: Any = importlib.import_module("prometheus_client")
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"observe.prometheus needs {error.name}, which is not installed; {way_to_extra('prometheus')}"
             ) from None
-        self._identity = {"run": run_id, "node": node_id}
+        self._client.disable_created_metrics()
+        self._registry = self._client.CollectorRegistry()
+        self._families: dict[str, Any] = {}
+        """By exported name."""
+        self._identity = (run_id, node_id)
         self._folders = folders
         self._look = _Seldom(ailments)
         self._state = threading.Lock()
         self._history = NodeHistory(node_id)
-        self._values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
-        """By exported name, then by the values of its own labels."""
-        self._durations = {name: _Durations() for name, series in SERIES.items() if series.type == "histogram"}
         self._fetched_bytes = 0
         """Bytes of the state that is being fetched."""
         started_s = now()
-        self._values["zeroband_build_info"][tuple(build[label] for label in SERIES["zeroband_build_info"].labels)] = 1
-        self._values["zeroband_started_timestamp_seconds"][()] = started_s
-        self._values["zeroband_steps_total"][()] = 0
+        self._series("zeroband_build_info", *(build[label] for label in SERIES["zeroband_build_info"].labels)).set(1)
+        self._series("zeroband_started_timestamp_seconds").set(started_s)
         if saves:
-            self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = started_s
-        self._values["zeroband_events_total"] = {(kind,): 0 for kind in EVENTS}
-        self._values["zeroband_log_warnings_total"] = {(part,): 0 for part in _WATCHED_PARTS}
+            self._series("zeroband_last_checkpoint_timestamp_seconds").set(started_s)
+        for name, row in SERIES.items():
+            if row.type == "histogram":
+                self._series(name)
         for name, metric in METRICS.items():
             if metric.adds_up and not name.endswith("/<source>"):
-                self._values[prometheus_name(name)][tuple(metric.labels.values())] = 0
-        self._values["zeroband_comm_bytes_total"][_FETCHED] = 0
+                self._series(prometheus_name(name), *metric.labels.values())
+        self._series("zeroband_steps_total")
+        self._series("zeroband_comm_bytes_total", *_FETCHED)
+        for kind in EVENTS:
+            self._series("zeroband_events_total", kind)
+        for part in _WATCHED_PARTS:
+            self._series("zeroband_log_warnings_total", part)
+
+    def _series(self, name: str, *own: str) -> Any:
+        """The series of an exported name and the values of its own labels, which is exported from now on."""
+        if name not in self._families:
+            row = _ROWS[name]
+            more: dict[str, Any] = {"buckets": _BOUNDS_S} if row.type == "histogram" else {}
+            make = getattr(self._client, row.type.capitalize())
+            self._families[name] = make(name, row.meaning, [*_IDENTITY, *row.labels], registry=self._registry, **more)
+        return self._families[name].labels(*self._identity, *own)
 
     # -- what it is told ------------------------------------------------------------------------------------------
 
@@ -117,49 +141,50 @@ class Exporter(logging.Handler):
 
     def _take_event(self, record: Mapping[str, Any]) -> None:
         kind, at_s = record["kind"], record["at_s"]
-        self._values["zeroband_events_total"][(kind,)] += 1
+        self._series("zeroband_events_total", kind).inc()
         if kind == "round_committed":
-            self._values["zeroband_last_round_timestamp_seconds"][()] = at_s
+            self._series("zeroband_last_round_timestamp_seconds").set(at_s)
         elif kind in _SAVED:
-            self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = at_s
+            self._series("zeroband_last_checkpoint_timestamp_seconds").set(at_s)
         elif kind == "epoch_changed":
-            self._values["zeroband_membership_epoch"][()] = record["epoch"]
+            self._series("zeroband_membership_epoch").set(record["epoch"])
         elif kind == "recovered":
-            self._durations["zeroband_recovery_seconds"].add(float(record["took_s"]))
+            self._series("zeroband_recovery_seconds").observe(float(record["took_s"]))
         elif kind == "join_progress":
             self._take_fetched(int(record["bytes"]))
 
     def _take_fetched(self, fetched_bytes: int) -> None:
         """Count what came of a state since the last time; fewer than then: of another state."""
         before = self._fetched_bytes if fetched_bytes >= self._fetched_bytes else 0
-        self._values["zeroband_comm_bytes_total"][_FETCHED] += fetched_bytes - before
+        self._series("zeroband_comm_bytes_total", *_FETCHED).inc(fetched_bytes - before)
         self._fetched_bytes = fetched_bytes
 
     def _take_metrics(self, record: Mapping[str, Any]) -> None:
-        self._values["zeroband_step"][()] = record["step"]
-        self._values["zeroband_steps_total"][()] += 1
-        self._values["zeroband_last_step_timestamp_seconds"][()] = record["at_s"]
+        self._series("zeroband_step").set(record["step"])
+        self._series("zeroband_steps_total").inc()
+        self._series("zeroband_last_step_timestamp_seconds").set(record["at_s"])
         if "train/tokens_per_s" in record:
-            tokens = self._values["zeroband_tokens_total"]
-            tokens[()] = tokens.get((), 0) + round(record["train/tokens_per_s"] * record["train/step_s"])
+            tokens = round(record["train/tokens_per_s"] * record["train/step_s"])
+            self._series("zeroband_tokens_total").inc(tokens)
         if "outer/round" in record:
             took_s = sum(float(record.get(part, 0.0)) for part in _OUTER_STEP)
-            self._durations["zeroband_outer_step_seconds"].add(took_s)
+            self._series("zeroband_outer_step_seconds").observe(took_s)
         for name, value in record.items():
             if name in ("step", "at_s"):
                 continue
             row = metric_of(name)
-            labels = (name.rpartition("/")[2],) if row != name else tuple(METRICS[row].labels.values())
-            series = self._values[prometheus_name(row)]
+            labels = (name.rpartition("/")[2],) if row != name else METRICS[row].labels.values()
+            series = self._series(prometheus_name(row), *labels)
             number = int(value[:_DIGEST_DIGITS], 16) if isinstance(value, str) else float(value)
-            series[labels] = series.get(labels, 0.0) + number if METRICS[row].adds_up else number
+            if METRICS[row].adds_up:
+                series.inc(max(0.0, number))
+            else:
+                series.set(number)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Count a line of the log."""
         with self._state:
-            part = (record.name.removeprefix(f"{ROOT}."),)
-            parts = self._values["zeroband_log_warnings_total"]
-            parts[part] = parts.get(part, 0) + 1
+            self._series("zeroband_log_warnings_total", record.name.removeprefix(f"{ROOT}.")).inc()
 
     # -- what it answers ------------------------------------------------------------------------------------------
 
@@ -175,67 +200,27 @@ class Exporter(logging.Handler):
             return f"{view.state} ({view.join.state})"
         return None if view.is_at_work else view.state
 
-    def collect(self) -> Iterator[Any]:
-        """Every series, as prometheus_client takes them."""
-        own = {
-            "zeroband_node_up": {(): float(not self.ailments())},
-            "zeroband_node_ready": {(): float(self.unready() is None)},
-            **_disks(self._folders),
-        }
-        with self._state:
-            state = "training" if self._history.newest.is_at_work else self._history.newest.state
-            seen = {name: dict(series) for name, series in self._values.items()}
-            durations = {name: (each.buckets(), each.total_s) for name, each in self._durations.items()}
-        own["zeroband_node_state"] = {(known,): float(known == state) for known in NODE_STATES}
-        for name, row in SERIES.items():
-            if row.type == "histogram":
-                family = self._core.HistogramMetricFamily(name, row.meaning, labels=[*self._identity])
-                family.add_metric([*self._identity.values()], *durations[name])
-                yield family
-            else:
-                yield from self._family(name, row.type, row.meaning, row.labels, seen.get(name, own.get(name, {})))
-        for metric, row in METRICS.items():
-            name, labels = prometheus_name(metric), ("source",) if metric.endswith("/<source>") else ()
-            if name not in SERIES:
-                kind = "counter" if row.adds_up else "gauge"
-                yield from self._family(name, kind, f"{row.meaning} ({row.unit})", labels, seen.get(name, {}))
-
-    def _family(
-        self, name: str, kind: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], float]
-    ) -> Iterator[Any]:
-        if series:
-            make = self._core.CounterMetricFamily if kind == "counter" else self._core.GaugeMetricFamily
-            family = make(name, meaning, labels=[*self._identity, *labels])
-            for own, value in series.items():
-                family.add_metric([*self._identity.values(), *own], value)
-            yield family
-
     def exposition(self, accepted: str) -> tuple[str, bytes]:
         """Content type and text of an answer to a scraper that accepts these types."""
-        encode, content_type = self._exposition.choose_encoder(accepted)
-        return content_type, encode(self)
-
-
-class _Durations:
-    """Counts durations in seconds by the bounds that they stay below."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-    def add(self, took_s: float) -> None:
-        self._counts[bisect_left(_BOUNDS_S, took_s)] += 1
-        self.total_s += took_s
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """For each bound, how many there were up to it."""
-        return list(zip([*map(str, _BOUNDS_S), "+Inf"], map(float, accumulate(self._counts)), strict=True))
+        is_up, is_ready = not self.ailments(), self.unready() is None
+        with self._state:
+            view = self._history.newest
+            self._series("zeroband_node_up").set(is_up)
+            self._series("zeroband_node_ready").set(is_ready)
+            for state in NODE_STATES:
+                self._series("zeroband_node_state", state).set(state == ("training" if view.is_at_work else view.state))
+            for key, folder in self._folders.items():
+                if (space := disk_space(folder)) is not None:
+                    self._series("zeroband_disk_free_bytes", key).set(space[0])
+                    self._series("zeroband_disk_size_bytes", key).set(space[1])
+        encode, content_type = self._client.exposition.choose_encoder(accepted)
+        return content_type, encode(self._registry)
 
 
 class MetricsServer:
-    """Answers GET of /metrics, /healthz and /readyz for one node, each in a thread of its own.
+    """Answers GET of /metrics, /healthz and /readyz for one node, each in its own thread.
 
-    `port` 0: any that is free. `node_dir`: `<run.dir>/<run.id>/<node id>`; the address is written beside the runs.
+    `port` 0: any that is free. `node_dir`: `<run.dir>/<run.id>/<node id>`; the address is written next to the runs.
     Raises ConfigError where it cannot listen.
     """
 
@@ -245,7 +230,7 @@ class MetricsServer:
         except OSError as error:
             raise ConfigError(
                 f"observe.prometheus cannot listen on {host}, port {port}: {error.strerror}; give each node of a "
-                "machine an observe.prometheus.port of its own, or 0, which takes any that is free"
+                "machine another observe.prometheus.port, or 0, which takes any that is free"
             ) from error
         self._exporter = exporter
         self._targets = node_dir.parent.parent / TARGETS_FOLDER / f"{node_dir.name}@{node_dir.parent.name}.json"
@@ -261,11 +246,11 @@ class MetricsServer:
         reached = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         place = f"[{reached}]:{self.port}" if ":" in reached else f"{reached}:{self.port}"
         _log.info("metrics are served", extra={"fields": {"url": f"http://{place}/metrics"}})
-        beside = self._targets.with_suffix(".new")
+        draft = self._targets.with_suffix(".new")
         try:
             self._targets.parent.mkdir(exist_ok=True)
-            beside.write_text(json.dumps([{"targets": [place]}]) + "\n", encoding="utf-8")
-            beside.replace(self._targets)
+            draft.write_text(json.dumps([{"targets": [place]}]) + "\n", encoding="utf-8")
+            draft.replace(self._targets)
         except OSError as error:
             _log.warning("no file for Prometheus", extra={"fields": {"path": self._targets, "why": str(error)}})
 
@@ -349,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Seldom:
-    """Asks a question at most once in `_LOOK_S`, whoever wants to know."""
+    """Asks a question at most once in `_LOOK_S`, for all that want to know."""
 
     def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
         self._ask = ask
@@ -362,11 +347,3 @@ class _Seldom:
             if time.monotonic() - self._asked_at_s > _LOOK_S:
                 self._answer, self._asked_at_s = self._ask(), time.monotonic()
             return self._answer
-
-
-def _disks(folders: Mapping[str, Path]) -> dict[str, dict[tuple[str, ...], float]]:
-    found = {(key,): space for key, folder in folders.items() if (space := disk_space(folder)) is not None}
-    return {
-        "zeroband_disk_free_bytes": {key: float(free) for key, (free, _) in found.items()},
-        "zeroband_disk_size_bytes": {key: float(size) for key, (_, size) in found.items()},
-    }

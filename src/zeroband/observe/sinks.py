@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,17 +33,27 @@ class Sink(Protocol):
         ...
 
 
-class JsonlSink:
-    """Appends every record to a file as one line. Raises ConfigError where it cannot be opened."""
+class RecordLog:
+    """Writes each record to a file, which is the truth, then to other sinks. `now`: wall clock, for people.
 
-    def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
+    Raises ConfigError where the file cannot be opened.
+    """
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._writer.append(record)
+    def __init__(self, path: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
+        self._sinks: tuple[Sink, ...] = (JsonlWriter(path), *sinks)
+        self._now = now
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
     def close(self) -> None:
-        self._writer.close()
+        """Close all sinks at once; may wait some seconds for those that write in the background."""
+        closing = [threading.Thread(target=sink.close) for sink in self._sinks]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
 
 class Service(Protocol):
@@ -63,7 +73,7 @@ class Service(Protocol):
 
 
 class BackgroundSink:
-    """Hands every record to a service from a thread of its own, which also opens it: `open_service` may import.
+    """Hands every record to a service from its own thread, which also opens it: `open_service` may import.
 
     Whatever goes wrong in there, hanging included, is logged once and the sink takes nothing more.
     """

@@ -30,7 +30,7 @@ STALLS_FOLDER = "stalls"
 KEPT_BUNDLES = 8
 EVENT_LINES = 200
 _EVENT_BYTES = 1 << 20
-"""Read of the end of the events, for so many lines."""
+"""Read of the end of the events, for these lines."""
 _STACKS_BYTES = 1 << 20
 """A file of stacks is emptied when it is longer than this."""
 
@@ -47,10 +47,10 @@ _log = get_logger(__name__)
 def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
     """Have SIGUSR2 append the stacks of all threads to `rank<n>.stacks`, even while the main thread hangs in C.
 
-    A thread of its own writes them, with the interpreter's lock held: faulthandler, which walks the frames of running
+    A thread for this writes them, with the interpreter's lock held: faulthandler, which walks the frames of running
     threads without it, can crash the rank (cpython issue 116008). So a call that never gives the lock back is not seen.
-    The file's first line says which process writes to it; without that line nobody signals it. Returns what undoes it.
-    Main thread only. Raises: OSError where the file cannot be written.
+    The file's first line says which process writes to it; without that line it is not signalled. Returns what undoes
+    it. Main thread only. Raises: OSError where the file cannot be written.
     """
     node_dir.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -67,7 +67,7 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
             if received[0] == _SIGNAL:
                 file.write(_stacks_of_all_threads())
             elif before != -1:
-                with contextlib.suppress(OSError):  # whoever listened to signals before may be gone
+                with contextlib.suppress(OSError):  # the listener to signals before may be gone
                     os.write(before, received)
 
     writer = threading.Thread(target=answer, name="stacks", daemon=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,6 @@ from zeroband.observe.history import RunHistory
 from zeroband.observe.log import format_fields
 from zeroband.observe.view import ENDED, SILENT_S, EventView, NodeView, RunView, SourceView
 from zeroband.observe.words import aligned, human_bytes, human_count, listed
-
-__all__ = [
-    "EventView",
-    "NodeView",
-    "RunReader",
-    "RunView",
-    "human_bytes",
-    "human_count",
-    "render",
-    "sent_in_words",
-]
 
 _SHOWN_EVENTS = 8
 
@@ -44,23 +32,17 @@ class RunReader:
         history, facts, now_s = self._history, self._facts.read(), self._clock()
         history.take(self._facts.node_ids(), facts)
         self._heard_at_s |= {fact.node_id: now_s for fact in facts if fact.node_id in self._heard_at_s}
-        view, skipped = history.view(), Counter(history.odd_lines()) + Counter(self._facts.skipped_lines())
+        view = history.view()
         new = [node.node_id for node in view.nodes if node.node_id not in self._heard_at_s]
         ages_s = self._facts.ages_s() if new else {}
         self._heard_at_s |= {node_id: now_s - ages_s.get(node_id, 0.0) for node_id in new}
-        nodes = [
-            replace(
-                node,
-                loss_curve=history.loss_curve(node.node_id),
-                skipped_lines=skipped[node.node_id],
-                silent_s=now_s - self._heard_at_s[node.node_id],
-            )
-            for node in view.nodes
-        ]
+        nodes = [replace(node, silent_s=now_s - self._heard_at_s[node.node_id]) for node in view.nodes]
         age_s = min((node.silent_s for node in nodes), default=0.0)
         return replace(
             view,
             nodes=tuple(nodes),
+            loss_curve=history.loss_curve(),
+            skipped_lines=history.odd_lines + sum(self._facts.skipped_lines().values()),
             events=history.events(),
             waiting=None if history.to_s is None else history.waiting_for(history.to_s + age_s),
             unread=tuple(self._facts.unread()),
@@ -93,8 +75,7 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
 
 def problems_of(view: RunView) -> list[str]:
     """What a screen says of what it cannot show, or does not count."""
-    skipped_lines = sum(node.skipped_lines for node in view.nodes)
-    lines = [f"{skipped_lines} lines could not be read"] if skipped_lines else []
+    lines = [f"{view.skipped_lines} lines could not be read"] if view.skipped_lines else []
     lines += [f"cannot read {listed(view.unread)}"] if view.unread else []
     lines += [f"{lacking}; --store shows all"] if (lacking := lacking_in_words(view)) else []
     return lines + ([strangers_in_words(view)] if view.strangers else [])

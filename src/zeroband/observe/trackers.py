@@ -25,7 +25,7 @@ _TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class Wandb(Service):
-    """Weights & Biases. Each start of a node is a run of its own, in the group that is called as the run."""
+    """Weights & Biases. Each start of a node is a separate run, in a group with the run's name."""
 
     def __init__(
         self, *, project: str, mode: Literal["online", "offline"], node_dir: Path, config: Mapping[str, object]

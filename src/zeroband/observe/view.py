@@ -70,7 +70,7 @@ class JoinView:
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """Whom the run waits for, and why. No nodes: an order, or nobody in particular."""
+    """Whom the run waits for, and why. No nodes: an order, or no particular one."""
 
     nodes: tuple[str, ...]
     since_s: float
@@ -97,8 +97,6 @@ class NodeView:
     parameters: int | None = None
     loss: float | None = None
     first_loss: float | None = None
-    loss_curve: tuple[float, ...] = ()
-    """Losses from the first to a recent step, evenly spaced."""
     evaluation: EvaluationView | None = None
     sources: Mapping[str, SourceView] = field(default_factory=dict[str, SourceView])
     """By name; empty with a single source."""
@@ -133,8 +131,6 @@ class NodeView:
     """Wall clock of its newest line."""
     silent_s: float = field(default=0.0, compare=False)
     """Seconds since a line of it came, as the reader counts them; what was there before it, as its place tells."""
-    skipped_lines: int = 0
-    """Lines of its files that could not be read."""
 
     @property
     def is_at_work(self) -> bool:
@@ -156,14 +152,18 @@ class RunView:
 
     unread: tuple[str, ...] = ()
     """What of it cannot be read now, in words."""
+    skipped_lines: int = 0
+    """Lines that could not be read."""
     has_all_machines: bool = field(default=True, compare=False)
     """Whether nodes of other machines would be among them."""
     disagreements: tuple[int, ...] = ()
     """Rounds after which two nodes held different outer states; must be empty, always."""
+    loss_curve: tuple[float, ...] = ()
+    """Mean losses of the nodes from the first to a recent step, evenly spaced."""
     events: tuple[EventView, ...] = field(default=(), compare=False)
     """What happened, newest last; the order between nodes is only as good as their clocks."""
     waiting: WaitingFor | None = field(default=None, compare=False)
-    """Whom it waits for now; None: nobody, or that is not known."""
+    """Whom it waits for now; None: for no node, or that is not known."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:
@@ -221,6 +221,17 @@ class RunView:
     @property
     def total_steps(self) -> int | None:
         return max((node.total_steps for node in self.own if node.total_steps is not None), default=None)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the whole run, by the node that knows of most."""
+        return max((node.tokens for node in self.current or self.own), default=None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate of all nodes that are at work, together."""
+        rates = [node.tokens_per_s for node in self.own if node.is_at_work and node.tokens_per_s is not None]
+        return sum(rates) if rates else None
 
     @property
     def store(self) -> str | None:

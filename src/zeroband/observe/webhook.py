@@ -31,7 +31,7 @@ _BACKLOG = 64
 _ATTEMPTS = 5
 _ANSWER_S = 5.0
 _MOST, _MOST_IN_S = 20, 600.0
-"""Messages of one node in so many seconds."""
+"""A node sends at most this number of messages in these seconds."""
 
 _OF_ONE_NODE: Mapping[str, tuple[AlertKind, str]] = {
     "update_refused": ("loss_spike", "its update was not finite and is left out"),
@@ -231,7 +231,7 @@ class Webhook(Service):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect unanswered, so that nobody else gets what a webhook is told."""
+    """Leaves a redirect unanswered, so that no other server gets what a webhook is told."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None

@@ -1,12 +1,18 @@
-"""Events, counts and lists in plain English, the same wherever they are shown. Pure."""
+"""Events, counts, lists and commands of ours as people read them, the same wherever they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import shutil
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from zeroband.observe.events import EVENTS
 from zeroband.observe.view import EventView, node_id_of_member
+
+PROGRAM = "zeroband"
 
 JOIN_WORDS: Mapping[str, str] = {
     "wait_old_lease": "makes sure that its name is free",
@@ -43,6 +49,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def first_of(values: Sequence[object], most: int = 5) -> str:
+    """The first values of a list; dots where there are more."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
+
+
 def human_count(count: float) -> str:
     """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
     for unit in _UNITS[:-1]:
@@ -70,6 +81,30 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table for a terminal: a line for each row, with its cells below those of the row before."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, without an end of its last line."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
+    return "\n".join([f"| {lines[0]} |", f"|{'---|' * len(head)}", *(f"| {line} |" for line in lines[1:])])
+
+
+def command(*words: object) -> str:
+    """A command that a reader can type: its words quoted for a shell."""
+    return shlex.join([PROGRAM, *map(str, words)])
+
+
+def typed(*words: object) -> str:
+    """A command for this machine and folder, which runs as it stands.
+
+    Its program is `zeroband` where the PATH leads to this installation, else the path of that.
+    """
+    ours = Path(sysconfig.get_path("scripts")) / PROGRAM
+    found = shutil.which(PROGRAM)
+    if not ours.exists() or (found is not None and Path(found).resolve() == ours.resolve()):
+        return command(*words)
+    place = ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours
+    return shlex.join([str(place), *map(str, words)])
 
 
 class _Fields(dict[str, str]):

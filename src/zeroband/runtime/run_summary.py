@@ -20,10 +20,10 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver
 from zeroband.node.identity import node_dir_of
 from zeroband.node.launched import is_last_start, local_rank
-from zeroband.observe.commands import typed
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
+from zeroband.observe.words import typed
 from zeroband.runtime.report import EXPORT_DIR, SAMPLE_FILE
 from zeroband.runtime.run_folder import is_claimed
 

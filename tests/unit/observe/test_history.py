@@ -17,6 +17,7 @@ from zeroband.observe.facts import Fact
 from zeroband.observe.guarantees import Guarantee
 from zeroband.observe.history import RunHistory
 from zeroband.observe.lines import NEWEST_ROUNDS, RoundView
+from zeroband.observe.view import JoinView
 
 NODES = ("a", "b", "c")
 
@@ -55,13 +56,11 @@ def test_order_between_nodes_changes_nothing(order: tuple[int, ...]) -> None:
     assert made.view().round == 30
 
 
-def test_view_goes_back_in_time() -> None:
+def test_view_goes_back_in_time_and_knows_nothing_of_before_the_run() -> None:
     made = history(in_turn(run_of(NODES, 40)))
     then = made.view(BEGIN_S + 20.5)
-    assert {node.step for node in then.nodes} == {10}
-    assert then.round == 10
-    assert [node.state for node in then.nodes] == ["training"] * 3
-    assert made.rounds(BEGIN_S + 20.5)[-1].round == 10
+    assert {(node.step, node.state) for node in then.nodes} == {(10, "training")}
+    assert then.round == made.rounds(BEGIN_S + 20.5)[-1].round == 10
     assert made.view(BEGIN_S - 1).nodes == ()
 
 
@@ -147,31 +146,20 @@ def test_everything_of_an_earlier_moment_is_as_it_was_known_then() -> None:
         (n.step, n.mfu, n.memory_bytes) for n in then.view().nodes
     ]
     assert (made.view(at_s).nodes[0].mfu, made.view().nodes[0].mfu) == (0.5, 0.1)
-    assert [one.is_cut_off for one in (*made.links(at_s), *made.links())] == [False, True]
+    assert [made.links(at)["a"][0].is_cut_off for at in (at_s, None)] == [False, True]
     assert [one.step for one in (*made.checkpoints(at_s), *made.checkpoints())] == [3, 12]
     assert [guarantee(made, "checkpoint", at).state for at in (BEGIN_S + 7, at_s, None)] == ["unknown", "good", "bad"]
     assert [guarantee(made, "detection", at).state for at in (at_s, None)] == ["unknown", "good"]
     assert "10 rounds checked" in guarantee(made, "ledger", at_s).evidence[0]
     assert "11 rounds were recorded" in guarantee(made, "divergence", at_s).evidence[0]
     assert made.sample(BEGIN_S + 8) is None
-    assert [one and one.text for one in (made.sample(at_s), made.sample())] == ["Once", "upon"]
-
-
-def test_rounds_that_differ_are_told_of_the_moments_after_them_only() -> None:
-    runs = list(run_of(NODES, 10))
-    runs[1][13] = Fact("b", {**runs[1][13].record, "digest": "other"})  # round 6, at 12 s
-    made = history(in_turn(runs))
-    assert [guarantee(made, "divergence", at).state for at in (BEGIN_S + 11, BEGIN_S + 12, None)] == [
-        "good",
-        "bad",
-        "bad",
-    ]
+    assert [one and one.fields["text"] for one in (made.sample(at_s), made.sample())] == ["Once", "upon"]
 
 
 def test_what_was_checked_before_the_rounds_that_are_kept_is_not_known_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("zeroband.observe.checked_rounds.KEPT_DIGESTS", 16)
+    monkeypatch.setattr("zeroband.observe.guarantees.KEPT_DIGESTS", 16)
     made = history(in_turn(run_of(("a", "b"), 100)))
     assert [guarantee(made, key).state for key in ("divergence", "ledger")] == ["good", "good"]
     assert "101 rounds" in guarantee(made, "divergence").evidence[0]
@@ -226,74 +214,83 @@ def test_older_rounds_are_means_of_neighbours() -> None:
     assert views[1].nodes["a"].compute_s == pytest.approx(0.4)
 
 
-def test_lost_member_comes_back() -> None:
-    a = [*joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])]
-    b = [*joined("b", 0), *joined("b", 20)]
-    b[-1] = event("b", 21, "joined", member_id="b#2", round=5)
-    for order in (a + b, b + a):
-        assert standings(history(order), "b") == [
-            ("starting", 0.0, 0.1), ("training", 0.1, 9.0), ("lost", 9.0, 20.0), ("starting", 20.0, 21.0),
-            ("training", 21.0, None),
-        ]  # fmt: skip
+IN = ("training", 0.1)
+FENCED = {"round": 3, "reason": "the run went on without it"}
+BACK = event("b", 30, "joined", member_id="b#2", round=5)
+LOST = [*joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])]
+ON_ITS_WAY = "a node on its way back is lost only if that was told afterwards"
 
 
 @pytest.mark.parametrize(
-    ("kind", "at_s", "between"),
+    ("a", "b", "stood"),
     [
-        ("fenced", 20, [("training", 0.1, 9.0), ("lost", 9.0, 20.0), ("joining", 20.0, 30.0)]),
-        ("recovering", 8, [("training", 0.1, 8.0), ("joining", 8.0, 9.0), ("lost", 9.0, 30.0)]),
+        pytest.param(
+            LOST,
+            [event("b", 20, "node_started", total_steps=9), BACK],
+            [(*IN, 9.0), ("lost", 9.0, 20.0), ("starting", 20.0, 30.0), ("training", 30.0, None)],
+            id="lost member comes back",
+        ),
+        pytest.param(
+            LOST,
+            [event("b", 20, "fenced", **FENCED), BACK],
+            [(*IN, 9.0), ("lost", 9.0, 20.0), ("joining", 20.0, 30.0), ("training", 30.0, None)],
+            id=ON_ITS_WAY,
+        ),
+        pytest.param(
+            LOST,
+            [event("b", 8, "recovering", **FENCED), BACK],
+            [(*IN, 8.0), ("joining", 8.0, 9.0), ("lost", 9.0, 30.0), ("training", 30.0, None)],
+            id=f"{ON_ITS_WAY}, which it was",
+        ),
+        pytest.param(
+            LOST,
+            [event("b", 8, "left", reason="asked to leave")],
+            [(*IN, 8.0), ("left", 8.0, None)],
+            id="member that left is not lost",
+        ),
+        pytest.param(
+            [*joined("a", 0), committed("a", 5, 1, ["a"], late=[member("b")])],
+            [committed("b", 12, 2, ("a", "b"))],
+            [(*IN, 5.0), ("late", 5.0, 12.0), ("training", 12.0, None)],
+            id="late member is late until its own commit",
+        ),
     ],
 )
-def test_node_on_its_way_back_is_lost_only_if_that_was_told_afterwards(
-    kind: str, at_s: float, between: list[tuple[str, float, float]]
+def test_node_stood_as_it_and_the_others_say_in_any_order(
+    a: list[Fact], b: list[Fact], stood: list[tuple[str, float, float | None]]
 ) -> None:
-    back = event("b", at_s, kind, round=3, reason="the run went on without it")
-    b = [*joined("b", 0), back, event("b", 30, "joined", member_id="b#2", round=5)]
-    made = history([*b, *joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])])
-    assert standings(made, "b") == [("starting", 0.0, 0.1), *between, ("training", 30.0, None)]
+    b = [*joined("b", 0), *b]
+    for order in (a + b, b + a):
+        made = history(order)
+        assert standings(made, "b") == [("starting", 0.0, 0.1), *stood]
+    if stood[-1][0] == "left":
+        assert made.membership()["b"][-1].why == "asked to leave"
 
 
-def test_member_that_left_is_not_lost() -> None:
-    b = [*joined("b", 0), event("b", 8, "left", reason="asked to leave")]
-    made = history([*b, *joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])])
-    assert standings(made, "b")[-1] == ("left", 8.0, None)
-    assert made.membership()["b"][-1].why == "asked to leave"
+PAUSED = [*joined("a", 0), event("a", 5, "paused", round=2)]
+TEN = in_turn(run_of(NODES, 10))
+STALLED = event("a", 22, "transfer_stalled", round=11, waiting_for=[member("b")], since_s=10, at_byte=0,
+                of_bytes=9, reason="silent")  # fmt: skip
 
 
-@pytest.mark.parametrize("late_first", [True, False])
-def test_late_member_is_late_until_its_own_commit(late_first: bool) -> None:
-    both = ("a", "b")
-    a = [*joined("a", 0), committed("a", 5, 1, ["a"], late=[member("b")])]
-    b = [*joined("b", 0), committed("b", 12, 2, both)]
-    made = history(b + a if late_first else a + b)
-    assert standings(made, "b")[1:] == [("training", 0.1, 5.0), ("late", 5.0, 12.0), ("training", 12.0, None)]
-
-
-def test_paused_run_waits_for_its_operator() -> None:
-    made = history([*joined("a", 0), event("a", 5, "paused", round=2)])
-    waits = made.waiting_for(BEGIN_S + 6)
-    assert waits is not None
-    assert (waits.nodes, waits.since_s) == ((), BEGIN_S + 5)
-    assert "paused" in waits.words
-    assert history([*joined("a", 0), event("a", 5, "paused", round=2),
-                    event("a", 6, "resumed", round=2, paused_s=1)]).waiting_for(BEGIN_S + 7) is None  # fmt: skip
-
-
-def test_run_waits_for_the_silent_node_that_is_behind() -> None:
-    made = history([*in_turn(run_of(NODES, 10)), step("a", 21, 11), step("b", 21, 11)])
-    assert made.waiting_for(BEGIN_S + 22) is None
-    waits = made.waiting_for(BEGIN_S + 60)
-    assert waits is not None
-    assert waits.nodes == ("c",)
-    assert waits.since_s == BEGIN_S + 21
-
-
-def test_transfer_that_stalled_names_whom_it_waits_for() -> None:
-    stalled = event("a", 22, "transfer_stalled", round=11, waiting_for=[member("b")], since_s=10, at_byte=0,
-                    of_bytes=9, reason="silent")  # fmt: skip
-    waits = history([*in_turn(run_of(NODES, 10)), stalled]).waiting_for(BEGIN_S + 60)
-    assert waits is not None
-    assert waits.nodes == ("b",)
+@pytest.mark.parametrize(
+    ("facts", "at_s", "waits"),
+    [
+        (PAUSED, 6, ((), 5, "paused")),
+        ([*PAUSED, event("a", 6, "resumed", round=2, paused_s=1)], 7, None),
+        ([*TEN, step("a", 21, 11), step("b", 21, 11)], 22, None),
+        ([*TEN, step("a", 21, 11), step("b", 21, 11)], 60, (("c",), 21, "behind")),
+        ([*TEN, STALLED], 60, (("b",), 22, "no byte")),
+    ],
+)
+def test_run_waits_for_its_operator_for_the_silent_node_that_is_behind_or_for_whom_a_transfer_waits(
+    facts: list[Fact], at_s: float, waits: tuple[tuple[str, ...], float, str] | None
+) -> None:
+    found = history(facts).waiting_for(BEGIN_S + at_s)
+    if waits is None or found is None:
+        assert found is waits
+    else:
+        assert (found.nodes, found.since_s - BEGIN_S) == waits[:2] and waits[2] in found.words
 
 
 def test_guarantees_without_facts_are_unknown() -> None:
@@ -302,14 +299,15 @@ def test_guarantees_without_facts_are_unknown() -> None:
     assert guarantee(lone, "divergence").state == "unknown"
 
 
-def test_divergence_counts_the_rounds_that_were_compared() -> None:
+def test_divergence_counts_the_rounds_that_were_compared_and_is_told_of_the_moments_after_it_only() -> None:
     runs = list(run_of(NODES, 10))
-    assert guarantee(history(in_turn(runs)), "divergence").state == "good"
-    assert "11 rounds" in guarantee(history(in_turn(runs)), "divergence").evidence[0]
-    runs[1][7] = Fact("b", {**runs[1][7].record, "digest": "other"})
-    bad = guarantee(history(in_turn(runs)), "divergence")
-    assert bad.state == "bad"
-    assert bad.evidence == ("1 of 11 compared rounds differ",)
+    good = guarantee(history(in_turn(runs)), "divergence")
+    assert good.state == "good" and "11 rounds" in good.evidence[0]
+    runs[1][13] = Fact("b", {**runs[1][13].record, "digest": "other"})  # round 6, at 12 s
+    made = history(in_turn(runs))
+    states = [guarantee(made, "divergence", at).state for at in (BEGIN_S + 11, BEGIN_S + 12, None)]
+    assert states == ["good", "bad", "bad"]
+    assert guarantee(made, "divergence").evidence == ("1 of 11 compared rounds differ",)
 
 
 def test_ledger_that_does_not_add_up_is_said() -> None:
@@ -358,12 +356,12 @@ def test_checkpoint_is_said_to_be_read_back_by_those_who_went_on_from_it_only() 
     saved = [event("a", at, "checkpoint_committed", round=at, step=at, bytes=5, took_s=1.0) for at in (1, 2)]
     light = guarantee(history(saved), "checkpoint")
     assert light.words == "The newest checkpoint, of step 2, is committed: every file was hashed as it was written."
-    assert light.evidence[-1] == "nobody has read it back yet: files are verified when they are read"
+    assert light.evidence[-1] == "no node has read it back yet: files are verified when they are read"
     back = event("b", 5, "rolled_back", round=2, step=1, digest="d", has_inner=True, skipped={})
     older = guarantee(history([*saved, back]), "checkpoint")
     assert older.evidence[1:] == (
         "b read step 1 back, verified every file that it took, and went on from it",
-        "nobody has read it back yet: files are verified when they are read",
+        "no node has read it back yet: files are verified when they are read",
     )
     newest = guarantee(history([*saved, Fact("b", {**back.record, "step": 2})]), "checkpoint")
     assert len(newest.evidence) == 2 and "read step 2 back" in newest.evidence[1]
@@ -389,40 +387,36 @@ def test_series_by_every_axis() -> None:
 
 
 def test_round_that_one_node_records_twice_compares_nothing() -> None:
-    history = RunHistory("run")
-    for fact in [*joined("a", 0), committed("a", 1, 1, ("a",)), committed("a", 2, 1, ("a",))]:
-        history.add(fact)
-    assert history.guarantees()[0].state == "unknown"
+    made = history([*joined("a", 0), committed("a", 1, 1, ("a",)), committed("a", 2, 1, ("a",))])
+    assert made.guarantees()[0].state == "unknown"
 
 
 def test_links_of_an_ended_run_are_those_that_were_known_last() -> None:
-    history, link = RunHistory("run"), {"to": member("b"), "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}
-    for fact in [*joined("a", 0), *joined("b", 0), event("a", 1, "links", links=[link])]:
-        history.add(fact)
-    assert [(one.from_id, one.to_id, one.mbit_s) for one in history.links()] == [("a", "b", 30)]
-    history.add(event("b", 2, "left", reason="done"))
-    assert history.links() == ()
-    history.add(event("a", 3, "run_finished", step=6))
-    assert len(history.links()) == 1
+    link = {"to": member("b"), "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}
+    made = history([*joined("a", 0), *joined("b", 0), event("a", 1, "links", links=[link])])
+    assert [(one.from_id, one.to_id, one.mbit_s) for one in made.links()["a"]] == [("a", "b", 30)]
+    made.add(event("b", 2, "left", reason="done"))
+    assert made.links() == {}
+    made.add(event("a", 3, "run_finished", step=6))
+    assert len(made.links()["a"]) == 1
 
 
 def test_share_of_a_fetch_is_shown_while_a_node_joins() -> None:
-    history = RunHistory("run")
-    history.add(event("a", 0, "join_state", state="fetching", why="", since=0))
-    history.add(event("a", 1, "join_progress", bytes=25, of_bytes=100, bytes_per_s=5))
-    join = history.view().nodes[0].join
-    assert join is not None and (join.state, join.share, join.bytes_per_s) == ("fetching", 0.25, 5)
-    history.add(event("a", 2, "join_state", state="member", why="", since=0))
-    assert history.view().nodes[0].join is None
+    way = [
+        event("a", 0, "join_state", state="fetching", why="", since=0),
+        event("a", 1, "join_progress", bytes=25, of_bytes=100, bytes_per_s=5),
+    ]
+    assert history(way).view().nodes[0].join == JoinView("fetching", "", 0.25, 5)
+    way.append(event("a", 2, "join_state", state="member", why="", since=0))
+    assert history(way).view().nodes[0].join is None
 
 
 def test_checkpoint_after_going_back_takes_the_place_of_the_one_before_and_removed_ones_go() -> None:
-    history = RunHistory("run")
-    for number, at_s in ((5, 1), (9, 2)):
-        history.add(event("a", at_s, "checkpoint_committed", round=number, step=50, bytes=1, took_s=0.1))
-    assert [one.round for one in history.checkpoints()] == [9]
-    history.add(event("a", 3, "checkpoints_removed", steps=[50]))
-    assert history.checkpoints() == ()
+    saved = {"step": 50, "bytes": 1, "took_s": 0.1}
+    made = history(event("a", at_s, "checkpoint_committed", round=n, **saved) for n, at_s in ((5, 1), (9, 2)))
+    assert [one.round for one in made.checkpoints()] == [9]
+    made.add(event("a", 3, "checkpoints_removed", steps=[50]))
+    assert made.checkpoints() == ()
 
 
 def test_tokens_of_all_nodes_count_between_two_rounds() -> None:
@@ -481,6 +475,7 @@ def test_series_leaves_out_what_a_rollback_superseded() -> None:
     loss = history(facts).series("step")[0]
     assert loss.x == (0, 1, 2, 3, 4, 5, 5, 6, 7)
     assert loss.y[-3:] == (2.0, 2.0, 2.0)
+    assert history(facts).loss_curve() == (*[1.0] * 6, *[2.0] * 3)
 
 
 def test_loss_that_is_no_number_is_a_gap() -> None:
@@ -527,7 +522,7 @@ def test_no_line_raises_whatever_is_in_it(lines: list[tuple[Fact, int, object]])
 
 def test_broken_lines_are_counted() -> None:
     made = history([Fact("a", {}), Fact("a", {"at_s": "x"}), Fact("a", {"at_s": 1.0, "step": True, "kind": 3})])
-    assert made.odd_lines() == {"a": 3}
+    assert made.odd_lines == 3
 
 
 @pytest.mark.parametrize(
@@ -536,7 +531,7 @@ def test_broken_lines_are_counted() -> None:
 )
 def test_memory_does_not_grow_with_rounds(rounds: int, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if rounds < 4096:
-        monkeypatch.setattr("zeroband.observe.checked_rounds.KEPT_DIGESTS", 512)
+        monkeypatch.setattr("zeroband.observe.guarantees.KEPT_DIGESTS", 512)
     made = RunHistory("run")
 
     def size_after(numbers: range) -> int:

@@ -22,24 +22,23 @@ def untouched_logging() -> Iterator[None]:
     logger.handlers, logger.level, logger.propagate = before
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("zeroband", "zeroband"),
-        ("zeroband.outer", "zeroband.outer"),
-        ("__main__", "zeroband.main"),
-        ("x", "zeroband.x"),
-    ],
-)
-def test_get_logger_keeps_every_module_below_the_root(name: str, expected: str) -> None:
-    assert get_logger(name).name == expected
+def test_get_logger_keeps_every_module_below_the_root() -> None:
+    names = {"zeroband": "zeroband", "zeroband.outer": "zeroband.outer", "__main__": "zeroband.main", "x": "zeroband.x"}
+    assert {name: get_logger(name).name for name in names} == names
 
 
-def test_console_has_lines_of_local_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_has_lines_of_local_rank_0_by_the_newest_setup_and_none_of_other_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handlers = list(logging.getLogger().handlers)
+    setup_logging("INFO", "a", 0)
     setup_logging("INFO", "ab12", 0)
     get_logger("zeroband.outer.diloco").info("committed", extra={"fields": {"round": 3, "took_s": 0.25}})
+    logging.getLogger("another.package").info("theirs")
     line = capsys.readouterr().err
     assert line.endswith("INFO    node=ab12 local_rank=0 outer.diloco: committed round=3 took_s=0.25\n")
+    assert line.count("committed") == 1 and "theirs" not in line
+    assert logging.getLogger().handlers == handlers
 
 
 def test_console_has_nothing_of_other_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +48,7 @@ def test_console_has_nothing_of_other_local_ranks(capsys: pytest.CaptureFixture[
     assert output.err + output.out == ""
 
 
-def test_file_has_lines_of_every_local_rank(tmp_path: Path) -> None:
+def test_file_has_lines_of_every_local_rank_and_is_made_anew_where_it_was_removed(tmp_path: Path) -> None:
     file = tmp_path / "new" / "log.txt"
     for local_rank in (0, 1):
         setup_logging("INFO", "a", local_rank, file)
@@ -58,37 +57,17 @@ def test_file_has_lines_of_every_local_rank(tmp_path: Path) -> None:
         "   node=a local_rank=0 x: here",
         "   node=a local_rank=1 x: here",
     ]
-
-
-def test_setup_logging_again_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("INFO", "a", 0)
-    setup_logging("INFO", "b", 0)
-    get_logger("zeroband.x").info("once")
-    assert capsys.readouterr().err.count("once") == 1
-
-
-def test_setup_logging_leaves_other_packages_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    handlers = list(logging.getLogger().handlers)
-    setup_logging("INFO", "a", 0)
-    logging.getLogger("another.package").info("theirs")
-    assert "theirs" not in capsys.readouterr().err
-    assert logging.getLogger().handlers == handlers
+    shutil.rmtree(file.parent)
+    get_logger("zeroband.x").warning("still here")
+    assert "still here" in file.read_text()
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (3, "3"),
-        (1 / 3, "0.333333"),
-        (float("nan"), "nan"),
-        ("plain", "plain"),
-        ("", '""'),
-        ("two words", '"two words"'),
-        ('a="b"', r'"a=\"b\""'),
-        ("two\nlines", r'"two\nlines"'),
-        (("a#1", "b#2"), "a#1,b#2"),
-        ([], "[]"),
-        (None, "None"),
+        *((3, "3"), (1 / 3, "0.333333"), (float("nan"), "nan"), ("plain", "plain"), ("", '""'), (None, "None")),
+        *(("two words", '"two words"'), ('a="b"', r'"a=\"b\""'), ("two\nlines", r'"two\nlines"')),
+        *((("a#1", "b#2"), "a#1,b#2"), ([], "[]")),
     ],
 )
 def test_format_fields_can_be_told_apart(value: object, text: str) -> None:
@@ -112,11 +91,3 @@ def test_line_formatter_appends_the_traceback_of_an_exception(capsys: pytest.Cap
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("x: failed step=3")
     assert lines[-1] == "ValueError: the reason"
-
-
-def test_log_that_is_removed_is_made_anew(tmp_path: Path) -> None:
-    file = tmp_path / "run" / "rank0.log"
-    setup_logging("INFO", "a", 0, file)
-    shutil.rmtree(file.parent)
-    get_logger("zeroband.x").warning("still here")
-    assert "still here" in file.read_text()

@@ -1,18 +1,19 @@
-"""The table of metrics, and the log that writes it."""
+"""The tables of metrics and events, and the logs that write them."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from zeroband.observe.events import EVENTS
+from zeroband.observe.events import EVENTS, EVENTS_FILE, EventLog
 from zeroband.observe.metrics import (
     METRICS,
     METRICS_FILE,
@@ -37,8 +38,12 @@ class RecordingSink:
         self.is_closed = True
 
 
-def lines(node_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (node_dir / METRICS_FILE).read_text().splitlines()]
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_have_the_names_that_the_docs_give() -> None:
+    assert (METRICS_FILE, EVENTS_FILE) == ("metrics.jsonl", "events.jsonl")
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -56,42 +61,58 @@ def test_metrics_named_by_a_unit_are_measured_in_it(ending: str, unit: str) -> N
     assert set(units) == {unit}
 
 
-def test_metrics_log_writes_the_record_before_it_returns(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "n0", now=lambda: 12.3456)
-    log.record(3, {"train/loss": 1.25, "outer/digest": "ab", "outer/round": 2})
-    assert lines(tmp_path / "n0") == [
-        {"step": 3, "at_s": 12.346, "train/loss": 1.25, "outer/digest": "ab", "outer/round": 2}
-    ]
-
-
-def test_metrics_log_hands_every_sink_the_record_of_the_file(tmp_path: Path) -> None:
+def test_metrics_log_writes_what_is_known_before_it_returns_and_hands_it_to_sinks_that_it_closes(
+    tmp_path: Path,
+) -> None:
     first, second = RecordingSink(), RecordingSink()
-    log = MetricsLog(tmp_path, [first, second])
-    log.record(1, {"train/loss": 2.0})
-    log.record(2, {"train/loss": 1.0, "train/mfu": 0.5})
-    assert first.records == second.records == lines(tmp_path)
+    log = MetricsLog(tmp_path / "n0", [first, second], now=lambda: 12.3456)
+    log.record(3, {"train/loss": 1.25, "outer/digest": "ab", "outer/round": 2})
+    known = {"step": 3, "at_s": 12.346, "train/loss": 1.25, "outer/digest": "ab", "outer/round": 2}
+    assert lines(tmp_path / "n0" / METRICS_FILE) == [known]
+    log.record(4, {"train/loss": 2.0, "train/mfu": None})
+    assert lines(tmp_path / "n0" / METRICS_FILE)[1].keys() == {"step", "at_s", "train/loss"}
+    assert first.records == second.records == lines(tmp_path / "n0" / METRICS_FILE)
+    log.close()
+    assert first.is_closed and second.is_closed
 
 
-def test_metrics_log_leaves_out_what_is_unknown(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
-    log.record(1, {"train/loss": 2.0, "train/mfu": None})
-    assert lines(tmp_path)[0].keys() == {"step", "at_s", "train/loss"}
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ({"train/los": 2.0}, r"not in METRICS: train/los$"),
+        ({"train/loss": torch.tensor(1.0)}, "not a Python number: train/loss"),
+    ],
+)
+def test_metrics_log_refuses_a_name_that_is_not_in_the_table_and_a_tensor(
+    tmp_path: Path, values: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(AssertionError, match=refusal):
+        MetricsLog(tmp_path).record(1, values)
 
 
-def test_metrics_log_refuses_a_name_that_is_not_in_the_table(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"not in METRICS: train/los$"):
-        MetricsLog(tmp_path).record(1, {"train/los": 2.0})
+def test_event_log_writes_the_event_before_it_returns_and_logs_its_usual_fields_at_its_level(
+    tmp_path: Path, heard: Callable[[], list[logging.LogRecord]]
+) -> None:
+    EventLog(tmp_path / "n0", now=lambda: 5.0).emit("peer_lost", round=3, member_ids=["n2#cd"], lanes=2)
+    fields = {"round": 3, "member_ids": ["n2#cd"]}
+    assert lines(tmp_path / "n0" / EVENTS_FILE) == [{"at_s": 5.0, "kind": "peer_lost", **fields, "lanes": 2}]
+    (record,) = heard()
+    assert (record.levelname, record.getMessage(), record.__dict__["fields"]) == ("WARNING", "peer_lost", fields)
 
 
-def test_metrics_log_refuses_a_tensor(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="not a Python number: train/loss"):
-        MetricsLog(tmp_path).record(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
-
-
-def test_metrics_log_closes_every_sink(tmp_path: Path) -> None:
-    sink = RecordingSink()
-    MetricsLog(tmp_path, [sink]).close()
-    assert sink.is_closed
+@pytest.mark.parametrize(
+    ("kind", "fields", "refusal"),
+    [
+        ("peer_gone", {}, "not in EVENTS: peer_gone"),
+        ("run_finished", {"step": 3, "at_s": 1.0}, "at_s is set by the log"),
+        *((kind, {}, f"{kind} without {row.fields[0]}") for kind, row in EVENTS.items() if row.fields),
+    ],
+)
+def test_event_log_refuses_an_unknown_kind_an_event_without_its_fields_and_a_time(
+    tmp_path: Path, kind: str, fields: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(AssertionError, match=refusal):
+        EventLog(tmp_path).emit(kind, **fields)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +123,8 @@ def test_ddp_bytes_is_a_ring_of_float32_gradients(nodes: int, parameters: int, s
     assert ddp_bytes(nodes, parameters, steps) == expected
 
 
-def test_perplexity_of_a_uniform_guess_is_the_number_of_choices() -> None:
+def test_perplexity_of_a_uniform_guess_is_the_number_of_choices_and_overflows_to_infinity() -> None:
     assert perplexity(math.log(257)) == pytest.approx(257)
-
-
-def test_perplexity_overflows_to_infinity_and_keeps_nan() -> None:
     assert perplexity(1e6) == math.inf
     assert math.isnan(perplexity(math.nan))
 

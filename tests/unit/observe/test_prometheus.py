@@ -32,6 +32,7 @@ class Node:
     """An exporter, what is wrong with its trainer, and what it says."""
 
     def __init__(self, tmp_path: Path) -> None:
+        self._dir = tmp_path / "run-1" / "n0"
         self.ailing: list[str] = []
         self.asked = 0
         self.exporter = Exporter(
@@ -47,6 +48,9 @@ class Node:
     def _ask(self) -> list[str]:
         self.asked += 1
         return list(self.ailing)
+
+    def serve(self, port: int = 0) -> MetricsServer:
+        return MetricsServer(self.exporter, host="127.0.0.1", port=port, node_dir=self._dir)
 
     def event(self, kind: str, at_s: float = 1.0, **fields: Any) -> None:
         self.exporter.write({"kind": kind, "at_s": at_s, **fields})
@@ -88,27 +92,32 @@ def test_no_two_metrics_have_one_name() -> None:
     assert len(names) > 50 and len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("name", "type", "labels"),
-    [
-        ("zeroband_step", "gauge", set[str]()),
-        ("zeroband_tokens_total", "counter", set[str]()),
-        ("zeroband_last_step_timestamp_seconds", "gauge", set[str]()),
-        ("zeroband_comm_bytes_total", "counter", {"dir", "kind"}),
-        ("zeroband_outer_step_seconds", "histogram", set[str]()),
-        ("zeroband_node_up", "gauge", set[str]()),
-        ("zeroband_membership_epoch", "gauge", set[str]()),
-        ("zeroband_recovery_seconds", "histogram", set[str]()),
-        ("zeroband_build_info", "gauge", {"version", "git", "torch", "config_hash"}),
-    ],
-)
-def test_names_that_hands_expect_are_there(node: Node, name: str, type: str, labels: set[str]) -> None:
+NONE = set[str]()
+EXPECTED = {
+    "zeroband_step": ("gauge", NONE),
+    "zeroband_tokens_total": ("counter", NONE),
+    "zeroband_last_step_timestamp_seconds": ("gauge", NONE),
+    "zeroband_comm_bytes_total": ("counter", {"dir", "kind"}),
+    "zeroband_outer_step_seconds": ("histogram", {"le"}),
+    "zeroband_node_up": ("gauge", NONE),
+    "zeroband_membership_epoch": ("gauge", NONE),
+    "zeroband_recovery_seconds": ("histogram", {"le"}),
+    "zeroband_build_info": ("gauge", {"version", "git", "torch", "config_hash"}),
+}
+
+
+def test_names_that_hands_expect_are_there(node: Node) -> None:
     node.step(1, outer__round=1, outer__epoch=2, train__tokens_per_s=10.0, train__step_s=0.5)
     text = node.exporter.exposition("")[1].decode()
-    (family,) = (f for f in parser.text_string_to_metric_families(text) if name in (f.name, f"{f.name}_total"))
-    assert family.type == type
-    found = {label for sample in family.samples for label in sample.labels}
-    assert found == labels | LABELS.keys() | ({"le"} if type == "histogram" else set())
+    found = {
+        f"{family.name}{'_total' if family.type == 'counter' else ''}": (
+            family.type,
+            {label for sample in family.samples for label in sample.labels} - LABELS.keys(),
+        )
+        for family in parser.text_string_to_metric_families(text)
+    }
+    assert {name: found[name] for name in EXPECTED} == EXPECTED
+    assert node.value("build_info", "d1,abc,2.13,1.2") == 1  # by its labels in any order: sorted by name
 
 
 def test_every_metric_of_the_table_is_exported(node: Node) -> None:
@@ -117,10 +126,6 @@ def test_every_metric_of_the_table_is_exported(node: Node) -> None:
     node.event("round_committed", round=1, epoch=1, members=["n0#1"], digest="ab")
     exported = {re.sub("_seconds_(bucket|count|sum)$", "_seconds", name) for name, _ in node.samples()}
     assert exported == {*map(prometheus_name, METRICS), *SERIES}
-
-
-def test_build_is_told_by_its_labels_in_any_order(node: Node) -> None:
-    assert node.value("build_info", "d1,abc,2.13,1.2") == 1  # sorted by name
 
 
 def test_bytes_are_counted_by_direction_and_kind(node: Node) -> None:
@@ -205,10 +210,10 @@ def test_age_of_a_checkpoint_counts_from_the_start_until_there_is_one(node: Node
     assert node.value("last_checkpoint_timestamp_seconds") == 2000.0
 
 
-def test_warnings_of_the_log_are_counted_by_who_speaks(node: Node, tmp_path: Path) -> None:
+def test_warnings_of_the_log_are_counted_by_who_speaks(node: Node) -> None:
     store, level = get_logger("zeroband.elastic.store.redis_run"), logging.getLogger("zeroband").level
     assert node.value("log_warnings_total", "elastic.store.redis_run") == 0
-    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    server = node.serve()
     store.warning("Redis is out of reach; trying again")
     store.info("Redis answers")
     server.close()
@@ -239,8 +244,8 @@ def test_free_space_is_that_of_the_first_folder_that_is_there(node: Node) -> Non
 
 
 @pytest.fixture
-def server(node: Node, tmp_path: Path) -> Iterator[MetricsServer]:
-    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+def server(node: Node) -> Iterator[MetricsServer]:
+    server = node.serve()
     yield server
     server.close()
 
@@ -264,11 +269,11 @@ def test_server_answers_a_scraper_in_the_format_that_it_asks_for(node: Node, ser
     assert get(server, "/nothing")[0] == 404
 
 
-def test_probes_say_why(node: Node, server: MetricsServer) -> None:
-    assert get(server, "/healthz")[:2] == (200, "well\n")
+def test_probes_say_why_a_node_is_not_ready_and_what_ails_it(node: Node, server: MetricsServer) -> None:
     assert get(server, "/readyz")[:2] == (503, "starting\n")
     node.step(1, train__loss=2.0)
     assert get(server, "/readyz")[:2] == (200, "ready\n")
+    assert get(server, "/healthz")[:2] == (200, "well\n")
 
 
 def test_ailing_trainer_is_not_healthy(node: Node, server: MetricsServer) -> None:
@@ -283,8 +288,8 @@ def test_many_probes_look_once(node: Node, server: MetricsServer) -> None:
     assert node.asked == 1
 
 
-def test_clients_that_say_nothing_neither_hold_up_others_nor_the_end(node: Node, tmp_path: Path) -> None:
-    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+def test_clients_that_say_nothing_neither_hold_up_others_nor_the_end(node: Node) -> None:
+    server = node.serve()
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(10)]
     assert get(server, "/healthz")[0] == 200
     threads = threading.active_count()
@@ -296,15 +301,12 @@ def test_clients_that_say_nothing_neither_hold_up_others_nor_the_end(node: Node,
         connection.close()
 
 
-def test_port_in_use_is_said_with_the_way_out(node: Node, server: MetricsServer, tmp_path: Path) -> None:
+def test_port_in_use_is_said_with_the_way_out_and_is_free_for_the_next_start(node: Node, server: MetricsServer) -> None:
     with pytest.raises(ConfigError, match=rf"port {server.port}: Address already in use; .*observe.prometheus.port"):
-        MetricsServer(node.exporter, host="127.0.0.1", port=server.port, node_dir=tmp_path / "run-1" / "n0")
-
-
-def test_port_is_free_for_the_next_start_at_once(node: Node, server: MetricsServer, tmp_path: Path) -> None:
+        node.serve(server.port)
     assert get(server, "/healthz")[0] == 200  # leaves a connection behind that the kernel remembers
     server.close()
-    again = MetricsServer(node.exporter, host="127.0.0.1", port=server.port, node_dir=tmp_path / "run-1" / "n0")
+    again = node.serve(server.port)
     assert get(again, "/healthz")[0] == 200
     again.close()
 
@@ -318,7 +320,7 @@ def test_file_says_where_to_scrape_while_the_node_runs(server: MetricsServer, tm
 
 
 def test_logs_hand_it_their_lines_and_close_it(node: Node, tmp_path: Path) -> None:
-    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    server = node.serve()
     events, metrics = EventLog(tmp_path, [server]), MetricsLog(tmp_path, [server])
     events.emit("joined", member_id="n0#1", round=0)
     metrics.record(4, {"train/loss": 1.5})
@@ -330,6 +332,6 @@ def test_logs_hand_it_their_lines_and_close_it(node: Node, tmp_path: Path) -> No
 
 
 def test_missing_extra_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"observe\.prometheus needs .*`uv sync --extra prometheus`"):
         Node(tmp_path)

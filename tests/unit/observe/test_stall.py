@@ -140,30 +140,24 @@ def _started(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def test_stopped_rank_is_noted_and_neither_signalled_nor_waited_for(
+def test_stopped_and_dead_ranks_are_noted_and_neither_signalled_nor_waited_for(
     start: Start, bundled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stall, "_ANSWER_S", 1e9)  # a wait for it would last for ever
-    stopped, living = start(0), start(1)
+    monkeypatch.setattr(stall, "_ANSWER_S", 1e9)  # a wait for one of them would last for ever
+    stopped, living, zombie, reaped = (start(rank) for rank in range(4))
     stopped.send_signal(signal.SIGSTOP)
-    _await_state(stopped.pid, "T")
-    bundle = bundled(stopped.pid, living.pid)
-    assert _stacks(bundle, 0) == f"no stacks: process {stopped.pid} is stopped (state T)\n"
-    assert "where_the_trainer_hangs" in _stacks(bundle, 1)
-    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{stopped.pid}/status").read_text())
-    assert pending is not None and int(pending[1], 16) == 0
-
-
-def test_dead_ranks_are_noted(start: Start, bundled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "_ANSWER_S", 1e9)
-    zombie, reaped = start(0), start(1)
     zombie.kill()
     reaped.kill()
     reaped.wait()
+    _await_state(stopped.pid, "T")
     _await_state(zombie.pid, "Z")
-    bundle = bundled(zombie.pid, reaped.pid)
-    assert _stacks(bundle, 0) == f"no stacks: process {zombie.pid} is dead (state Z)\n"
-    assert _stacks(bundle, 1).startswith(f"no stacks: process {reaped.pid} is gone")
+    bundle = bundled(stopped.pid, living.pid, zombie.pid, reaped.pid)
+    assert _stacks(bundle, 0) == f"no stacks: process {stopped.pid} is stopped (state T)\n"
+    assert "where_the_trainer_hangs" in _stacks(bundle, 1)
+    assert _stacks(bundle, 2) == f"no stacks: process {zombie.pid} is dead (state Z)\n"
+    assert _stacks(bundle, 3).startswith(f"no stacks: process {reaped.pid} is gone")
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{stopped.pid}/status").read_text())
+    assert pending is not None and int(pending[1], 16) == 0
 
 
 @pytest.mark.parametrize("has_old_file", [False, True], ids=["never registered", "has the number of a dead rank"])
@@ -202,19 +196,19 @@ def test_rank_that_blocks_the_signal_is_given_up(
     assert f"process {rank.pid} did not answer within 0.05 s (state S)" in _stacks(bundled(rank.pid), 0)
 
 
-@pytest.fixture
-def own_rank(tmp_path: Path) -> Iterator[int]:
-    """This process, registered as local rank 0."""
+def test_rank_that_writes_the_bundle_is_in_it_and_stacks_of_an_earlier_life_are_gone(
+    bundled: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "rank0.stacks").write_text("process 1 started 1\nold stacks\n")
     before = signal.getsignal(signal.SIGUSR2)
     close = register_stack_dump(tmp_path, 0)
-    yield os.getpid()
+    header = (tmp_path / "rank0.stacks").read_text()
+    stacks = _stacks(bundled(os.getpid()), 0)
     close()
     close()
     signal.signal(signal.SIGUSR2, before)
-
-
-def test_rank_that_writes_the_bundle_is_in_it(own_rank: int, bundled: Callable[..., Path]) -> None:
-    assert "in write_bundle" in _stacks(bundled(own_rank), 0)
+    assert "in write_bundle" in stacks
+    assert header == f"process {os.getpid()} started {_started(os.getpid())}\n"
 
 
 def test_rank_that_writes_the_bundle_survives_it(tmp_path: Path) -> None:
@@ -224,16 +218,6 @@ def test_rank_that_writes_the_bundle_survives_it(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     bundles = list((tmp_path / STALLS_FOLDER).iterdir())
     assert len(bundles) == KEPT_BUNDLES and all("in write_bundle" in _stacks(bundle, 0) for bundle in bundles)
-
-
-def test_stacks_of_an_earlier_life_are_gone_after_register(tmp_path: Path) -> None:
-    (tmp_path / "rank0.stacks").write_text("process 1 started 1\nold stacks\n")
-    before = signal.getsignal(signal.SIGUSR2)
-    close = register_stack_dump(tmp_path, 0)
-    header = (tmp_path / "rank0.stacks").read_text()
-    close()
-    signal.signal(signal.SIGUSR2, before)
-    assert header == f"process {os.getpid()} started {_started(os.getpid())}\n"
 
 
 def test_bundle_holds_reason_view_and_newest_events(bundled: Callable[..., Path], tmp_path: Path) -> None:

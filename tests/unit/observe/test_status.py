@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ import pytest
 import zeroband
 from zeroband.errors import ConfigError
 from zeroband.observe.curves import Selection
-from zeroband.observe.events import EVENTS_FILE, EventLog
+from zeroband.observe.events import EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
-from zeroband.observe.node_history import CURVE_POINTS
-from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, render
-from zeroband.observe.view import RunView, node_id_of_member
+from zeroband.observe.status import RunReader, find_run_dir, render
+from zeroband.observe.view import NodeView, RunView, SourceView, node_id_of_member
 from zeroband.tools.status import main
+from zeroband.tools.top.scene import Scene
+from zeroband.tools.top.screen import progress_line, traffic
+
+POINTS = 256
 
 
 class Node:
@@ -65,6 +69,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
+def look(run_dir: Path) -> RunView:
+    return RunReader(FolderFacts(run_dir)).read()
+
+
 def founded(run_dir: Path, *node_ids: str) -> list[Node]:
     nodes = [Node(run_dir, node_id) for node_id in node_ids]
     for node in nodes:
@@ -74,40 +82,32 @@ def founded(run_dir: Path, *node_ids: str) -> list[Node]:
 
 
 def test_reader_of_a_folder_that_is_not_there_sees_no_nodes(run_dir: Path) -> None:
-    view = RunReader(FolderFacts(run_dir)).read()
+    view = look(run_dir)
     assert (view.run_id, view.nodes, view.members, view.round) == ("demo", (), (), None)
 
 
-def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
-    reader = RunReader(FolderFacts(run_dir))
-    node = Node(run_dir, "n0")
-    states: list[str] = []
+def test_reader_sees_a_node_from_start_to_end_and_where_it_stands_on_its_way_in(run_dir: Path) -> None:
+    reader, node, states, shown = RunReader(FolderFacts(run_dir)), Node(run_dir, "n0"), list[str](), list[str]()
+    way = {"why": "join", "since": "12:00:00Z"}
     for act in (
         node.start,
-        node.join,
+        lambda: node.events.emit("join_state", state="discover", **way),
+        lambda: node.events.emit("join_state", state="fetching", **way),
+        lambda: node.events.emit("recovering", round=-1),
+        lambda: node.join(round=7),
+        lambda: node.events.emit("join_state", state="member", **way),
         lambda: node.step(1),
         lambda: node.events.emit("run_finished", step=1),
         lambda: node.events.emit("left", reason="finished"),
     ):
         act()
-        states.append(reader.read().nodes[0].state)
-    assert states == ["starting", "training", "training", "finished", "finished"]
-
-
-def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
-    reader, node, shown = RunReader(FolderFacts(run_dir)), Node(run_dir, "n0"), list[str]()
-    node.start()
-    for state in ("discover", "fetching"):
-        node.events.emit("join_state", state=state, why="join", since="12:00:00Z")
-        shown.append(render(reader.read()))
-    node.events.emit("recovering", round=-1)
-    shown.append(render(reader.read()))
-    node.join(round=7)
-    node.events.emit("join_state", state="member", why="admitted", since="12:00:00Z")
-    last = render(reader.read())
-    for text, state in zip(shown, ("joining: discover", "joining: fetching", "joining: fetching"), strict=True):
+        view = reader.read()
+        states.append(view.nodes[0].state)
+        shown.append(render(view))
+    assert states == ["starting", *["joining"] * 3, *["training"] * 3, "finished", "finished"]
+    for text, state in zip(shown[1:4], ("joining: discover", "joining: fetching", "joining: fetching"), strict=True):
         assert state in text
-    assert "training" in last and ": member" not in last and "join_state" not in last
+    assert "training" in shown[5] and ": member" not in shown[5] and "join_state" not in shown[5]
 
 
 def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
@@ -115,9 +115,10 @@ def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
     node.step(1, 5.5)
     node.step(2, 4.5, round=1, epoch=3, digest="ab", sent_bytes=10, received_bytes=20, ddp_bytes=300)
     node.step(3, 4.0, sent_bytes=1, received_bytes=2, ddp_bytes=3)
-    [view] = RunReader(FolderFacts(run_dir)).read().nodes
+    run = look(run_dir)
+    [view] = run.nodes
     assert (view.step, view.total_steps, view.parameters) == (3, 100, 1000)
-    assert (view.first_loss, view.loss, view.loss_curve) == (5.5, 4.0, (5.5, 4.5, 4.0))
+    assert (view.first_loss, view.loss, run.loss_curve) == (5.5, 4.0, (5.5, 4.5, 4.0))
     assert (view.tokens, view.tokens_per_s) == (192, 640.0)
     assert (view.round, view.epoch, view.digest) == (1, 3, "ab")
     assert (view.sent_bytes, view.received_bytes, view.ddp_bytes) == (11, 22, 303)
@@ -134,7 +135,7 @@ def test_reader_that_follows_sees_the_same_as_one_that_comes_late(run_dir: Path)
             first.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
             reader.read()
             second.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
-    assert reader.read() == RunReader(FolderFacts(run_dir)).read()
+    assert reader.read() == look(run_dir)
 
 
 def test_reader_counts_lines_that_are_no_records(run_dir: Path) -> None:
@@ -143,7 +144,7 @@ def test_reader_counts_lines_that_are_no_records(run_dir: Path) -> None:
     with (run_dir / "n0" / METRICS_FILE).open("ab") as file:
         file.write(b'{"step": "seven", "at_s": 1}\nrubbish\n{}\n')
     node.step(2)
-    [view] = RunReader(FolderFacts(run_dir)).read().nodes
+    view = look(run_dir)
     assert (view.step, view.skipped_lines) == (2, 3)
 
 
@@ -165,17 +166,9 @@ def test_reader_shows_a_killed_node_as_lost_until_it_is_back(run_dir: Path) -> N
     members.append(reader.read().members)
     assert states == ["lost", "starting", "joining", "training"]
     assert members == [("n0",), ("n0", "n1")]
-    assert reader.read().nodes[1].starts == 2
-
-
-def test_reader_keeps_first_loss_and_bytes_of_a_node_that_comes_back(run_dir: Path) -> None:
-    [node] = founded(run_dir, "n0")
-    node.step(1, 5.0, sent_bytes=10)
-    node.start()
-    node.join(4)
-    node.step(40, 3.0, sent_bytes=5)
-    [view] = RunReader(FolderFacts(run_dir)).read().nodes
-    assert (view.first_loss, view.sent_bytes, view.step) == (5.0, 15, 40)
+    second.step(40, 1.0, sent_bytes=5)
+    view = reader.read().nodes[1]
+    assert (view.starts, view.first_loss, view.sent_bytes, view.step) == (2, 2.0, 15, 40)
 
 
 @pytest.mark.parametrize("has_outer", [True, False])
@@ -187,8 +180,9 @@ def test_reader_forgets_an_earlier_run_of_the_same_name(run_dir: Path, has_outer
             node.join()
             node.commit(0, [node.member_id], digest, line=f"line of {digest}")
         node.step(1, loss, sent_bytes=10)
-    view = RunReader(FolderFacts(run_dir)).read()
-    assert (view.nodes[0].first_loss, view.nodes[0].sent_bytes, view.nodes[0].loss_curve) == (4.0, 10, (4.0,))
+    view = look(run_dir)
+    assert (view.nodes[0].first_loss, view.nodes[0].sent_bytes) == (4.0, 10)
+    assert not has_outer or view.loss_curve == (4.0,)
     assert view.disagreements == ()
 
 
@@ -201,7 +195,7 @@ def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier
     for node in new:
         node.commit(0, members, "near", epoch=1, line="another line")
         node.step(1, sent_bytes=1, ddp_bytes=2)
-    view = RunReader(FolderFacts(run_dir)).read()
+    view = look(run_dir)
     assert (view.round, view.epoch, view.members) == (0, 1, ("new0", "new1"))
     assert (view.sent_bytes, view.ddp_bytes, len(view.nodes)) == (2, 4, 3)
 
@@ -211,19 +205,19 @@ def test_nodes_that_go_on_in_another_run_of_the_name_are_told_and_not_counted(ru
     first.commit(1, [first.member_id], "far", line="line")
     second.commit(1, [second.member_id], "near", line="another line")
     first.commit(2, [first.member_id], "far", line="line")
-    view = RunReader(FolderFacts(run_dir)).read()
+    view = look(run_dir)
     assert [node.node_id for node in view.current] == ["new0"]
     assert [node.node_id for node in view.strangers] == ["old0"]
     assert "old0 is of another run named demo, and not counted" in render(view)
     first.events.emit("left", reason="done")
-    assert RunReader(FolderFacts(run_dir)).read().strangers == ()
+    assert look(run_dir).strangers == ()
 
 
 def test_status_says_what_cannot_be_read(run_dir: Path) -> None:
     [node] = founded(run_dir, "n0")
     node.step(1)
     (run_dir / "n1" / "events.jsonl").mkdir(parents=True)
-    assert "cannot read n1/events.jsonl: Is a directory" in render(RunReader(FolderFacts(run_dir)).read())
+    assert "cannot read n1/events.jsonl: Is a directory" in render(look(run_dir))
 
 
 def test_status_says_how_many_members_have_their_files_elsewhere(run_dir: Path) -> None:
@@ -239,54 +233,29 @@ def test_status_says_how_many_members_have_their_files_elsewhere(run_dir: Path) 
     assert "files of" not in render(reader.read())
 
 
-def test_run_view_takes_digests_of_metrics_too(run_dir: Path) -> None:
+def test_run_view_takes_digests_of_metrics_too_and_without_outer_counts_the_nodes_that_train(run_dir: Path) -> None:
     for node, digest in zip(founded(run_dir, "n0", "n1"), ("a", "b"), strict=True):
         node.step(1, round=4, digest=digest)
-    assert RunReader(FolderFacts(run_dir)).read().disagreements == (4,)
+    assert look(run_dir).disagreements == (4,)
+    alone = Node(run_dir.parent / "alone", "n2")
+    alone.start()
+    alone.step(1)
+    assert look(run_dir.parent / "alone").members == ("n2",)
 
 
-def test_run_view_without_outer_counts_the_nodes_that_train(run_dir: Path) -> None:
-    node = Node(run_dir, "alone")
-    node.start()
-    node.step(1)
-    assert RunReader(FolderFacts(run_dir)).read().members == ("alone",)
-
-
-@pytest.mark.parametrize("length", [1, CURVE_POINTS, CURVE_POINTS + 1, 3 * CURVE_POINTS, 10_000])
+@pytest.mark.parametrize("length", [1, POINTS, POINTS + 1, 3 * POINTS, 10_000])
 def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
-    curve = Selection[float](CURVE_POINTS)
+    curve = Selection[float](POINTS)
     for value in range(length):
         curve.add(float(value))
     points = tuple(curve.values)
     stride = points[1] - points[0] if len(points) > 1 else 1
     assert points == tuple(float(value) for value in range(0, length, int(stride)))
-    assert len(points) >= min(length, CURVE_POINTS // 2)
+    assert len(points) >= min(length, POINTS // 2)
 
 
 def test_node_id_of_a_member() -> None:
     assert (node_id_of_member("a-1#ff#02"), node_id_of_member("plain")) == ("a-1#ff", "plain")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0"),
-        (7, "7"),
-        (999, "999"),
-        (999.6, "1k"),
-        (1000, "1k"),
-        (1234567, "1.23M"),
-        (2.5e9, "2.5G"),
-        (1e18, "1e+03P"),
-    ],
-)
-def test_human_count_has_three_digits(count: float, text: str) -> None:
-    assert human_count(count) == text
-
-
-@pytest.mark.parametrize(("size_bytes", "text"), [(0, "0 B"), (512, "512 B"), (86_800_000, "86.8 MB")])
-def test_human_bytes_has_a_prefix(size_bytes: int, text: str) -> None:
-    assert human_bytes(size_bytes) == text
 
 
 def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
@@ -295,26 +264,9 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
         node.step(50, 5.0)
         node.step(60, 2.5, sent_bytes=2_000, ddp_bytes=500_000)
         node.commit(3, [first.member_id, second.member_id], "0123456789abcdef", epoch=2)
-    lines = render(RunReader(FolderFacts(run_dir)).read(), now=lambda: next(Node.clock)).splitlines()
-    assert lines[1].split() == (
-        [
-            "n0",
-            "training",
-            "60/100",
-            "5.000",
-            "->",
-            "2.500",
-            "640",
-            "3",
-            "2",
-            "0123456789ab",
-            "2",
-            "kB",
-            "500",
-            "kB",
-            "-",
-        ]
-    )
+    lines = render(look(run_dir), now=lambda: next(Node.clock)).splitlines()
+    row = "n0 training 60/100 5.000 -> 2.500 640 3 2 0123456789ab 2 kB 500 kB -"
+    assert lines[1].split() == row.split()
     assert "run demo, 2 nodes in: n0, n1" in lines
     assert "sent 4 kB by all nodes; per-step data parallel would have sent 1 MB, 250 times as much" in lines
     told = {line.split(" ", 1)[1] for line in lines[-2:]}  # by the clock that both agree on: of one round
@@ -329,7 +281,7 @@ def test_render_shows_a_node_that_writes_no_more_as_silent_whatever_its_clock_sa
     written_s = time.time() - 1000
     for path in [*(run_dir / "dead").iterdir(), *(run_dir / "done").iterdir()]:
         os.utime(path, (written_s, written_s))
-    rows = render(RunReader(FolderFacts(run_dir)).read(), now=time.time).splitlines()[1:4]
+    rows = render(look(run_dir), now=time.time).splitlines()[1:4]
     since = time.strftime("silent since %Y-%m-%d %H:%M", time.localtime(written_s))
     assert [(row.split()[0], since in row, "640" in row) for row in rows] == [
         ("alive", False, True),
@@ -353,22 +305,12 @@ def test_node_is_heard_of_again_by_the_readers_clock(run_dir: Path) -> None:
     assert reader.read().nodes[0].silent_s == 7.0
 
 
-def test_find_run_dir_takes_the_only_run_of_a_folder(run_dir: Path) -> None:
+def test_find_run_dir_takes_the_only_run_of_a_folder_and_names_them_where_there_are_several(run_dir: Path) -> None:
     founded(run_dir, "n0")
     assert find_run_dir(run_dir.parent) == find_run_dir(run_dir) == run_dir
-
-
-def test_find_run_dir_names_the_runs_where_there_are_several(tmp_path: Path) -> None:
-    founded(tmp_path / "b", "n0")
-    founded(tmp_path / "a", "n0")
-    with pytest.raises(ConfigError, match="it holds the runs a, b; name one of them"):
-        find_run_dir(tmp_path)
-
-
-def test_main_prints_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    founded(run_dir, "n0")
-    assert main([str(run_dir)]) == 0
-    assert "run demo, " in capsys.readouterr().out
+    founded(run_dir.parent / "another", "n0")
+    with pytest.raises(ConfigError, match="it holds the runs another, demo; name one of them"):
+        find_run_dir(run_dir.parent)
 
 
 @pytest.mark.parametrize("name", ["missing", ""])
@@ -377,8 +319,13 @@ def test_main_refuses_a_folder_without_a_run(tmp_path: Path, name: str, capsys: 
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_main_fails_when_nodes_hold_different_states(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for node, digest in zip(founded(run_dir, "n0", "n1"), ("a", "b"), strict=True):
+def test_main_prints_the_run_and_fails_when_nodes_hold_different_states(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = founded(run_dir, "n0", "n1")
+    assert main([str(run_dir)]) == 0
+    assert "run demo, " in capsys.readouterr().out
+    for node, digest in zip(nodes, ("a", "b"), strict=True):
         node.commit(5, [], digest)
     assert main([str(run_dir)]) == 3
     assert "DIVERGED: nodes hold different outer states after round 5" in capsys.readouterr().out
@@ -410,35 +357,54 @@ def test_status_loads_neither_torch_nor_wandb() -> None:
     assert subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout == b"\n"
 
 
-def test_files_have_the_names_that_the_docs_give() -> None:
-    assert (METRICS_FILE, EVENTS_FILE) == ("metrics.jsonl", "events.jsonl")
-
-
 def test_sources_of_a_mixture_are_summed_up_over_all_nodes(run_dir: Path) -> None:
     first, second = founded(run_dir, "n0", "n1")
     first.mix(1, web=(30, 0.5, 2.0), code=(0, 0.0, None))
     first.mix(2, web=(0, 0.5, None), code=(10, 0.25, 1.0))
     second.mix(1, web=(300, 0.75, 4.0), code=(0, 0.125, None))
-    view = RunReader(FolderFacts(run_dir)).read()
-    assert {name: (one.tokens, one.data_pass, one.loss) for name, one in view.nodes[0].sources.items()} == {
-        "web": (30, 0.5, 2.0),
-        "code": (10, 0.25, 1.0),
-    }
-    assert {name: (one.tokens, one.data_pass, one.loss) for name, one in view.sources.items()} == {
-        "web": (330, 0.75, 3.0),
-        "code": (10, 0.25, 1.0),
-    }
+    view = look(run_dir)
+    web, code = SourceView(30, 0.5, 2.0), SourceView(10, 0.25, 1.0)
+    assert view.nodes[0].sources == {"web": web, "code": code}
+    assert view.sources == {"web": SourceView(330, 0.75, 3.0), "code": code}
     shown = "trained, by all nodes: web 330 tokens (pass 0.75, loss 3.0000), code 10 tokens (pass 0.25, loss 1.0000)"
     assert shown in render(view) and "trained, by" not in render(RunView("demo", view.nodes[:0]))
 
 
 def test_render_shows_which_of_several_stores_is_in_use(run_dir: Path) -> None:
     first, second = founded(run_dir, "n0"), Node(run_dir, "n1")
-    assert "\nstore " not in render(RunReader(FolderFacts(run_dir)).read())
+    assert "\nstore " not in render(look(run_dir))
     second.start()
     for node, store, number in ((*first, "redis://a:6379", 1), (second, "redis://b:6379", 2)):
         node.events.emit("store_in_use", store=store, generation=number)
     second.join()
     for node in (*first, second):
         node.commit(1, [node.member_id])
-    assert "store redis://b:6379, generation 2" in render(RunReader(FolderFacts(run_dir)).read()).splitlines()
+    assert "store redis://b:6379, generation 2" in render(look(run_dir)).splitlines()
+
+
+# -- the figures of a run as a whole: one for the loss, wherever it is shown ---------------------------------------
+
+MEMBERS = ("a#1", "b#1")
+A = NodeView("a", "finished", founding="f", epoch=2, members=MEMBERS, round=3, loss=1.5, first_loss=5.0, sent_bytes=10)
+B = replace(A, node_id="b", loss=2.5, first_loss=7.0)
+LOST = replace(A, node_id="c", state="lost", epoch=1, loss=9.0, first_loss=6.0)
+
+
+def shown(*nodes: NodeView) -> Scene:
+    run = RunView("r", nodes)
+    return Scene("", run, 0.0, ("a", "b"), (), 0, "")
+
+
+def test_loss_of_a_run_is_the_mean_of_its_members_newest_ones() -> None:
+    run = RunView("r", (A, B, LOST))
+    assert (run.first_loss, run.loss) == (6.0, 2.0)
+    assert "loss 2.000" in progress_line(shown(A, B, LOST))
+    assert RunView("r", (A, replace(B, loss=float("nan")))).loss == 1.5
+    assert RunView("r", (LOST,)).loss == 9.0
+    assert RunView("r").loss is None
+
+
+def test_all_nodes_are_said_to_have_sent_when_each_has_made_a_round() -> None:
+    ahead = replace(A, ddp_bytes=100)
+    assert traffic(shown(ahead, replace(B, round=0, sent_bytes=0))) == "nothing sent yet"
+    assert traffic(shown(ahead, B)).startswith("all nodes sent 20 B so far")

@@ -21,7 +21,6 @@ def node(node_id: str, step: int = 40, **fields: object) -> NodeView:
         "total_steps": 120,
         "loss": 2.5,
         "first_loss": 5.5,
-        "loss_curve": (5.5, 4.0, 3.0, 2.5),
         "tokens_per_s": 2100.0,
         "round": 4,
         "epoch": 2,
@@ -45,7 +44,7 @@ def colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def run() -> RunView:
     """Three nodes at step 40 of 120; node2 was lost at step 30 and round 3."""
     lost = node("node2", state="lost", step=30, round=3, epoch=1, digest="d3")
-    return RunView("demo", (node("node0"), node("node1"), lost, node("node3")))
+    return RunView("demo", (node("node0"), node("node1"), lost, node("node3")), loss_curve=(5.5, 4.0, 3.0, 2.5))
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class NodeFacts:
         """The file whose next line was written first."""
         for name, tail in self._tails.items():
             if not self._ahead[name]:
-                for place, line in tail.read(_READ_BYTES):
+                for place, line in tail.lines(_READ_BYTES):
                     if line is None:
                         self._ahead[name].append((0, FactLine(name, place, None)))
                     elif line.strip():

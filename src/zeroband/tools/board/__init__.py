@@ -1,1 +1,1 @@
-"""The page of a run: `zeroband board`. Reads what nodes recorded, beside the run; nothing in it slows or ends one."""
+"""The page of a run: `zeroband board`. Reads what nodes recorded; nothing in it slows or ends one."""

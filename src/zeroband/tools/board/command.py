@@ -15,6 +15,7 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,9 +29,12 @@ from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.arguments import (
     TOKEN_VARIABLE,
     add_source,
+    bounded,
     is_in_store,
     open_source,
+    parser_of,
     price,
+    run_command,
     run_id_of,
     store_of,
     token_of,
@@ -40,44 +44,35 @@ from zeroband.tools.board.orders import OrderDesk, give_through_store
 from zeroband.tools.board.state import RunWatch, find_run
 
 PORT = 8420
-_EXIT_CONFIG = 2
 _NICE = 10
-"""Where processors are short, whoever trains beside the page goes first."""
+"""Where processors are short, training goes first."""
 _ASKED = ("starlette", "uvicorn")
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve the page until Ctrl-C. Returns the exit code."""
     arguments = parser().parse_args(argv)
-    try:
-        serve(arguments)
-    except ConfigError as error:
-        print(f"zeroband board: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    except KeyboardInterrupt:
-        pass
-    return 0
+
+    def work() -> int:
+        with suppress(KeyboardInterrupt):
+            serve(arguments)
+        return 0
+
+    return run_command("board", work)
 
 
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
-    asked = argparse.ArgumentParser(
-        prog="zeroband board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    asked = parser_of("board", __doc__)
     add_source(asked)
-    asked.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    asked.add_argument(
+        "--port", type=bounded(int, ge=0, le=65535), default=PORT, help=f"default: {PORT}; 0: any that is free"
+    )
     asked.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # of a socket that listens already, on this machine
     asked.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     asked.add_argument("--price-per-hour", type=price, help="of a node, in US dollars: shows what the run costs")
     asked.add_argument("--open", action="store_true", help="open it in a browser")
     return asked
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise ValueError(text)
-    return port
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -106,7 +101,7 @@ def serve(arguments: argparse.Namespace) -> None:
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, server_header=False, lifespan="off", ws="none",
         http=connections.Connections, timeout_graceful_shutdown=1, timeout_keep_alive=round(connections.SILENT_S),
-        forwarded_allow_ips="127.0.0.1,::1",  # a proxy of this machine says who asks it, nobody else
+        forwarded_allow_ips="127.0.0.1,::1",  # a proxy of this machine alone says who asks it
     )  # fmt: skip
     os.nice(_NICE)
     watch.start()

@@ -114,7 +114,7 @@ class _Section(Generic[T]):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a run beside its facts."""
+    """What is known of a run that is not in its facts."""
 
     place: str = ""
     config_words: str = ""
@@ -131,7 +131,7 @@ class Encoder:
     """Makes documents of moments that are near one another."""
 
     def __init__(self) -> None:
-        self._rounds = _Section[RoundView]("rounds", lambda _, view: [round_document(view)])
+        self._rounds = _Section[RoundView]("rounds", lambda _, view: [_round(view)])
         self._membership = _Section[tuple[Span, ...]]("membership", lambda node_id, spans: [_stays(node_id, spans)])
         self._events = _Section[EventView]("events", lambda _, event: [_event(event)])
         self._links = _Section[tuple[LinkView, ...]]("links", lambda _, links: [_link(link) for link in links])
@@ -143,14 +143,15 @@ class Encoder:
     ) -> Answer:  # fmt: skip
         """The document of /api/state. `age_s`: of the newest fact, as this process saw it come."""
         known = history if history is not None else RunHistory("")
-        made = state_document(known, run_id, setting, now_s=now_s, age_s=age_s, at_s=at_s, problem=problem)
+        heading = {"run_id": run_id, "now_s": now_s, "age_s": age_s, "problem": problem}
+        made = heading | _standing(known, setting, age_s, at_s, is_unread=problem is not None)
         return Answer(
             (
                 Piece.of(encode(made)[:-1]),
                 self._rounds.piece({id(view): view for view in known.rounds(at_s, most=SHOWN_ROUNDS)}),
                 self._membership.piece(known.membership(at_s)),
                 self._events.piece({id(event): event for event in known.events(at_s)[-SHOWN_EVENTS:]}),
-                self._links.piece(known.links_by_node(at_s)),
+                self._links.piece(known.links(at_s)),
                 self._end,
             )
         )
@@ -177,16 +178,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def state_document(
-    known: RunHistory, run_id: str | None, setting: Setting, *, now_s: float, age_s: float | None,
-    at_s: float | None, problem: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The document of /api/state as a dictionary, without its long lists."""
+def _standing(
+    known: RunHistory, setting: Setting, age_s: float | None, at_s: float | None, *, is_unread: bool
+) -> dict[str, Any]:
+    """How the run stands, without the long lists."""
     to_s = known.to_s
     view = known.view(at_s)
     waiting = known.waiting_for(to_s + age_s) if at_s is None and to_s is not None and age_s is not None else None
     state, words = _run_state(view, None if at_s is not None else age_s, waiting is not None)
-    if not view.nodes and problem is not None:
+    if not view.nodes and is_unread:
         words = "Nothing of this run could be read yet."
     if view.strangers:
         words += f" {strangers_in_words(view)}."
@@ -194,15 +194,11 @@ def state_document(
         words += f" {lacking}; --store shows all."
     sample = known.sample(at_s)
     return {
-        "run_id": run_id,
         "place": setting.place,
         "version": __version__,
-        "now_s": now_s,
         "at_s": to_s if at_s is None else at_s,
         "from_s": known.from_s,
         "to_s": to_s,
-        "age_s": age_s,
-        "problem": problem,
         "run": {"state": state, "words": words, **_numbers(known, view, setting, at_s)},
         "nodes": [_node(known, node, at_s) for node in view.nodes],
         "waiting_for": None if waiting is None else _chosen(waiting, "nodes", "since_s", "words"),
@@ -211,7 +207,7 @@ def state_document(
             {**_chosen(one, "step", "round", "bytes", "took_s"), "at_s": _ms(one.at_s)}
             for one in known.checkpoints(at_s)[-SHOWN_CHECKPOINTS:]
         ],
-        "sample": None if sample is None else _chosen(sample, "node_id", "at_s", "text"),
+        "sample": None if sample is None else {**_chosen(sample, "node_id", "at_s"), **sample.fields},
         "orders": {"allowed": setting.orders_allowed, "why": setting.orders_why},
     }
 
@@ -230,7 +226,7 @@ def _event(event: EventView) -> dict[str, Any]:
         **_chosen(event, "node_id", "kind"),
         "at_s": _ms(event.at_s),
         "words": event_in_words(event),
-        "level": level_of(event.kind),
+        "level": _level(event.kind),
     }
 
 
@@ -238,7 +234,7 @@ def _link(link: LinkView) -> dict[str, Any]:
     return {"from": link.from_id, "to": link.to_id, **_chosen(link, "mbit_s", "rtt_ms", "is_cut_off")}
 
 
-def round_document(view: RoundView) -> dict[str, Any]:
+def _round(view: RoundView) -> dict[str, Any]:
     """A round as the page draws it."""
     return {
         **_chosen(view, "round", "epoch", "members", "retries"),
@@ -256,7 +252,7 @@ def series_document(history: RunHistory | None, by: Axis, points: int) -> bytes:
     return encode({"by": by, "series": [_chosen(one, "key", "title", "unit", "x", "y") for one in found]})
 
 
-def level_of(kind: str) -> str:
+def _level(kind: str) -> str:
     """How much an event of this kind asks for attention: info, warning or error."""
     level = EVENTS[kind].level if kind in EVENTS else logging.INFO
     return "error" if level >= logging.ERROR else "warning" if level >= logging.WARNING else "info"
@@ -300,7 +296,6 @@ def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | N
     current = view.current or view.own
     at_work = [node for node in view.own if node.is_at_work]
     step, total = max((node.step for node in current), default=None), view.total_steps
-    rates = [node.tokens_per_s for node in at_work if node.tokens_per_s is not None]
     mfus = [node.mfu for node in at_work if node.mfu is not None]
     held_out = [node.evaluation for node in current if node.evaluation is not None]
     parameters = max((node.parameters for node in view.own if node.parameters is not None), default=None)
@@ -311,8 +306,8 @@ def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | N
         "round": view.round,
         "epoch": view.epoch,
         "store": view.store,
-        "tokens": max((node.tokens for node in current), default=None),
-        "tokens_per_s": sum(rates) if rates else known.mean_rate(view) if at_s is None and not at_work else None,
+        "tokens": view.tokens,
+        "tokens_per_s": known.mean_rate(view) if at_s is None and not at_work else view.tokens_per_s,
         "mfu": fmean(mfus) if mfus else None,
         "left_s": _left_s(known, step, total, at_s) if at_work else None,
         "parameters": parameters,

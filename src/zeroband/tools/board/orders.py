@@ -17,10 +17,10 @@ from zeroband.tools.ctl import Order, obey, open_store
 
 ACTIONS = ("pause", "resume", "drain", "rollback")
 WRONG_TOKENS, WRONG_TOKENS_S = 5, 60.0
-"""So many wrong tokens of an address are heard in so many seconds; after that none of it, right or wrong."""
+"""Wrong tokens of an address that are heard in this time; after that none of it, right or wrong."""
 ADDRESSES = 256
-"""So many addresses are told apart; while all of them sent wrong tokens lately, no other one is heard. So whoever
-guesses has ADDRESSES * WRONG_TOKENS = 1280 tries a minute, from however many addresses."""
+"""Addresses that are told apart; while all of them sent wrong tokens lately, no other one is heard. So a guesser has
+ADDRESSES * WRONG_TOKENS = 1280 tries a minute, from any number of addresses."""
 
 Give = Callable[[Order], str]
 """Gives an order to the run; returns what will happen. Raises ConfigError, StoreLost."""

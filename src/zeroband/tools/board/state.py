@@ -57,7 +57,7 @@ class _Made:
 
 
 class RunWatch:
-    """Reads a run's facts in a thread of its own, from `start` to `close`; any thread may ask for documents.
+    """Reads a run's facts in its own thread, from `start` to `close`; any thread may ask for documents.
 
     `find`: gives the run's source, or None where there is none yet. `now`: wall clock, for people. `clock`: one that
     never goes back. `work_s`: processor time of the calling thread.
@@ -175,7 +175,7 @@ class RunWatch:
         source, history = self._source, self._history
         if source is None or history is None:
             return None
-        lines = sum(source.skipped_lines().values()) + sum(history.odd_lines().values())
+        lines = sum(source.skipped_lines().values()) + history.odd_lines
         said = [f"{lines} lines of this run's files could not be read; the others are shown"] if lines else []
         unread = source.unread()
         said += [f"cannot read {listed(unread)}; all else is shown"] if unread else []
@@ -293,7 +293,7 @@ def find_run(path: Path) -> FolderFacts | None:
 
 
 def read_setting(setting: Setting, source: FactSource) -> Setting:
-    """What the configuration of a run's nodes says, where it lies beside their facts."""
+    """What the configuration of a run's nodes says, where it lies next to their facts."""
     setting = replace(setting, place=source.place, has_all_machines=source.has_all_machines)
     files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))
     if not files:

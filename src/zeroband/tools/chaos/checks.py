@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zeroband.elastic.membership.records import Verdict
+from zeroband.observe.words import first_of
 from zeroband.tools.data.audit import Audit
-
-_SHOWN = 5
 
 
 class Agreement:
@@ -86,13 +85,13 @@ class CommittedLine:
 def audit_violations(result: Audit) -> list[str]:
     """What is wrong with the data of a run, a line for each violation."""
     wrong = [
-        f"samples {f'of {corpus} ' if corpus else ''}{what}: {_listed(spans)}"
+        f"samples {f'of {corpus} ' if corpus else ''}{what}: {first_of(spans)}"
         for corpus, account in result.accounts.items()
         for what, spans in {"trained twice": account.repeated, "skipped": account.skipped}.items()
         if spans
     ]
     if result.missing_rounds:
-        wrong.append(f"rounds that no node recorded: {_listed(result.missing_rounds)}")
+        wrong.append(f"rounds that no node recorded: {first_of(result.missing_rounds)}")
     return wrong
 
 
@@ -134,7 +133,3 @@ def _brief(verdict: Verdict) -> str:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values[:_SHOWN])) + (", ..." if len(values) > _SHOWN else "")

@@ -1,6 +1,6 @@
 """`zeroband chaos @config ...`: a run of several nodes on this machine to which faults happen at random for minutes.
 
-Checks all along that no result diverges, no data is lost and nobody hangs, and ends with a report of one page.
+Checks all along that no result diverges, no data is lost and no node hangs, and ends with a report of one page.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.effects import left_behind
-from zeroband.tools.chaos.fault_costs import Fence, PhaseComparison, RoundCost, compare, round_costs
-from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
-from zeroband.tools.chaos.meddling import Meddling
+from zeroband.tools.chaos.effects import Meddling, left_behind
+from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
 from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault, PlanRules, plan
-from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed, SoakRules
-from zeroband.tools.chaos.soak_report import SoakSetting, render
+from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed
+from zeroband.tools.chaos.soak_report import compare, render, round_costs
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
@@ -51,7 +49,6 @@ class SoakOutcome:
 
     report: str
     judgement: Judgement
-    run_dir: Path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,12 +108,10 @@ def soak(
         outcome.conduct(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
-    seen = outcome.evidence()
-    judgement = outcome.judge(seen, is_interrupted=is_stopped())
-    report = outcome.report(seen, judgement)
+    judged = outcome.judged(is_interrupted=is_stopped())
     cluster.run_dir.mkdir(parents=True, exist_ok=True)
-    (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
-    return SoakOutcome(report, judgement, cluster.run_dir)
+    (cluster.run_dir / "report.md").write_text(judged.report, encoding="utf-8")
+    return judged
 
 
 def _meddles(options: ChaosOptions) -> bool:
@@ -162,7 +157,7 @@ class _Conducted:
         began_s, began_at_s = time.monotonic(), time.time()
         self._now = lambda: time.monotonic() - began_s
         names = options.names
-        self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
+        self._files = NodeFiles(cluster.run_dir, began_at_s=began_at_s)
         self._plan = self._planned(names)
         if not self._plan:
             raise ConfigError(
@@ -199,9 +194,6 @@ class _Conducted:
     def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Go through all phases, from the first start to the last exit."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
-        rules = SoakRules(
-            fault.detect_s, options.slack_s, options.in_peace, options.behind_nodes, not options.is_host_shared
-        )
         run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         is_held = isinstance(self._stores, StoresOfNodes)
@@ -212,14 +204,15 @@ class _Conducted:
             watch = Watch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
             self._watch = watch
             soak = Soak(
-                *(cluster, self._stores, watch, rules),
+                *(cluster, self._stores, watch, options),
+                detect_s=fault.detect_s,
                 meddling=self._meddling,
                 now=self._now,
                 is_stopped=is_stopped,
                 say=say,
             )
             self._course = soak.course
-            soak.found(self._ranks())
+            soak.found()
             say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
             round_s = soak.stay_calm(60 * options.calm_minutes)
             if round_s is not None:  # without a baseline nothing that comes later can be judged
@@ -233,13 +226,6 @@ class _Conducted:
             soak.end()
         self._audit: Audit = watch.check_data(is_final=True)
 
-    def _ranks(self) -> list[int]:
-        """The last of three or more nodes has two ranks, so that one can be lost alone."""
-        ranks = [1] * self._options.nodes
-        if len(ranks) >= 3:
-            ranks[-1] = 2
-        return ranks
-
     def check_left_behind(self, *, is_closed: bool) -> None:
         """Report what is there and should not be; guardians may take a moment to clean up."""
         end_s = time.monotonic() + _LEAVING_S
@@ -251,30 +237,26 @@ class _Conducted:
                 return
             time.sleep(0.1)
 
-    def _compare(self) -> PhaseComparison:
-        """Healthy nodes with faults on others, against the undisturbed phase."""
-        costs, fences, course = list[RoundCost](), list[Fence](), self._course
-        for node, records in self._files.records.items():
-            of_node = round_costs(node, records)
-            costs += of_node[0]
-            fences += of_node[1]
-        return compare(costs, fences, course.struck, course.calm, course.end_s)
-
-    def evidence(self) -> Evidence:
-        """All that was seen."""
-        course, watch, audit = self._course, self._watch, self._audit
+    def judged(self, *, is_interrupted: bool) -> SoakOutcome:
+        """What was seen and may be concluded from it, and the page with healthy nodes against the undisturbed phase."""
+        course, watch, audit, found = self._course, self._watch, self._audit, self._violations
         calm_s = course.calm[1] - course.calm[0]
         events = [record for records in self._files.records.values() for record in records if "kind" in record]
-        return Evidence(
+        costs = [cost for node, records in self._files.records.items() for cost in round_costs(node, records)]
+        comparison = compare(costs, course.struck, course.calm, course.end_s)
+        seen = Judgement(
             run_dir=str(self._cluster.run_dir),
             rounds=audit.rounds,
             samples=audit.trained,
             compared=len(watch.agreement.compared),
-            calm_rounds=min(course.calm_rounds, self._compare().undisturbed.rounds),
+            calm_rounds=min(course.calm_rounds, comparison.undisturbed.rounds),
             calm_s=calm_s,
             planned=len(self._plan),
             struck=len(course.planned),
             later_rounds=course.later_rounds,
+            violations=tuple(found.found),
+            starved=tuple(found.starved),
+            is_interrupted=is_interrupted,
             complete_s=watch.complete_s,
             unseen=tuple(kind.value for kind in self._options.kinds if not course.has_struck(kind)),
             retries=len({(e["round"], e["reason"]) for e in events if e["kind"] == "round_retried"}),
@@ -284,19 +266,11 @@ class _Conducted:
             audit=_data_line(audit),
             cpu_share=course.calm_cpu_s / calm_s / (os.cpu_count() or 1) if calm_s else 0.0,
             calm_starved=watch.starvation.share(*course.calm),
-            starved=watch.starvation.share(course.calm[1], course.end_s),
+            storm_starved=watch.starvation.share(course.calm[1], course.end_s),
             restart_cpu_s=tuple(one.restart_cpu_s for one in course.struck if one.restart_cpu_s is not None),
         )
-
-    def judge(self, seen: Evidence, *, is_interrupted: bool) -> Judgement:
-        """What may be concluded from it."""
-        found = self._violations
-        return Judgement(tuple(found.found), tuple(seen.lacking()), tuple(found.starved), is_interrupted)
-
-    def report(self, seen: Evidence, judgement: Judgement) -> str:
-        """The page."""
-        setting = SoakSetting(self._options, _machine(), _summary(self._config), self._left_out)
-        return render(setting, self._course.struck, self._compare(), seen, judgement)
+        about = {"machine": _machine(), "config": _summary(self._config), "left out": self._left_out}
+        return SoakOutcome(render(self._options, about, course.struck, comparison, seen), seen)
 
 
 def _data_line(audit: Audit) -> str:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
-from zeroband.tools.chaos.meddling import Meddling
 from zeroband.tools.chaos.plan import (
     OF_NETWORK,
     OF_PROCESSES,
@@ -28,9 +27,65 @@ from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess
 
+CLOCK_AHEAD_S = 7 * 3600
+_FOLDER = "ZEROBAND_CHAOS_SIGNS"
+_SIGNS = {Kind.DESCRIPTORS_GONE: "descriptors", Kind.CLOCK_JUMPS: "clock"}
+_BEGINS = """
+import os, resource, threading, time
+
+where = os.path.join(os.environ["ZEROBAND_CHAOS_SIGNS"], os.environ.get("ZERO_BAND_NODE__ID", "none"))
+seconds, nanoseconds, ahead_s = time.time, time.time_ns, [0]
+time.time = lambda: seconds() + ahead_s[0]
+time.time_ns = lambda: nanoseconds() + ahead_s[0] * 10**9
+
+def is_there(sign):
+    return os.path.exists(os.path.join(where, sign))  # without a descriptor
+
+def look():
+    held = []
+    while True:
+        is_on = is_there("descriptors")
+        try:
+            while is_on:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        while held and not is_on:
+            os.close(held.pop())
+        if not is_on:
+            ahead_s[0] = AHEAD_S if is_there("clock") else 0
+        time.sleep(0.005 if is_on else 0.1)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
+threading.Thread(target=look, daemon=True).start()
+""".replace("AHEAD_S", str(CLOCK_AHEAD_S), 1)
+
 _TICKS_PER_S = 100.0
 _BACKGROUND_PRIORITY = 10
 _STOPS_STORE = (Kind.STORE_PAUSED, Kind.STORE_STOPPED)
+
+
+class Meddling:
+    """Faults from inside a node's processes: no descriptors are left, the wall clock jumps.
+
+    Each Python process of a node begins with a module that looks for the node's signs in `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "begins").mkdir()
+        (folder / "begins" / "sitecustomize.py").write_text(_BEGINS)
+
+    def environment(self) -> Mapping[str, str]:
+        """Variables of all nodes that do what is said here."""
+        paths = [str(self._folder / "begins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths), _FOLDER: str(self._folder)}
+
+    def set(self, node: str, kind: Kind, *, is_on: bool) -> None:
+        """Have a fault begin, or end, in all processes of a node."""
+        sign = self._folder / node / _SIGNS[kind]
+        sign.parent.mkdir(exist_ok=True)
+        sign.touch() if is_on else sign.unlink(missing_ok=True)
 
 
 class Striker:
@@ -45,7 +100,7 @@ class Striker:
 
     @property
     def _network(self) -> Network:
-        assert self._cluster.network is not None, "the cluster has no network of its own"
+        assert self._cluster.network is not None, "the cluster was given a network"
         return self._cluster.network
 
     def can_strike(self, fault: PlannedFault) -> bool:
@@ -131,7 +186,7 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def set_background(pids: Iterable[int], is_background: bool) -> None:
-    """Let processes run only when nobody else wants the CPU, or as usual again. Root only; does nothing for others.
+    """Let processes run only when no other wants the CPU, or as usual again. Root only; does nothing for others.
 
     A session of processes shares one priority where the kernel groups them, so both kinds of priority are set.
     """

@@ -10,14 +10,45 @@ EXIT_VIOLATED, EXIT_UNJUDGED = 1, 3
 
 @dataclass(frozen=True)
 class Judgement:
-    """The findings of a soak; all are empty where everything held."""
+    """What a soak saw, over the whole of it, and what that shows."""
 
+    run_dir: str
+    rounds: int
+    """Committed, as the nodes' files tell."""
+    samples: int
+    """Trained in them."""
+    compared: int
+    """Rounds that two nodes or more recorded, so that their results could differ."""
+    calm_rounds: int
+    """Whole ones of single nodes in the undisturbed phase."""
+    calm_s: float
+    planned: int
+    struck: int
+    """Number of planned faults that struck."""
+    later_rounds: int
+    """Committed after the first fault."""
     violations: Sequence[str] = ()
-    lacking: Sequence[str] = ()
-    """Evidence that a soak must have and this one has not."""
     starved: Sequence[str] = ()
     """What was late because the host had no processor for it."""
     is_interrupted: bool = False
+    complete_s: float | None = None
+    """When the run was complete, which ends a soak; None: it was not."""
+    unseen: tuple[str, ...] = ()
+    """Kinds of faults that were asked for by name, of which none struck."""
+    retries: int = 0
+    fences: int = 0
+    mismatches: int = 0
+    hangs: int = 0
+    audit: str = ""
+    """What became of the data."""
+    cpu_share: float = 0.0
+    """Part of all cores that the nodes and the store took in the undisturbed phase."""
+    calm_starved: float = 0.0
+    """Part of the undisturbed phase in which some member waited for a processor."""
+    storm_starved: float = 0.0
+    """Part of the phase with faults in which some member waited for a processor."""
+    restart_cpu_s: tuple[float, ...] = ()
+    """CPU time that each restarted node needed until it was a member."""
 
     @property
     def headline(self) -> str:
@@ -41,49 +72,11 @@ class Judgement:
 
     @property
     def lines(self) -> list[str]:
-        """Each finding on a line of its own, with what it is."""
+        """Each finding on one line, with what it is."""
         kinds = (("VIOLATION", self.violations), ("NO EVIDENCE", self.lacking), ("STARVED", self.starved))
         return [f"{kind}: {text.partition(chr(10))[0]}" for kind, texts in kinds for text in texts]
 
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a soak saw, over the whole of it."""
-
-    run_dir: str
-    rounds: int
-    """Committed, as the nodes' files tell."""
-    samples: int
-    """Trained in them."""
-    compared: int
-    """Rounds that two nodes or more recorded, so that their results could differ."""
-    calm_rounds: int
-    """Whole ones of single nodes in the undisturbed phase."""
-    calm_s: float
-    planned: int
-    struck: int
-    """Number of planned faults that struck."""
-    later_rounds: int
-    """Committed after the first fault."""
-    complete_s: float | None = None
-    """When the run was complete, which ends a soak; None: it was not."""
-    unseen: tuple[str, ...] = ()
-    """Kinds of faults that were asked for by name, of which none struck."""
-    retries: int = 0
-    fences: int = 0
-    mismatches: int = 0
-    hangs: int = 0
-    audit: str = ""
-    """What became of the data."""
-    cpu_share: float = 0.0
-    """Part of all cores that the nodes and the store took in the undisturbed phase."""
-    calm_starved: float = 0.0
-    """Part of the undisturbed phase in which some member waited for a processor."""
-    starved: float = 0.0
-    """Part of the phase with faults in which some member waited for a processor."""
-    restart_cpu_s: tuple[float, ...] = ()
-    """CPU time that each restarted node needed until it was a member."""
-
+    @property
     def lacking(self) -> list[str]:
         """What is missing for a conclusion, and how to get it; empty where nothing is."""
         said: list[str] = []

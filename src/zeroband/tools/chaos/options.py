@@ -76,7 +76,7 @@ class ChaosOptions:
 
     @property
     def in_peace(self) -> int:
-        """So many nodes are left in peace: with several stores more than half, which alone may go to another store."""
+        """Nodes that are left in peace: with several stores more than half, which alone may go to another store."""
         return max(self.keep_undisturbed, self.nodes // 2 + 1 if self.stores != 1 else 0)
 
     @property

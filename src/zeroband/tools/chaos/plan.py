@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -71,7 +71,7 @@ OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR
 """Faults that need a network that can be broken."""
 
 OF_SURROUNDINGS = (Kind.DESCRIPTORS_GONE, Kind.CLOCK_JUMPS)
-"""Faults of what a node's processes find around them, which cost nobody a round."""
+"""Faults of what a node's processes find around them, which cost no node a round."""
 
 OF_ONE_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
 """Faults of a store that is the only one: all wait for it."""
@@ -83,12 +83,14 @@ OF_STORE = (*OF_ONE_STORE, *OF_SEVERAL_STORES)
 """Faults of the store, which strike no node, and all."""
 
 _LEAST_BEHIND = 2
-"""So many nodes that cannot be dialled need a third one to talk."""
+"""From this number on, nodes that cannot be dialled need another one to talk."""
 
 _SHORTEST, _LONGEST = 0.3, 6.0
-"""How long a fault lasts in units of detect_s: from what nobody should notice to what everybody must."""
+"""How long a fault lasts in units of detect_s: from what no node should notice to what all must."""
 
 
+Span = tuple[float, float]
+"""From, to, in seconds since the soak began."""
 _AT_PEACE = 0.75
 """Share of faults that strike nodes which have recovered from their last one, where there are enough of them: only a
 member can be seen to be lost."""
@@ -110,6 +112,46 @@ class PlannedFault:
     def __str__(self) -> str:
         struck = f" {' and '.join(self.nodes)}" if self.nodes else ""
         return f"#{self.number}{struck} {self.kind.value} for {self.lasts_s:.1f} s"
+
+
+@dataclass
+class InjectedFault:
+    """A fault that happened."""
+
+    fault: PlannedFault
+    at_s: float
+    undone_s: float | None = None
+    detected_s: float | None = None
+    """When the store's view stopped counting the node, or showed it cut off."""
+    over_s: dict[str, float] = field(default_factory=dict[str, float])
+    """When each of its nodes contributed to a round that ended after the fault; the store, under its own name: when
+    the next round was committed."""
+    superseded: set[str] = field(default_factory=set[str])
+    """Nodes to which the next fault happened before; it was over for them then."""
+    restart_cpu_s: float | None = None
+    """What the new processes used of the CPU until they were members."""
+    struck_members: bool = False
+    """Whether its nodes were members."""
+    undone_round: int = -1
+    """The newest committed round when it was undone."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.fault.nodes or ("store",)
+
+    @property
+    def is_over(self) -> bool:
+        return all(name in self.over_s for name in self.names)
+
+    def recovered_s(self) -> list[float]:
+        """Seconds from the end of the fault until each of its nodes had recovered."""
+        if self.undone_s is None:
+            return []
+        return [at_s - self.undone_s for name, at_s in self.over_s.items() if name not in self.superseded]
+
+    def span(self, end_s: float) -> Span:
+        """Return the time from the strike until all have recovered, at most until the soak's end."""
+        return self.at_s, max(self.over_s.values()) if self.is_over else end_s
 
 
 @dataclass(frozen=True)
@@ -136,7 +178,7 @@ class PlanRules:
 
 
 def kinds_of(*, stores: int, behind: int) -> tuple[Kind, ...]:
-    """Kinds that can happen to a run of so many stores, 0 where nodes hold them, and nodes that cannot be dialled."""
+    """Kinds that can happen to a run with these numbers of stores, 0 where nodes hold them, and undialable nodes."""
     apart = OF_SEVERAL_STORES if stores == 1 else OF_ONE_STORE
     holder = (Kind.HOLDER_KILLED,) if stores else ()
     relay = () if behind >= _LEAST_BEHIND else (Kind.RELAY_KILLED,)

@@ -12,21 +12,21 @@ from itertools import pairwise
 
 from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
-from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
-from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.meddling import Meddling
+from zeroband.tools.chaos.effects import Meddling, Striker, cpu_s, set_background
+from zeroband.tools.chaos.options import ChaosOptions
 from zeroband.tools.chaos.plan import (
     OF_ONE_STORE,
     OF_PROCESSES,
     OF_STORE,
     OF_SURROUNDINGS,
+    InjectedFault,
     Kind,
     PlannedFault,
     leaves_enough,
 )
 from zeroband.tools.chaos.starvation import QueueTimes
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
-from zeroband.tools.chaos.watch import Overdue, Watch
+from zeroband.tools.chaos.watch import Watch
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.node_process import NodeProcess
 
@@ -35,7 +35,7 @@ _SURVEY_EVERY_S = 0.5
 _FOUNDING_S = 300.0
 _PIDS_EVERY_S = 5.0
 _MOST_PATIENCE = 3.0
-"""A starved host prolongs a wait to so many times its length at most."""
+"""A starved host prolongs a wait to at most this multiple of its length."""
 _ENDING_S = 60.0
 """Time for struck processes to end by themselves, and for all nodes to leave at the end."""
 _BUSY = 0.2
@@ -52,20 +52,6 @@ UNDIALLED = ("--node.dialable=false",)
 
 class SoakFailed(ZerobandError):
     """The soak could not begin."""
-
-
-@dataclass(frozen=True)
-class SoakRules:
-    """What a soak asks of its run."""
-
-    detect_s: float
-    slack_s: float
-    """What a fault may cost the others, once, beyond detect_s."""
-    keep_undisturbed: int
-    behind: tuple[str, ...] = ()
-    """Nodes that cannot be dialled."""
-    start_in_background: bool = True
-    """Whether nodes that start again do so behind all else that runs."""
 
 
 @dataclass
@@ -94,28 +80,29 @@ class Course:
 
 
 class Soak:
-    """Conducts the phases. `is_stopped`: asked between two looks; ends the phase that is on."""
+    """Conducts the phases. `detect_s`: the run's; `is_stopped`: asked between two looks; ends the phase that is on."""
 
     def __init__(
         self,
         cluster: LocalCluster,
         stores: Stores | StoresOfNodes,
         watch: Watch,
-        rules: SoakRules,
+        options: ChaosOptions,
         *,
+        detect_s: float,
         meddling: Meddling | None = None,
         now: Callable[[], float],
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._cluster, self._stores, self._watch, self._rules = cluster, stores, watch, rules
+        self._cluster, self._stores, self._watch, self._options = cluster, stores, watch, options
+        self._bound_s = detect_s + options.slack_s
+        """What a fault may cost the others, once."""
         self._now, self._is_stopped, self._say = now, is_stopped, say
         self._striker = Striker(cluster, stores, meddling)
         self._queue: list[PlannedFault] = []
         self._late_s = 0.0
         self._surveyed_s = 0.0
-        self._round_at_undo: dict[int, int] = {}
-        self._was_member: dict[int, bool] = {}
         self._starting: dict[str, InjectedFault] = {}
         self._ended: list[tuple[float, NodeProcess]] = []
         self._queue_times = QueueTimes()
@@ -126,12 +113,16 @@ class Soak:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def found(self, ranks: Sequence[int]) -> None:
-        """Start all nodes; back when each has contributed. Raises SoakFailed."""
-        for place, number in enumerate(ranks):
-            is_open = f"node{place}" not in self._rules.behind
-            self._cluster.start(ranks=number, arguments=() if is_open else UNDIALLED)
-        if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(ranks), _FOUNDING_S):
+    def found(self) -> None:
+        """Start all nodes; back when each has contributed. Raises SoakFailed.
+
+        The last of three or more nodes has two ranks, so that one can be lost alone.
+        """
+        names = self._options.names
+        for node in names:
+            arguments = UNDIALLED if node in self._options.behind_nodes else ()
+            self._cluster.start(ranks=2 if len(names) >= 3 and node == names[-1] else 1, arguments=arguments)
+        if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(names), _FOUNDING_S):
             lost = self._watch.starvation.share(0.0, self._now())
             busy = f" (the host kept them waiting for a processor {lost:.0%} of the time)" if lost > _BUSY else ""
             raise SoakFailed(f"the nodes do not train together{busy}\n{self._cluster.describe()}")
@@ -180,8 +171,8 @@ class Soak:
             self._pause(_PAUSE_S)
             self._note_starvation()
         for node in running:
-            wait = Overdue(f"{node.node_id} did not end", from_s, _ENDING_S, (node.node_id,))
-            if node.is_running and not self._watch.is_too_late(wait, self._now()):
+            what, names = f"{node.node_id} did not end", (node.node_id,)
+            if node.is_running and not self._watch.is_too_late(what, from_s, _ENDING_S, self._now(), names):
                 continue
             if node.exit_code != 0:
                 how = "did not end" if node.is_running else f"ended with exit code {node.exit_code}"
@@ -255,7 +246,7 @@ class Soak:
 
     def _note_recoveries(self, verdict: Verdict) -> None:
         for one in self._open():
-            if one.undone_s is None or verdict.round <= self._round_at_undo[id(one)]:
+            if one.undone_s is None or verdict.round <= one.undone_round:
                 continue
             for name in one.names:
                 is_back = name not in self._cluster.nodes or self._watch.contributed.get(name) == verdict.round
@@ -298,7 +289,7 @@ class Soak:
         """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
         lasting = {name for one in self._lasting() for name in one.names}
         in_peace = [node for node in self._steady() if node not in fault.nodes]
-        is_peace_kept = leaves_enough(in_peace, self._rules.keep_undisturbed, self._rules.behind)
+        is_peace_kept = leaves_enough(in_peace, self._options.in_peace, self._options.behind_nodes)
         if lasting.intersection(fault.nodes) or not is_peace_kept:
             return False
         if fault.kind is Kind.RELAY_KILLED and not self._watch.relays() & {*fault.nodes}:
@@ -314,7 +305,7 @@ class Soak:
                 earlier.over_s[name] = one.at_s
                 earlier.superseded.add(name)
         self.course.struck.append(one)
-        self._was_member[id(one)] = all(self._watch.members_of(node) for node in fault.nodes)
+        one.struck_members = all(self._watch.members_of(node) for node in fault.nodes)
         self._say(f"{one.at_s:7.1f} s  {fault}")
         if fault.kind in OF_STORE:
             self._watch.store_was_struck(one)
@@ -331,8 +322,7 @@ class Soak:
         if fault.kind in OF_PROCESSES and not self._has_ended(one):
             return
         self._striker.undo(fault)
-        one.undone_s = self._now()
-        self._round_at_undo[id(one)] = self._watch.round
+        one.undone_s, one.undone_round = self._now(), self._watch.round
         if fault.kind in OF_STORE:
             self._watch.store_is_back(one)
             for node in self._cluster.nodes if fault.kind in OF_ONE_STORE else ():
@@ -346,15 +336,13 @@ class Soak:
         """Whether the struck node is gone, as it must be after some time, and how it left."""
         node = self._cluster.nodes[one.fault.nodes[0]]
         if node.is_running:
-            wait = Overdue(
-                f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s, _ENDING_S, one.names
-            )
-            if not self._watch.is_too_late(wait, self._now()):
+            what, due_s = f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s
+            if not self._watch.is_too_late(what, due_s, _ENDING_S, self._now(), one.names):
                 return False
             what = f"{node.node_id} still runs {self._now() - one.at_s:.0f} s after {one.fault}"
             self._watch.violations.add(what, node.console_tail(30))
             node.kill()
-        elif one.fault.kind is Kind.LEAVES and node.exit_code and self._was_member[id(one)]:
+        elif one.fault.kind is Kind.LEAVES and node.exit_code and one.struck_members:
             what = f"{node.node_id} was asked to leave and ended with exit code {node.exit_code} ({one.fault})"
             self._watch.violations.add(what, node.console_tail(30))
         self._ended.append((self._now(), node))
@@ -369,28 +357,23 @@ class Soak:
         self._look_for_ended()
         faults = self._open_faults()
         watch.check_pulse(self._healthy(), now_s, faults)
-        bound_s = self._rules.detect_s + self._rules.slack_s
+        bound_s = self._bound_s
         for one in watch.overdue(now_s, bound_s):
             watch.violations.add(f"the store does not show {one.fault} after {bound_s:g} s", watch.context(faults))
         if (lost := watch.stays_without_store(now_s, bound_s)) is not None:
             watch.violations.add(f"no other store is in use {bound_s:g} s after {lost.fault}", watch.context(faults))
         for one in self._open():
-            if one.undone_s is not None and watch.is_too_late(self._wait_for(one, one.undone_s), now_s):
+            what = f"{' and '.join(one.names)} did not come back after {one.fault}"
+            if one.undone_s is not None and watch.is_too_late(what, one.undone_s, self._back_s, now_s, one.names):
                 self._report_not_back(one)
         self._look_after_ended(now_s, bound_s)
-
-    def _wait_for(self, one: InjectedFault, undone_s: float) -> Overdue:
-        """Wait for the nodes of a fault that was undone, until they contribute again."""
-        return Overdue(
-            f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names
-        )
 
     def _look_after_ended(self, now_s: float, bound_s: float) -> None:
         """Processes of nodes that ended must be gone some time later."""
         for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
             if not (pids := node.pids):
                 self._ended.remove((at_s, node))
-            elif self._watch.is_too_late(Overdue(f"{node.node_id} left processes behind", at_s, bound_s), now_s):
+            elif self._watch.is_too_late(f"{node.node_id} left processes behind", at_s, bound_s, now_s):
                 self._ended.remove((at_s, node))
                 self._watch.violations.add(f"{node.node_id} left processes {pids} behind", node.console_tail(10))
 
@@ -408,12 +391,12 @@ class Soak:
         self._watch.violations.add(what, self._watch.context(self._open_faults()))
 
     def _look_after_starting(self) -> None:
-        """Nodes that start do so in the background: on a machine of their own they would disturb nobody."""
+        """Nodes that start do so in the background: with a machine for each they would not disturb the others."""
         for node_id, one in list(self._starting.items()):
             node = self._cluster.nodes[node_id]
             assert one.undone_s is not None
             is_in = self._watch.joined_s.get(node_id, -1.0) > one.undone_s
-            if self._rules.start_in_background:
+            if not self._options.is_host_shared:
                 set_background(node.pids, not is_in)
             if is_in:
                 one.restart_cpu_s = cpu_s(node.pids)

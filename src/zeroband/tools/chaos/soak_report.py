@@ -1,41 +1,166 @@
-"""The one-page report of a soak, as Markdown. Pure."""
+"""What a soak cost its run, and its report of one page, as Markdown. Pure: seconds since the soak began."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
-from zeroband.tools.chaos.fault_costs import InjectedFault, KindRow, PhaseComparison, Share, percentile, rows_of
-from zeroband.tools.chaos.judgement import Evidence, Judgement
+from zeroband.observe.words import markdown_table
+from zeroband.tools.chaos.judgement import Judgement
 from zeroband.tools.chaos.options import ChaosOptions
+from zeroband.tools.chaos.plan import InjectedFault, Kind, Span
 
 _TITLE = "# Chaos soak"
 
 
 @dataclass(frozen=True)
-class SoakSetting:
-    """What was run, where."""
+class RoundCost:
+    """One round of one node, or the time that the run went on without it."""
 
-    options: ChaosOptions
-    machine: str
-    config: str
-    """The settings that matter, on one line."""
-    left_out: str = ""
-    """Kinds that were impossible here, and why; empty where all were possible."""
+    node_id: str
+    span: Span
+    """From the end of the round before to its own end; without it: until the node was a member again."""
+    blocked_s: float
+    """Waiting for others, transfer and retries."""
+    tokens: int
+    is_fenced: bool = False
+    """Whether the run went on without the node, so that what it did in that time is lost."""
+
+
+def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[RoundCost]:
+    """The rounds of a node from its events and metrics, which come in the order of time."""
+    costs: list[RoundCost] = []
+    ended: dict[int, float] = {}
+    boundary_s, fenced_from_s = math.nan, math.nan
+    for record in records:
+        kind, at_s = record.get("kind"), float(record["at_s"])
+        if kind == "round_committed":
+            ended[record["round"]] = boundary_s
+            boundary_s = at_s
+        elif kind in ("node_started", "left"):
+            boundary_s = fenced_from_s = math.nan
+        elif kind == "fenced" and math.isnan(fenced_from_s):
+            fenced_from_s = boundary_s
+        elif kind == "joined" and not math.isnan(fenced_from_s):
+            costs.append(RoundCost(node_id, (fenced_from_s, at_s), at_s - fenced_from_s, 0, is_fenced=True))
+            fenced_from_s, boundary_s = math.nan, at_s
+        elif "outer/round" in record and not math.isnan(from_s := ended.get(record["outer/round"], math.nan)):
+            blocked_s = record["outer/wait_s"] + record["outer/transfer_s"]
+            costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
+    return costs
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a group of node-rounds used its time."""
+
+    rounds: int
+    time_s: float
+    tokens: int
+    blocked_s: float
+    """Beyond the usual of an undisturbed round, in rounds that count."""
+
+    @staticmethod
+    def of(costs: Sequence[RoundCost], blocked_s: float) -> Share:
+        time_s = sum(cost.span[1] - cost.span[0] for cost in costs)
+        return Share(sum(not cost.is_fenced for cost in costs), time_s, sum(cost.tokens for cost in costs), blocked_s)
+
+    @property
+    def lost(self) -> float:
+        """Share of the time that was spent blocked."""
+        return self.blocked_s / self.time_s if self.time_s else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of one node."""
+        return self.tokens / self.time_s if self.time_s else math.nan
+
+
+@dataclass(frozen=True)
+class PhaseComparison:
+    """The time of nodes that no fault struck, with and without faults on others."""
+
+    usual_s: float
+    """Median of what an undisturbed round spends waiting and in transfer."""
+    undisturbed: Share
+    survivors: Share
+    fenced: int
+    """Times that a healthy node was left out and had to come back; its time is in `survivors`."""
+
+
+def compare(costs: Sequence[RoundCost], struck: Sequence[InjectedFault], calm: Span, end_s: float) -> PhaseComparison:
+    """Survivors against the undisturbed phase `calm`. `end_s`: of the faults' phase."""
+    before = [c for c in costs if c.span[0] >= calm[0] and c.span[1] <= calm[1] and not c.is_fenced]
+    usual_s = median([cost.blocked_s for cost in before]) if before else 0.0
+    faults = [one.span(end_s) for one in struck]
+    own: dict[str, list[Span]] = {}  # when each node was struck or not yet back
+    for one in struck:
+        for name in one.fault.nodes:
+            own.setdefault(name, []).append((one.at_s, one.over_s.get(name, end_s)))
+    in_phase = [cost for cost in costs if cost.span[0] >= calm[1] and cost.span[1] <= end_s]
+    after = [cost for cost in in_phase if not _touches(cost.span, own.get(cost.node_id, ()))]
+    lost_s = sum(
+        cost.blocked_s if cost.is_fenced else cost.blocked_s - usual_s
+        for cost in after
+        if cost.is_fenced or _touches(cost.span, faults)
+    )
+    return PhaseComparison(
+        usual_s=usual_s,
+        undisturbed=Share.of(before, sum(cost.blocked_s - usual_s for cost in before)),
+        survivors=Share.of(after, lost_s),
+        fenced=sum(cost.is_fenced for cost in after),
+    )
+
+
+def _touches(one: Span, others: Iterable[Span]) -> bool:
+    """Whether a span has a moment in common with one of others."""
+    return any(one[0] < other[1] and other[0] < one[1] for other in others)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of all are not above."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """What faults of one kind cost."""
+
+    kind: Kind
+    count: int
+    detected_s: tuple[float, ...]
+    """Seconds from the strike."""
+    recovered_s: tuple[float, ...]
+    """Seconds from the end of the fault."""
+
+
+def rows_of(struck: Sequence[InjectedFault]) -> list[KindRow]:
+    """A row for each kind that happened, in the order of kinds."""
+    rows: list[KindRow] = []
+    for kind in Kind:
+        ours = [one for one in struck if one.fault.kind is kind]
+        detected = tuple(one.detected_s - one.at_s for one in ours if one.detected_s is not None)
+        back = tuple(took_s for one in ours for took_s in one.recovered_s())
+        if ours:
+            rows.append(KindRow(kind, len(ours), detected, back))
+    return rows
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
 
 
 def render(
-    setting: SoakSetting,
-    struck: Sequence[InjectedFault],
-    comparison: PhaseComparison,
-    seen: Evidence,
-    judgement: Judgement,
-) -> str:
-    """The whole page."""
+    options: ChaosOptions, about: Mapping[str, str], struck: Sequence[InjectedFault], comparison: PhaseComparison,
+    seen: Judgement,
+) -> str:  # fmt: skip
+    """The whole page. `about`: machine, config and what was left out, in words."""
     parts = [
-        f"{_TITLE}: {judgement.headline}",
-        _setting(setting, seen),
-        "## Invariants\n\n" + _invariants(seen, judgement),
+        f"{_TITLE}: {seen.headline}",
+        _setting(options, about, seen),
+        "## Invariants\n\n" + _invariants(seen),
         "## Faults\n\n" + _faults(rows_of(struck), seen),
         "## What survivors lost\n\n" + _survivors(comparison),
         "## How to read this\n\n" + _NOTES.format(cpu=_restart_cpu(seen.restart_cpu_s)),
@@ -43,20 +168,19 @@ def render(
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(setting: SoakSetting, seen: Evidence) -> str:
-    options = setting.options
+def _setting(options: ChaosOptions, about: Mapping[str, str], seen: Judgement) -> str:
     lines = [
-        f"- machine: {setting.machine}",
+        f"- machine: {about['machine']}",
         f"- run: `{options.command}`",
-        f"- config: {setting.config}",
+        f"- config: {about['config']}",
         f"- seed {options.seed}, {options.nodes} nodes{_special(options)}, mean time between faults "
         f"{options.mtbf_s:g} s, {options.calm_minutes:g} minutes undisturbed, then {options.minutes:g} minutes "
         "with faults",
         f"- CPU of all nodes and the store in the undisturbed phase: {seen.cpu_share:.0%} of all cores",
         f"- some member waited for a processor for {seen.calm_starved:.0%} of the undisturbed phase, and for "
-        f"{seen.starved:.0%} of the phase with faults",
+        f"{seen.storm_starved:.0%} of the phase with faults",
     ]
-    return "\n".join([*lines, *([f"- left out: {setting.left_out}"] if setting.left_out else [])])
+    return "\n".join([*lines, *([f"- left out: {about['left out']}"] if about["left out"] else [])])
 
 
 def _special(options: ChaosOptions) -> str:
@@ -64,68 +188,48 @@ def _special(options: ChaosOptions) -> str:
     return behind + {0: ", each with a store", 1: ""}.get(options.stores, f", {options.stores} stores")
 
 
-def _invariants(seen: Evidence, judgement: Judgement) -> str:
-    lines = [
+def _invariants(seen: Judgement) -> str:
+    counts = (
         f"{seen.rounds} rounds committed, {seen.retries} openings of a round retried, {seen.fences} fences, "
-        f"{seen.mismatches} digest mismatches, {seen.hangs} hangs; data: {seen.audit}.",
-    ]
-    found = [f"- {line}" for line in judgement.lines]
-    return "\n".join([*lines, *([""] if found else []), *found])
-
-
-def _faults(rows: Sequence[KindRow], seen: Evidence) -> str:
-    head = (
-        "| fault | count | detected | p50 s | p99 s | max s | back after p50 s | max s |\n"
-        "|---|---|---|---|---|---|---|---|"
+        f"{seen.mismatches} digest mismatches, {seen.hangs} hangs; data: {seen.audit}."
     )
-    lines = [head, *map(_row, rows)]
-    detected = [value for row in rows for value in row.detected_s]
-    back = [value for row in rows for value in row.recovered_s]
-    lines.append(f"| all | {sum(row.count for row in rows)} | {len(detected)} | {_three(detected)} | {_two(back)} |")
-    lines += [
-        "",
-        f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace.",
-    ]
-    return "\n".join(lines)
+    found = [f"- {line}" for line in seen.lines]
+    return "\n".join([counts, *([""] if found else []), *found])
 
 
-def _row(row: KindRow) -> str:
-    return (
-        f"| {row.kind.value} | {row.count} | {len(row.detected_s)} | {_three(row.detected_s)} "
-        f"| {_two(row.recovered_s)} |"
-    )
+def _faults(rows: Sequence[KindRow], seen: Judgement) -> str:
+    detected = tuple(value for row in rows for value in row.detected_s)
+    back = tuple(value for row in rows for value in row.recovered_s)
+    cells = [_cells(row.kind.value, row.count, row.detected_s, row.recovered_s) for row in rows]
+    cells.append(_cells("all", sum(row.count for row in rows), detected, back))
+    head = ("fault", "count", "detected", "p50 s", "p99 s", "max s", "back after p50 s", "max s")
+    struck = f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace."
+    return f"{markdown_table(head, cells)}\n\n{struck}"
 
 
-def _three(values: Sequence[float]) -> str:
-    shares = (0.5, 0.99, 1.0)
-    return " | ".join(f"{percentile(values, share):.2f}" if values else "-" for share in shares)
-
-
-def _two(values: Sequence[float]) -> str:
-    return " | ".join(f"{percentile(values, share):.1f}" if values else "-" for share in (0.5, 1.0))
+def _cells(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequence[float]) -> list[str]:
+    detected = [f"{percentile(detected_s, share):.2f}" if detected_s else "-" for share in (0.5, 0.99, 1.0)]
+    back = [f"{percentile(recovered_s, share):.1f}" if recovered_s else "-" for share in (0.5, 1.0)]
+    return [name, str(count), str(len(detected_s)), *detected, *back]
 
 
 def _survivors(comparison: PhaseComparison) -> str:
     calm, after = comparison.undisturbed, comparison.survivors
     change = f"{after.tokens_per_s / calm.tokens_per_s - 1:+.1%}" if calm.tokens and after.time_s else "unknown"
-    rows = [
-        "| | node-rounds | node-seconds | blocked by faults | tokens/s of a node |",
-        "|---|---|---|---|---|",
-        _share_row("undisturbed phase", calm),
-        _share_row("healthy nodes, faults on others", after),
-    ]
+    head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node")
+    rows = [_share_cells("undisturbed phase", calm), _share_cells("healthy nodes, faults on others", after)]
     sentences = (
         f"Survivors spent {_percent(after)} of their time blocked, retrying or redoing because of faults; per healthy "
         f"node-second they trained {change} tokens against the undisturbed phase. An undisturbed round waits and "
         f"transfers for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were left out and had "
         f"to come back {comparison.fenced} times."
     )
-    return "\n".join([*rows, "", sentences])
+    return f"{markdown_table(head, rows)}\n\n{sentences}"
 
 
-def _share_row(name: str, share: Share) -> str:
+def _share_cells(name: str, share: Share) -> list[str]:
     rate = f"{share.tokens_per_s:.1f}" if share.time_s else "-"
-    return f"| {name} | {share.rounds} | {share.time_s:.0f} | {_percent(share)} | {rate} |"
+    return [name, str(share.rounds), f"{share.time_s:.0f}", _percent(share), rate]
 
 
 def _percent(share: Share) -> str:

@@ -37,7 +37,7 @@ class Starvation:
         self._looks: list[_Look] = []
 
     def note(self, now_s: float, waited_s: Mapping[str, float], background: Iterable[str] = ()) -> None:
-        """Take in how long each process group waited since the last look. `background`: nobody waits for these."""
+        """Take in how long each group waited since the last look. `background`: groups that others do not wait for."""
         apart = set(background)
         members_s = max((took_s for name, took_s in waited_s.items() if name not in apart), default=0.0)
         self._looks.append(_Look(self._looked_s, now_s, members_s, dict(waited_s)))
@@ -46,7 +46,7 @@ class Starvation:
     def lost_s(self, from_s: float, to_s: float, names: Iterable[str] = ()) -> float:
         """The most by which the host can have delayed what everybody, or one of `names`, had to do in a span.
 
-        Between two looks that is the waiting of whoever waited the longest, since the others wait for it.
+        Between two looks that is the longest waiting of one, since the others wait for it.
         """
         wanted = tuple(names)
         return sum(look.lost_s(from_s, to_s, wanted) for look in self._looks if look.to_s > from_s)

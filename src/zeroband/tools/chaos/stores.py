@@ -102,7 +102,7 @@ def _program_of(pid: int) -> Path | None:
 class Stores:
     """One store, or several of which the run uses one at a time. They run while the context lasts.
 
-    `network`: each has a namespace of its own in it; None leaves them on this machine.
+    `network`: each has its own namespace in it; None leaves them on this machine.
     """
 
     def __init__(self, number: int, network: Network | None) -> None:

@@ -6,6 +6,7 @@ One thread. Strikes nothing. Times are in seconds since the soak began.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -16,13 +17,10 @@ from zeroband.elastic.membership.reach import dials, is_behind, lines_of
 from zeroband.elastic.membership.records import Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
-from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.jsonl import JsonlTail
-from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
-from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.plan import OF_SEVERAL_STORES, Kind
+from zeroband.tools.chaos.plan import OF_SEVERAL_STORES, InjectedFault, Kind
 from zeroband.tools.chaos.starvation import Starvation
 from zeroband.tools.data.audit import Audit, audit, read_rounds
 
@@ -55,46 +53,27 @@ class Violations:
         self._say(f"STARVED, cannot judge: {what}")
 
 
-@dataclass(frozen=True)
-class Overdue:
-    """Something that must be over within a bound, and is not yet."""
-
-    what: str
-    """Name of who or what is late."""
-    from_s: float
-    bound_s: float
-    nodes: tuple[str, ...] = ()
-    """Nodes whose own waiting for a processor counts, beside that of all members."""
-
-
 class NodeFiles:
     """The events of all nodes and the metrics of their rounds, read as they grow.
 
     `began_at_s`: wall clock of this machine; `at_s` of a record becomes seconds since then.
     """
 
-    def __init__(self, run_dir: Path, nodes: Sequence[str], *, began_at_s: float) -> None:
+    def __init__(self, run_dir: Path, *, began_at_s: float) -> None:
         self._began_at_s = began_at_s
-        self._tails = {
-            node: [JsonlTail(run_dir / node / name) for name in (EVENTS_FILE, METRICS_FILE)] for node in nodes
-        }
-        self.records: dict[str, list[dict[str, Any]]] = {node: [] for node in nodes}
+        self._facts = FolderFacts(run_dir)
+        self.records: dict[str, list[dict[str, Any]]] = defaultdict(list)
         """Records of each node so far, in the order of time."""
 
     def read(self, now_s: float) -> list[tuple[str, dict[str, Any]]]:
         """The new ones, with their nodes. One that a wrong clock dated is as old as this look."""
         fresh: list[tuple[str, dict[str, Any]]] = []
-        for node, tails in self._tails.items():
-            read = [r for tail in tails for r in tail.read() if "kind" in r or "outer/round" in r]
-            dated = [{**record, "at_s": _likely_s(record["at_s"] - self._began_at_s, now_s)} for record in read]
-            dated.sort(key=lambda record: record["at_s"])  # an event of a round stands before its metrics
-            self.records[node] += dated
-            fresh += [(node, record) for record in dated]
+        for node, record in self._facts.read():  # an event of a round comes before its metrics
+            if "kind" in record or "outer/round" in record:
+                at_s = record["at_s"] - self._began_at_s
+                fresh.append((node, {**record, "at_s": at_s if at_s < now_s + _WRONG_CLOCK_S else now_s}))
+                self.records[node].append(fresh[-1][1])
         return fresh
-
-
-def _likely_s(at_s: float, now_s: float) -> float:
-    return at_s if at_s < now_s + _WRONG_CLOCK_S else now_s
 
 
 @dataclass(frozen=True)
@@ -209,21 +188,22 @@ class Watch:
         if self._moving is not None and self._store.generation != before:
             self._moving.detected_s, self._moving, self.is_store_up = at_s, None, True
 
-    def is_too_late(self, wait: Overdue, now_s: float) -> bool:
-        """Whether a bound is missed, and would be on a host with a processor to spare.
+    def is_too_late(self, what: str, from_s: float, bound_s: float, now_s: float, nodes: Sequence[str] = ()) -> bool:
+        """Whether something is not over within a bound, and would not be on a host with a processor to spare.
 
-        The time that processes waited for one is taken off. Where only that keeps the bound, it is said, once.
+        The time that all members, and `nodes`, waited for one is taken off. Where only that keeps the bound, it is
+        said, once.
         """
-        took_s = now_s - wait.from_s
-        if took_s <= wait.bound_s:
+        took_s = now_s - from_s
+        if took_s <= bound_s:
             return False
-        lost_s = self.starvation.lost_s(wait.from_s, now_s, wait.nodes)
-        if took_s - lost_s > wait.bound_s:
+        lost_s = self.starvation.lost_s(from_s, now_s, nodes)
+        if took_s - lost_s > bound_s:
             return True
-        if (one := (wait.what, round(wait.from_s, 3))) not in self._starved:
+        if (one := (what, round(from_s, 3))) not in self._starved:
             self._starved.add(one)
             self.violations.starve(
-                f"{wait.what} for {took_s:.1f} s at {now_s:.0f} s (bound {wait.bound_s:.1f} s), "
+                f"{what} for {took_s:.1f} s at {now_s:.0f} s (bound {bound_s:.1f} s), "
                 f"and nodes waited {lost_s:.1f} s of that for a processor"
             )
         return False
@@ -233,7 +213,7 @@ class Watch:
         late = [
             p.struck
             for p in self._pending
-            if self.is_too_late(Overdue(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s), now_s)
+            if self.is_too_late(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s, now_s)
         ]
         self._pending = [p for p in self._pending if p.struck not in late]
         return late
@@ -243,9 +223,8 @@ class Watch:
         lost = self._moving
         if lost is None or lost.fault.kind is not Kind.STORE_LOST:
             return None
-        if not self.is_too_late(
-            Overdue(f"the members were at no other store after {lost.fault}", lost.at_s, bound_s), now_s
-        ):
+        what = f"the members were at no other store after {lost.fault}"
+        if not self.is_too_late(what, lost.at_s, bound_s, now_s):
             return None
         self.is_store_up, self._moving = True, None
         return lost
@@ -316,7 +295,7 @@ class Watch:
             return
         for node, since_s in self.pulse.hung(healthy, now_s).items():
             bound_s = self.pulse.bound_s(node)
-            if not self.is_too_late(Overdue(f"{node} finished no round", now_s - since_s, bound_s), now_s):
+            if not self.is_too_late(f"{node} finished no round", now_s - since_s, bound_s, now_s):
                 continue
             self.hangs += 1
             what = f"{node} hangs: at {now_s:.0f} s, no round for {since_s:.1f} s (bound {bound_s:.1f} s)"

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from zeroband.errors import ConfigError
-from zeroband.tools.compare.table import Row
+from zeroband.tools.compare.table import Row, figure_of
 
 Answer = Literal["met", "NOT MET", "cannot tell", "not measured"]
 
@@ -177,19 +177,9 @@ def _figures(figure: str, of: Row, over: Row | None, to: Row | None) -> Sequence
         return None if counted is None else (counted, counted)
     others = [row.by_seed for row in (over, to) if row is not None]
     seeds = [seed for seed in of.by_seed if all(seed in losses for losses in others)]
-    found = [_of_losses(figure, of.by_seed[seed], *(losses[seed] for losses in others)) for seed in seeds]
+    found = [figure_of(figure, of.by_seed[seed], *(losses[seed] for losses in others)) for seed in seeds]
     known = [one for one in found if one is not None]
     return known if known and len(known) == len(found) else None
-
-
-def _of_losses(figure: str, of: float, over: float | None = None, to: float | None = None) -> float | None:
-    if over is None:
-        return None
-    if figure == "ppl_ratio":
-        return math.exp(of - over)
-    if figure == "loss_ratio":
-        return of / over
-    return None if to is None or to == over else (of - over) / (to - over)
 
 
 def _bytes_ratio(of: Row, over: Row | None) -> float | None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import load_config
@@ -29,14 +30,14 @@ from zeroband.tools.compare.options import Options, read_options
 from zeroband.tools.compare.page import ComparisonResult, document, model_in_words, table
 from zeroband.tools.compare.results import Outcome, ResultFiles
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
-from zeroband.tools.compare.search import Losses, best_lr, next_lr
-from zeroband.tools.compare.table import Row, row_of
+from zeroband.tools.compare.table import Losses, Row, best_lr, next_lr, row_of
 from zeroband.tools.compare.texts import cut
-from zeroband.tools.compare.trial_progress import Bar, line_of
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
 _TABLE = "table.md"
+_RATE_OVER_S = 3600.0
+"""Time behind the rate by which the time to go is told: runs begin slowly, and differ."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,6 +66,49 @@ def main(argv: Sequence[str]) -> int:
     if any(verdict.answer == "NOT MET" for verdict in open_claims):
         return _EXIT_NOT_MET
     return _EXIT_CANNOT_TELL if open_claims else 0
+
+
+class Bar(Progress):
+    """Work done of all work, in samples, and the time that is left. The total may grow with added runs. One thread."""
+
+    def __init__(self, total: float, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, speed_estimate_period=_RATE_OVER_S)
+        self._all, self._done = total, 0.0
+        self._shown = self.add_task("", total=total)
+
+    def add(self, work: float) -> None:
+        """Count more work than was known."""
+        self._all += work
+        self.update(self._shown, total=self._all)
+
+    def drop(self, work: float, line: str) -> None:
+        """Count less work: it was done before, or is given up."""
+        self.add(-work)
+        self._say(line)
+
+    def running(self, name: str, work: float) -> Callable[[float], None]:
+        """A run of so much work begins; what is returned takes the part of it that is done."""
+        self.update(self._shown, description=name)
+        return lambda share: self.update(self._shown, completed=self._done + share * work)
+
+    def over(self, work: float, line: str) -> None:
+        """Count work as done."""
+        self._done += work
+        self.update(self._shown, completed=self._done)
+        self._say(line)
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def line_of(outcome: Outcome, *, is_kept: bool) -> str:
+    """One finished run."""
+    name = f"{outcome.arm}, lr {outcome.lr:g}, seed {outcome.seed}"
+    if outcome.failure:
+        return f"{name}: failed: {outcome.failure.splitlines()[0]}"
+    loss = "diverged" if outcome.loss is None else f"loss {outcome.loss:.4f}"
+    return f"{name}: {loss}, {'kept from before' if is_kept else f'{outcome.took_s:.0f} s'}"
 
 
 class Comparison:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.observe.status import human_count
+from zeroband.tools.compare.results import AtLink, Measured
 from zeroband.tools.compare.table import Row
 
 COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#565f67")
@@ -40,34 +41,23 @@ class Chart:
 
 def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
     """Loss against tokens, against bytes sent, and against wall-clock at a link."""
-    return (
-        Chart("loss-tokens", "tokens of all nodes", False, _series(rows, _tokens)),
-        Chart("loss-bytes", "bytes that a node sent", True, _series(rows, _bytes)),
-        Chart("loss-time", f"seconds, simulated for {link}", True, _series(rows, _seconds)),
+    axes: tuple[tuple[str, str, bool, Callable[[Measured, AtLink], float]], ...] = (
+        ("loss-tokens", "tokens of all nodes", False, lambda found, _: found.tokens),
+        ("loss-bytes", "bytes that a node sent", True, lambda found, _: found.sent_bytes),
+        ("loss-time", f"seconds, simulated for {link}", True, lambda found, there: found.steps * there.step_s),
     )
+    return tuple(Chart(name, label, is_log, _series(rows, whole)) for name, label, is_log, whole in axes)
 
 
-def _tokens(row: Row, share: float) -> float:
-    return share * row.measured.tokens if row.measured else 0.0
-
-
-def _bytes(row: Row, share: float) -> float:
-    return share * row.measured.sent_bytes if row.measured else 0.0
-
-
-def _seconds(row: Row, share: float) -> float:
-    return share * row.measured.steps * row.at_link.step_s if row.measured and row.at_link else 0.0
-
-
-def _series(rows: Sequence[Row], x_of: Callable[[Row, float], float]) -> tuple[Series, ...]:
+def _series(rows: Sequence[Row], whole: Callable[[Measured, AtLink], float]) -> tuple[Series, ...]:
     """The mean over the seeds at each place; without places at 0, and methods that have none."""
     found: list[Series] = []
     for place, row in enumerate(rows):
-        if row.measured is None:
+        if row.measured is None or row.at_link is None:
             continue
-        last = row.runs[0].points[-1].step
-        places = [(point.step / last, _mean_loss(row, point.step)) for point in row.runs[0].points]
-        shown = [(x_of(row, share), loss) for share, loss in places if loss is not None and x_of(row, share) > 0]
+        points, end = row.runs[0].points, whole(row.measured, row.at_link)
+        places = [(end * point.step / points[-1].step, _mean_loss(row, point.step)) for point in points]
+        shown = [(x, loss) for x, loss in places if loss is not None and x > 0]
         if shown:
             found.append(Series(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
     return tuple(found)

@@ -79,7 +79,7 @@ PRESETS: Mapping[str, Preset] = {
         {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
         has_rounds=True,
     ),
-    "custom": Preset("an algorithm from a file of its own", {"type": "custom"}, has_rounds=True),
+    "custom": Preset("an algorithm from a file", {"type": "custom"}, has_rounds=True),
 }
 
 
@@ -112,7 +112,7 @@ def _parse_arm(text: str) -> Arm:
     if preset not in PRESETS:
         raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {_known()}")
     if settings and PRESETS[preset].outer is None:
-        raise ConfigError(f"--methods: {text!r}: a node alone has no settings of its own")
+        raise ConfigError(f"--methods: {text!r}: a node alone has no settings")
     return Arm(text, preset, tuple(_parse_setting(part, text) for part in settings))
 
 
@@ -163,7 +163,7 @@ def _known() -> str:
 
 
 def digest_of_algorithm(outer: CustomConfig) -> str:
-    """Return the digest of the file of an algorithm of one's own. Raises ConfigError where it has none."""
+    """Return the digest of the file of a custom algorithm. Raises ConfigError where it has none."""
     from zeroband.outer.custom import load_algorithm  # torch, which no other method needs
 
     return load_algorithm(outer).digest

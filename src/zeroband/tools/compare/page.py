@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroband.config.model import LlamaConfig, Model
-from zeroband.observe.status import human_bytes, human_count
+from zeroband.observe.words import human_bytes, human_count, markdown_table
 from zeroband.tools.compare.claims import ClaimVerdict
 from zeroband.tools.compare.figures import Chart
 from zeroband.tools.compare.results import Outcome
-from zeroband.tools.compare.table import ALONE, REFERENCE, Row, find, gap, ppl_ratio, statement
+from zeroband.tools.compare.table import ALONE, REFERENCE, Row, figure_of, find, statement
 
 COLUMNS: Mapping[str, str] = {
     "method": "settings behind the name",
@@ -64,8 +64,9 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """A line of the table; a dash for what is not known."""
     if row.loss is None or row.measured is None or row.lr is None or row.at_link is None or row.perplexity is None:
         return (row.arm, "failed" if row.failures else "diverged", *("-" for _ in range(len(COLUMNS) - 2)))
-    reference, found = find(rows, REFERENCE), row.measured
-    closed = gap(row, find(rows, ALONE), reference)
+    found = row.measured
+    alone, reference = (other and other.loss for other in (find(rows, ALONE), find(rows, REFERENCE)))
+    closed = figure_of("gap", row.loss, alone, reference)
     spread = f" +-{row.spread / 2:.4f}" if len(row.losses) > 1 else ""
     wall = f"{row.runs[0].took_s:.0f} s, {found.steps * row.at_link.step_s:.0f} s"
     return (
@@ -73,7 +74,7 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{row.lr:g}" + ("" if row.is_bracketed else " (edge)"),
         f"{row.loss:.4f}{spread}",
         f"{row.perplexity:.3f}",
-        _number(ppl_ratio(row, reference), "{:.4f}"),
+        _number(figure_of("ppl_ratio", row.loss, reference), "{:.4f}"),
         _number(None if closed is None or row.arm == ALONE else 100 * closed, "{:.0f} %"),
         _number(row.payload_ratio, "{:.4g}"),
         f"{found.sent_per_token:.4g}",
@@ -93,14 +94,16 @@ def _number(value: float | None, form: str) -> str:
 def table(report: ComparisonResult) -> str:
     """The results, what has to be said of them, and the claims: for a terminal, and for docs."""
     said = _bullets([*statement(report.rows), *map(str, report.verdicts)])
-    results = _table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
+    results = markdown_table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
     return "\n".join([results, *(["", said] if said else [])])
 
 
 def document(report: ComparisonResult, figures: Sequence[str]) -> str:
-    """The whole document: the table first, then what it was made of. `figures`: names of the files beside it."""
+    """The whole document: the table first, then what it was made of. `figures`: names of the files next to it."""
     meanings = [f"{name}{f' ({UNITS[name]})' if name in UNITS else ''}: {meaning}" for name, meaning in COLUMNS.items()]
-    runs = _table(("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes))
+    runs = markdown_table(
+        ("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes)
+    )
     images = [
         f"![{chart.y_label} against {chart.x_label}]({chart.name}.png)"
         for chart in report.charts
@@ -109,18 +112,14 @@ def document(report: ComparisonResult, figures: Sequence[str]) -> str:
     parts = {
         "Held-out loss": "\n\n".join(images),
         "What the columns mean": _bullets(meanings),
-        report.title: "\n".join(["```bash", report.command, "```", "", _table(("name", "value"), report.setting)]),
+        report.title: "\n".join(
+            ["```bash", report.command, "```", "", markdown_table(("name", "value"), report.setting)]
+        ),
         "Known of these settings": _bullets(report.cautions),
         "All runs": runs,
     }
     shown = [f"## {title}\n\n{text}" for title, text in parts.items() if text]
     return "\n\n".join([table(report), *shown]) + "\n"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, *rows)]
-    below = f"|{'|'.join('---' for _ in header)}|"
-    return "\n".join([f"| {lines[0]} |", below, *(f"| {line} |" for line in lines[1:])])
 
 
 def _bullets(lines: Iterable[str]) -> str:

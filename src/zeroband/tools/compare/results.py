@@ -1,6 +1,8 @@
-"""The outcome of each run as a JSON file, named by the digest of what it depends on. Finished ones are never repeated.
+"""What a run came to: its losses, and what its own counters say of bytes, times and rounds, here and at another link.
 
-A run that failed leaves a file too, so that the table can show it, and is tried again by the next comparison.
+Each outcome is a JSON file, named by the digest of what it depends on. Finished runs are never repeated; one that
+failed leaves a file, too, so that the table can show it, and is tried again by the next comparison. Times are those of
+this machine, where nodes share the processor: they are compared within one page, not with others.
 """
 
 from __future__ import annotations
@@ -9,15 +11,65 @@ import dataclasses
 import json
 import math
 import os
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from zeroband.tools.compare.trial_measures import Measured
+from zeroband.tools.plan.forecast import Link, all_gather_s, all_reduce_s
 
 FORMAT = 2
 """Number of the files' format, and part of every digest: another one makes all runs anew."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The counters of one run, the mean over its nodes unless it says otherwise."""
+
+    nodes: int
+    steps: int
+    """Inner steps of a node."""
+    tokens: int
+    """Tokens of all nodes."""
+    step_s: float
+    """Median of an inner step without what happens between nodes."""
+    blocked_s: float
+    """Seconds in which training stood still for the others, or for this node's part of a round, over the run."""
+    wall_s: float
+    """Seconds from the first step's beginning to the last one's end."""
+    rounds: int
+    """Outer updates."""
+    sent_bytes: float
+    received_bytes: float
+    peak_bytes: float
+    """The most that any node sent in one round."""
+    apply_s: float
+    """Spent on the outer step itself, over the run."""
+    payload_bytes: float | None = None
+    """Payloads that a node sent over the run, each counted once however often it was sent: the mean over the nodes that
+    sent any. None: they sent none, and what travelled are means."""
+
+    @property
+    def compute_utilisation(self) -> float:
+        """Part of the time in which a node computed."""
+        return min(1.0, self.steps * self.step_s / self.wall_s) if self.wall_s else 1.0
+
+    @property
+    def tokens_per_node(self) -> float:
+        return self.tokens / self.nodes
+
+    @property
+    def sent_per_token(self) -> float:
+        """Bytes up for each token of that node."""
+        return self.sent_bytes / self.tokens_per_node
+
+    @property
+    def received_per_token(self) -> float:
+        return self.received_bytes / self.tokens_per_node
 
 
 @dataclass(frozen=True)
@@ -91,3 +143,109 @@ class ResultFiles:
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}.json"
+
+
+# -- counters -------------------------------------------------------------------------------------------------------
+
+
+def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measured:
+    """Fold the lines of metrics.jsonl of each node. Raises ValueError where a node wrote none."""
+    if not records_of_nodes or not all(records_of_nodes):
+        raise ValueError("a node wrote no metrics")
+    count = len(records_of_nodes)
+    rounds = [[record for record in records if "outer/round" in record] for records in records_of_nodes]
+
+    def total(name: str) -> float:
+        return sum(record.get(name, 0) for of_node in rounds for record in of_node)
+
+    return Measured(
+        nodes=count,
+        steps=round(statistics.mean(len(records) for records in records_of_nodes)),
+        tokens=max(int(records[-1]["train/tokens"]) for records in records_of_nodes),
+        step_s=statistics.median(_own_s(record) for records in records_of_nodes for record in records),
+        blocked_s=sum(_blocked_s(record) for records in records_of_nodes for record in records) / count,
+        wall_s=statistics.mean(sum(record["train/step_s"] for record in records) for records in records_of_nodes),
+        rounds=max(sum(_rounds_of_lines(of_node)) for of_node in rounds),
+        sent_bytes=total("outer/sent_bytes") / count,
+        received_bytes=total("outer/received_bytes") / count,
+        peak_bytes=max(
+            (
+                record.get("outer/sent_bytes", 0) / count
+                for of_node in rounds
+                for record, count in zip(of_node, _rounds_of_lines(of_node), strict=True)
+            ),
+            default=0,
+        ),
+        apply_s=total("outer/apply_s") / count,
+        payload_bytes=statistics.mean(payloads) if (payloads := [*filter(None, map(_payloads_of, rounds))]) else None,
+    )
+
+
+def _payloads_of(records: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes of all payloads of a node; a line about several rounds has that of the newest."""
+    return sum(
+        (record.get("outer/payload_bytes") or 0) * number
+        for record, number in zip(records, _rounds_of_lines(records), strict=True)
+    )
+
+
+def _rounds_of_lines(records: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many rounds each of a node's lines is about: a flush of updates that overlap brings several at once."""
+    numbers = [int(record["outer/round"]) for record in records]
+    return [max(1, number - before) for before, number in pairwise([numbers[0] - 1, *numbers])] if numbers else []
+
+
+def _own_s(record: Mapping[str, Any]) -> float:
+    """Duration of an inner step without what happens between nodes."""
+    return max(0.0, record["train/step_s"] - _blocked_s(record))
+
+
+def _blocked_s(record: Mapping[str, Any]) -> float:
+    return record.get("outer/blocked_s") or 0.0  # a node alone has none
+
+
+def said_bytes(found: Measured) -> float:
+    """What a node had to say over the run, encoded, however often it was sent: as DisTrO's authors count.
+
+    A payload is counted where it is sent. Of means, an all-reduce of E bytes sends 2 (M - 1) / M E.
+    """
+    if found.nodes == 1:
+        return 0.0
+    means = found.sent_bytes / (2 * (found.nodes - 1) / found.nodes)
+    return means if found.payload_bytes is None else found.payload_bytes
+
+
+def payload_ratio(found: Measured, params: int) -> float | None:
+    """How many times less than 2 bytes a parameter and step a node had to say; None where it said nothing."""
+    said = said_bytes(found)
+    return 2 * params * found.steps / said if said else None
+
+
+@dataclass(frozen=True)
+class AtLink:
+    """A run as it would go with another link between its nodes, by the formulas of `zeroband plan`."""
+
+    step_s: float
+    """Seconds of an inner step with its share of the outer one and of waiting."""
+    compute_utilisation: float
+
+
+def at_link(found: Measured, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
+    """What the counted bytes and measured times give over a link.
+
+    `overlap_steps`: inner steps during which a mean may travel. `step_s`: of an inner step on the machines to predict
+    for; None: as measured here.
+    """
+    own_s = found.step_s if step_s is None else step_s
+    if not found.rounds or found.nodes == 1:
+        return AtLink(own_s, 1.0)
+    sent, received = found.sent_bytes / found.rounds, found.received_bytes / found.rounds
+    steps = found.steps / found.rounds
+    took_s = (
+        all_reduce_s(sent, found.nodes, link)
+        if found.payload_bytes is None
+        else all_gather_s(sent, received, found.nodes, link)
+    )
+    waits_s = max(0.0, took_s - min(overlap_steps, steps) * own_s)
+    round_s = steps * own_s + found.apply_s / found.rounds + waits_s
+    return AtLink(round_s / steps, steps * own_s / round_s)

@@ -17,9 +17,8 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster.local import LocalCluster
-from zeroband.tools.compare.results import Outcome, Point, finite
+from zeroband.tools.compare.results import Outcome, Point, finite, measured
 from zeroband.tools.compare.texts import Half, Texts, loss_on
-from zeroband.tools.compare.trial_measures import measured
 from zeroband.tools.compare.trials import Trial, start_flags
 
 _POLL_S = 0.2

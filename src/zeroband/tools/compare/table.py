@@ -1,4 +1,7 @@
-"""Makes the lines of the table from outcomes: one for each method, at its best learning rate. Pure."""
+"""Makes the lines of the table from outcomes: one for each method, at its best learning rate. Pure.
+
+An optimum at the edge of what was tried is not known to be one. Of the reference (DDP) it would flatter all others.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroband.tools.compare.methods import Arm
-from zeroband.tools.compare.results import Outcome
-from zeroband.tools.compare.search import best_lr, is_bracketed
-from zeroband.tools.compare.trial_measures import AtLink, Measured, at_link, payload_ratio
+from zeroband.tools.compare.results import AtLink, Measured, Outcome, at_link, payload_ratio
 from zeroband.tools.plan.forecast import Link
 
 REFERENCE = "ddp"
 ALONE = "single"
+
+
+Losses = Mapping[float, float | None]
+"""Learning rate -> held-out loss; None for a run that diverged, which is worse than any other."""
+
+_USUAL_RATIO = 2.0
+
+
+def best_lr(losses: Losses) -> float | None:
+    """The learning rate with the lowest loss; None where no run ended with one."""
+    finite = {lr: loss for lr, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return min(finite, key=lambda lr: finite[lr]) if finite else None
+
+
+def is_bracketed(losses: Losses) -> bool:
+    """Whether a lower and a higher learning rate than the best one were tried."""
+    best = best_lr(losses)
+    return best is not None and min(losses) < best < max(losses)
+
+
+def next_lr(losses: Losses, *, most: int) -> float | None:
+    """The learning rate to try next, beyond the edge at which the best one lies; None: bracketed, or tried enough.
+
+    Where every run diverged it is a lower one.
+
+    `most`: how many may be tried, the same for every method. Steps outward by the ratio of the two outermost.
+    """
+    if is_bracketed(losses) or len(losses) >= most:
+        return None
+    best, tried = best_lr(losses), sorted(losses)
+    if best is None:
+        return _rounded(tried[0] / _USUAL_RATIO)
+    if len(tried) == 1:
+        return _rounded(best * _USUAL_RATIO)
+    if best == tried[-1]:
+        return _rounded(best * tried[-1] / tried[-2])
+    return _rounded(best * tried[0] / tried[1])
+
+
+def _rounded(lr: float) -> float:
+    """Three digits, so that names of runs stay short and equal."""
+    return float(f"{lr:.3g}")
 
 
 @dataclass(frozen=True)
@@ -22,22 +65,36 @@ class Row:
     """One method at its best learning rate, over the seeds."""
 
     arm: str
-    lr: float | None
-    """Best learning rate; None: no run ended well."""
-    tried: tuple[float, ...]
-    is_bracketed: bool
-    losses: tuple[float, ...]
-    """Loss of each seed that ended well, at the best learning rate."""
+    search: Losses
+    """Loss for tuning of each learning rate that was tried with the first seed and did not fail."""
     failures: tuple[str, ...]
     """Failures of all its runs."""
     lost: tuple[str, ...] = ()
     """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
     runs: tuple[Outcome, ...] = ()
     """Outcomes at the best learning rate that ended well."""
-    chosen_by: float = math.inf
-    """Loss for tuning that the best learning rate had with the first seed."""
     payload_ratio: float | None = None
     at_link: AtLink | None = None
+
+    @property
+    def lr(self) -> float | None:
+        """Best learning rate; None: no run ended well."""
+        return best_lr(self.search)
+
+    @property
+    def is_bracketed(self) -> bool:
+        return is_bracketed(self.search)
+
+    @property
+    def chosen_by(self) -> float:
+        """Loss for tuning that the best learning rate had."""
+        loss = None if self.lr is None else self.search[self.lr]
+        return math.inf if loss is None else loss
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Loss of each seed that ended well, at the best learning rate."""
+        return tuple(self.by_seed.values())
 
     @property
     def by_seed(self) -> Mapping[int, float]:
@@ -67,28 +124,20 @@ class Row:
 def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: int, step_s: float | None) -> Row:
     """The line of one method from all its runs. The learning rate is chosen with the seed of the first run."""
     own = [outcome for outcome in outcomes if outcome.arm == arm.name]
-    search = {o.lr: o.tuning_loss for o in own if o.seed == own[0].seed and not o.failure} if own else {}
+    search = {o.lr: o.tuning_loss for o in own if o.seed == own[0].seed and not o.failure}
     lr = best_lr(search)
-    chosen = tuple(o for o in own if o.lr == lr and o.loss is not None)
-    chosen_by = math.inf if lr is None else search[lr]
-    failures = tuple(f"lr {o.lr:g}, seed {o.seed}: {o.failure}" for o in own if o.failure)
     row = Row(
         arm=arm.name,
-        lr=lr,
-        tried=tuple(sorted(search)),
-        is_bracketed=is_bracketed(search),
-        losses=tuple(o.loss for o in chosen if o.loss is not None),
-        failures=failures,
+        search=search,
+        failures=tuple(f"lr {o.lr:g}, seed {o.seed}: {o.failure}" for o in own if o.failure),
         lost=tuple(f"lr {o.lr:g}, seed {o.seed}: {_why_lost(o)}" for o in own if o.lr == lr and o.loss is None),
-        runs=chosen,
-        chosen_by=math.inf if chosen_by is None else chosen_by,
+        runs=tuple(o for o in own if o.lr == lr and o.loss is not None),
     )
     counted = row.measured
     if counted is None:
         return row
-    ratio = payload_ratio(counted, chosen[0].params)
-    predicted = at_link(counted, link, overlap_steps=overlap_steps, step_s=step_s)
-    return replace(row, payload_ratio=ratio, at_link=predicted)
+    ratio = payload_ratio(counted, row.runs[0].params)
+    return replace(row, payload_ratio=ratio, at_link=at_link(counted, link, overlap_steps=overlap_steps, step_s=step_s))
 
 
 def _why_lost(outcome: Outcome) -> str:
@@ -100,20 +149,18 @@ def find(rows: Sequence[Row], arm: str) -> Row | None:
     return next((row for row in rows if row.arm == arm and row.loss is not None), None)
 
 
-def ppl_ratio(row: Row, over: Row | None) -> float | None:
-    """Perplexity over that of another method."""
-    if row.loss is None or over is None or over.loss is None:
-        return None
-    return math.exp(row.loss - over.loss)
+def figure_of(figure: str, of: float | None, over: float | None, to: float | None = None) -> float | None:
+    """A figure of held-out losses (`FIGURES` of claims.py); None where a loss that it needs is not there.
 
-
-def gap(row: Row, zero: Row | None, one: Row | None) -> float | None:
-    """Where the loss lies between that of two methods: 0 at the first, 1 at the second."""
-    losses = [None if r is None else r.loss for r in (row, zero, one)]
-    if None in losses or losses[1] == losses[2]:
+    gap: where `of` lies between the others: 0 at `over`, 1 at `to`.
+    """
+    if of is None or over is None:
         return None
-    own, low, high = (loss or 0.0 for loss in losses)
-    return (own - low) / (high - low)
+    if figure == "ppl_ratio":
+        return math.exp(of - over)
+    if figure == "loss_ratio":
+        return of / over
+    return None if to is None or to == over else (of - over) / (to - over)
 
 
 def statement(rows: Sequence[Row]) -> list[str]:
@@ -123,9 +170,10 @@ def statement(rows: Sequence[Row]) -> list[str]:
     if reference is None:
         said.append("There is no data parallel baseline that ended well, so no ratio is given.")
     elif not reference.is_bracketed:
+        tried = ", ".join(f"{lr:g}" for lr in sorted(reference.search))
         said.append(
             f"The best learning rate of {REFERENCE}, {reference.lr:g}, lies at the edge of those that were tried "
-            f"({_listed(reference.tried)}): the baseline may be better than shown, which flatters all others."
+            f"({tried}): the baseline may be better than shown, which flatters all others."
         )
     open_ended = [row.arm for row in rows if row.loss is not None and not row.is_bracketed and row.arm != REFERENCE]
     if open_ended:
@@ -135,7 +183,3 @@ def statement(rows: Sequence[Row]) -> list[str]:
     if failed := [row.arm for row in rows if row.failures]:
         said.append(f"Runs that failed: {', '.join(failed)}.")
     return said
-
-
-def _listed(lrs: Sequence[float]) -> str:
-    return ", ".join(f"{lr:g}" for lr in lrs)

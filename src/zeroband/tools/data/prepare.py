@@ -31,8 +31,8 @@ from zeroband.data.shard_set import ShardSet
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.processors import usable_processors
-from zeroband.observe.commands import typed
 from zeroband.observe.status import human_bytes, human_count
+from zeroband.observe.words import typed
 from zeroband.tools.arguments import bounded, parser_of
 from zeroband.tools.data.folder import (
     WORK,

@@ -1,12 +1,16 @@
-"""The story of the demo: start four nodes, kill one at about a third, start it again at about half, end together."""
+"""The story of the demo: start four nodes, kill one at about a third, start it again at about half, end together.
+
+Its last words say what was shown, and how to do it for real.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -16,14 +20,15 @@ from zeroband.config.outer import RoundsConfig
 from zeroband.errors import ConfigError, ZerobandError
 from zeroband.node.page import open_page
 from zeroband.observe.facts import REPORT_FILE
+from zeroband.observe.status import sent_in_words
 from zeroband.observe.view import RunView
+from zeroband.observe.words import typed
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
-from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
+from zeroband.tools.top.command import process_words
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen
-from zeroband.tools.top.starting import process_words
 
 NODES = tuple(f"node{number}" for number in range(4))
 VICTIM = "node2"
@@ -37,6 +42,13 @@ _PAGE_PORT = 8420
 _FRAME_S = 0.25
 _DEADLINE_S = 1800.0
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+_FOR_REAL = """\
+For real, on a machine that all others reach under the address HOST:
+  uv run zeroband store --host HOST --run-id first
+and on every machine, behind the three lines that this prints:
+  uv run zeroband launch @150M
+A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
+  ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
 
 
 class DemoFailed(ZerobandError):
@@ -117,7 +129,7 @@ class Story:
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
         """Play until every node has ended or the user wants to stop. Raises DemoFailed."""
-        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with a launcher of its own")
+        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with its own launcher")
         screen.show(self._scene())
         for node_id in NODES:
             self._start(node_id)
@@ -205,3 +217,46 @@ class Story:
             sample=sample.read_text(errors="replace") if sample.exists() else None,
             took_s=time.monotonic() - self._from_s,
         )
+
+
+# -- the last words ----------------------------------------------------------------------------------------------
+
+
+def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
+    """Digest of the outer state that each node held at last; None for a node that never held one."""
+    held = {node.node_id: node.digest for node in run.nodes}
+    return {node_id: held.get(node_id) for node_id in node_ids}
+
+
+def is_one_state(digests: Mapping[str, str | None]) -> bool:
+    """Whether every node holds the same outer state."""
+    return None not in digests.values() and len(set(digests.values())) == 1
+
+
+def epilogue(
+    run: RunView,
+    node_ids: Sequence[str],
+    *,
+    run_dir: Path,
+    sample: str | None,
+    took_s: float,
+    report: Path | None = None,
+) -> str:
+    """Write everything that the demo prints when it is over."""
+    first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (run.first_loss, run.loss))
+    digests = final_digests(run, node_ids)
+    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"
+    lines = [
+        f"Done in {took_s:.0f} s.",
+        "",
+        f"loss         {first} -> {last} nats per token",
+        f"sent         {sent_in_words(run)}",
+        f"outer state  at the end, {verdict}:",
+        *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
+        f"files        {run_dir}",
+        f"             look at them again: {typed('board', run_dir)}, or {typed('status', run_dir)}",
+        *([f"report       {report}"] if report is not None else []),
+    ]
+    if sample is not None:
+        lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]
+    return "\n".join([*lines, "", _FOR_REAL])

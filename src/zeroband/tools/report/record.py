@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroband.config.section import MASK
-from zeroband.observe.commands import command
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.history import RunHistory
+from zeroband.observe.words import command
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.state import read_setting
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
@@ -86,7 +86,7 @@ def read_record(
         configs=configs,
         audit=found,
         audit_missing=missing,
-        skipped_lines=sum(facts.skipped_lines().values()) + sum(history.odd_lines().values()),
+        skipped_lines=sum(facts.skipped_lines().values()) + history.odd_lines,
         problems=problems,
     )
 

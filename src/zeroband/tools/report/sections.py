@@ -1,4 +1,4 @@
-"""What a report says beside the page's own documents: what to do next, the audit, cost, configuration. Pure."""
+"""What a report adds to the page's own documents: what to do next, the audit, cost, configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from zeroband.data.ledger import SHARED, Range, count
-from zeroband.observe.commands import command
 from zeroband.observe.history import Axis
 from zeroband.observe.lines import RoundView
 from zeroband.observe.status import lacking_in_words
+from zeroband.observe.words import command, first_of
 from zeroband.tools.board.document import Encoder, series_document
 from zeroband.tools.report.record import RunRecord, without_secrets
 
@@ -23,7 +23,6 @@ _MUCH = 0.2
 """Share of the time that is worth a remark."""
 _POINTS = 400
 _SHOWN_NODES = 200
-_SHOWN_RANGES = 5
 _MOST_COLUMNS = 6
 
 
@@ -188,17 +187,15 @@ def _audit(record: RunRecord) -> dict[str, Any]:
         rows[account.is_exact].append((name, *counts))
     verdict = "Every sample was trained once." if audit.is_exact else "The account does not add up."
     if missing := audit.missing_rounds:
-        listed = ", ".join(map(str, missing[:_SHOWN_RANGES])) + (", ..." if len(missing) > _SHOWN_RANGES else "")
-        verdict += f" Rounds that no node here recorded: {listed}."
+        verdict += f" Rounds that no node here recorded: {first_of(missing)}."
     columns = ("corpus", "trained, samples", "owed", "repeated", "skipped")
     tables = [_table(columns, found, is_marked=not is_exact) for is_exact, found in rows.items() if found]
     return _part("Data audit", f"{audit.rounds} rounds replayed. {verdict}", tables=tables)
 
 
 def _ranges(ranges: Sequence[Range]) -> str:
-    shown = ", ".join(f"{start}..{stop - 1}" for start, stop in ranges[:_SHOWN_RANGES])
-    more = ", ..." if len(ranges) > _SHOWN_RANGES else ""
-    return f"{count(ranges)} ({shown}{more})" if ranges else "0"
+    shown = first_of([f"{start}..{stop - 1}" for start, stop in ranges[:6]])  # one more than are shown
+    return f"{count(ranges)} ({shown})" if ranges else "0"
 
 
 def _cost(record: RunRecord) -> dict[str, Any]:
@@ -208,7 +205,7 @@ def _cost(record: RunRecord) -> dict[str, Any]:
     if setting.price_per_hour is None:
         lines.append(f"cost: {NOT_MEASURED}: {command('report', setting.place, '--price-per-hour', 'PRICE')}")
         return _part("Cost", lines=lines)
-    total, tokens = hours * setting.price_per_hour, max((node.tokens for node in view.nodes), default=0)
+    total, tokens = hours * setting.price_per_hour, view.tokens
     lines += [
         f"price: {setting.price_per_hour:g} {setting.currency} an hour for each node",
         f"cost: {total:.2f} {setting.currency}",

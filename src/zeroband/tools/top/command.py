@@ -6,7 +6,6 @@ is out of reach, 2 the arguments are wrong, 3 the run diverged.
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import sys
@@ -21,27 +20,25 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import ENDED, RunView
-from zeroband.tools.arguments import add_source, is_in_store, open_source
+from zeroband.tools.arguments import add_source, is_in_store, open_source, parser_of, run_command
 from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
-from zeroband.tools.top.starting import folder_words
 
 _FRAME_S = 0.5
-_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+_EXIT_DIVERGED = 3
 _HINT = "q: end"
+_TORCH = "libtorch"
 
 
 def main(argv: Sequence[str]) -> int:
     """Show a run until the user has seen enough. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="zeroband top",
-        description="Show a run on this terminal; of a folder of runs the newest one. Without arguments: of ./runs.",
-        allow_abbrev=False,
-    )
+    text = "Show a run on this terminal; of a folder of runs the newest one. Without arguments: of ./runs."
+    parser = parser_of("top", text)
     add_source(parser)
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         if not is_in_store(options):
             run_dir = newest_run(options.run_dir or Path("runs"))
             with closing(FolderFacts(run_dir)) as facts:
@@ -49,15 +46,14 @@ def main(argv: Sequence[str]) -> int:
         with closing(open_source(options)) as facts:
             facts.node_ids()  # what is wrong with address or token is said at once
             return show(facts)
-    except (ConfigError, StoreLost) as error:
-        print(f"zeroband top: {error}", file=sys.stderr)
-        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_UNREACHED
+
+    return run_command("top", work)
 
 
 def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]] | None = None) -> int:
     """Show the run of these facts until the user wants no more. Returns the exit code.
 
-    `starting`: what nodes do that have said nothing yet, given those that have; None: nobody knows.
+    `starting`: what nodes do that have said nothing yet, given those that have; None: that is not known.
     """
     with open_screen(sys.stdout, alternate=True) as screen:
         is_live = isinstance(screen, LiveScreen)
@@ -127,7 +123,7 @@ def is_over(run: RunView) -> bool:
 
 @contextmanager
 def key_presses() -> Generator[Callable[[str, float], bool]]:
-    """Give a question: was this key pressed within so many seconds? Without a terminal to press it on it waits."""
+    """Give a question: was this key pressed within these seconds? Without a terminal it waits."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield lambda _key, within_s: bool(time.sleep(within_s))
         return
@@ -143,3 +139,34 @@ def key_presses() -> Generator[Callable[[str, float], bool]]:
 def _is_pressed(terminal: int, key: str, within_s: float) -> bool:
     ready, _, _ = select.select([terminal], [], [], within_s)
     return bool(ready) and key.encode() in os.read(terminal, 64).lower()
+
+
+# -- what a node does before its first event -------------------------------------------------------------------------
+
+
+def process_words(rank_pids: Sequence[int]) -> str:
+    """What a node does whose launcher runs with these ranks. Linux: looks at what the first rank has mapped."""
+    if not rank_pids:
+        return "its launcher starts Python"
+    try:
+        with Path(f"/proc/{rank_pids[0]}/maps").open(errors="replace") as maps:
+            has_torch = any(_TORCH in line for line in maps)
+    except OSError:  # it has just ended
+        return "its rank has ended"
+    return "its rank has torch, makes model and data" if has_torch else "its rank checks the configuration, loads torch"
+
+
+def folder_words(run_dir: Path, known: Sequence[str]) -> dict[str, tuple[str, float]]:
+    """Tell what those nodes do that have a folder in the run directory and no event in it, and for how many seconds.
+
+    `known`: the nodes that have one.
+    """
+    words: dict[str, tuple[str, float]] = {}
+    try:
+        folders = [path for path in run_dir.iterdir() if path.name not in known and (path / "rank0.log").exists()]
+        for path in folders:
+            since_s = max(0.0, time.time() - (path / "rank0.log").stat().st_mtime)
+            words[path.name] = ("its configuration is read; no event yet", since_s)
+    except OSError:  # removed meanwhile
+        return {}
+    return words

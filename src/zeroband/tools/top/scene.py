@@ -56,15 +56,6 @@ class Scene:
         waiting = self.run.waiting
         return f"{', '.join(waiting.nodes)}, for {waiting.for_s:.0f} s" if waiting is not None and waiting.nodes else ""
 
-    @property
-    def undisturbed(self) -> list[NodeView]:
-        """The nodes that trained from the beginning without a break: their losses belong to the same steps.
-
-        All of them where there is none.
-        """
-        first = [node for node in self.run.own if node.starts == 1 and node.node_id not in self.down]
-        return first if any(node.loss_curve for node in first) else list(self.run.own)
-
 
 class Chronicle:
     """Turns the events of all nodes into notes, each thing once although several nodes report it.
@@ -99,7 +90,7 @@ class Chronicle:
             del self._told[next(iter(self._told))]
 
     def say(self, at_s: float, text: str) -> None:
-        """Add a note of one's own; `at_s` is wall clock."""
+        """Add a note; `at_s` is wall clock."""
         self._notes.append(Note(max(0.0, at_s - self._started_at_s), " ".join(text.split())))
         self.said += 1
 
@@ -125,16 +116,11 @@ def on_its_way(node: NodeView) -> str | None:
     return "in; first inner step" if node.state == "training" and node.step == 0 else None
 
 
-def mean_curve(curves: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Several series of about the same length as one of at most `width` points: the mean over series and stretches."""
-    length = max((len(curve) for curve in curves), default=0)
-    points = min(width, length)
-    bounds = [i * length // points for i in range(points + 1)] if points else [0]
-    means: list[float] = []
-    for start, stop in pairwise(bounds):
-        if values := [value for curve in curves for value in curve[start:stop]]:
-            means.append(fmean(values))
-    return means
+def stretch_means(values: Sequence[float], width: int) -> list[float]:
+    """A series as at most `width` points: the means of stretches of about the same length."""
+    points = min(width, len(values))
+    bounds = [i * len(values) // points for i in range(points + 1)] if points else [0]
+    return [fmean(values[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def bars(values: Sequence[float], height: int) -> list[str]:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.observe.view import AT_WORK, NodeView
-from zeroband.tools.top.scene import Scene, bars, mean_curve, on_its_way
+from zeroband.tools.top.scene import Scene, bars, on_its_way, stretch_means
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
 """What the screen needs."""
@@ -28,7 +28,7 @@ _MAX_NOTES, _MIN_NOTES = 16, 3
 _MIN_CURVE_HEIGHT, _MAX_CURVE_HEIGHT = 7, 16
 _MAX_CURVE_WIDTH = 110
 _BESIDE_CURVE = 51
-"""Columns for everything beside the curve."""
+"""Columns for everything to the right of the curve."""
 _BETWEEN_BLOCKS = 4
 """Blank lines between the blocks, and the last line."""
 _COUNTED_FROM = 8
@@ -74,8 +74,8 @@ class Screen(ABC):
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     """The redrawn screen where `stream` is a terminal that can show it, else plain lines, as with NO_COLOR.
 
-    FORCE_COLOR makes no terminal of a file, and none of no TERM. `alternate`: on a page of its own, which is gone at
-    the end.
+    FORCE_COLOR makes no terminal of a file, and none of no TERM. `alternate`: on a separate page, which is gone at the
+    end.
     """
     console = Console(file=stream)
     can_redraw = stream.isatty() and bool(os.environ.get("TERM")) and not console.is_dumb_terminal
@@ -313,7 +313,7 @@ def _middle(scene: Scene, curve_width: int, curve_height: int) -> Table:
 
 
 def _loss(scene: Scene, width: int, height: int) -> Table:
-    curve = mean_curve([node.loss_curve for node in scene.undisturbed], width)
+    curve = stretch_means(scene.run.loss_curve, width)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", width=5, no_wrap=True)
     table.add_column(width=width, no_wrap=True)
@@ -332,13 +332,12 @@ def _facts(scene: Scene) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
-    speeds = [node.tokens_per_s for node in run.own if node.is_at_work and node.tokens_per_s is not None]
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
     table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")
     if run.store is not None:
         table.add_row("store", run.store)
-    table.add_row("tokens/s", human_count(sum(speeds)) if speeds else "-")
+    table.add_row("tokens/s", "-" if run.tokens_per_s is None else human_count(run.tokens_per_s))
     table.add_row("sent by all", human_bytes(run.sent_bytes))
     ratio = f", {run.ddp_bytes / run.sent_bytes:.3g}x" if run.sent_bytes else ""
     table.add_row("per-step DDP", human_bytes(run.ddp_bytes) + ratio)

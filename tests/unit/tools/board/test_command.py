@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.made_runs import committed, event, run_of, write
@@ -17,7 +18,7 @@ from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.facts import Fact
 from zeroband.tools.board import command
-from zeroband.tools.board.orders import OrderRefused
+from zeroband.tools.board.orders import OrderDesk, OrderRefused
 from zeroband.tools.board.state import RunWatch, find_run
 
 
@@ -30,32 +31,37 @@ def publish(run_dir: Path, redis_url: str) -> None:
         ).close()
 
 
-def facts_of(rounds: int) -> list[Fact]:
-    return [fact for facts in run_of(("a", "b"), rounds) for fact in facts]
+def facts_of(rounds: int, *nodes: str) -> list[Fact]:
+    return [fact for facts in run_of(("a", "b"), rounds) for fact in facts if not nodes or fact.node_id in nodes]
+
+
+def state_of(watch: RunWatch, at_s: float | None = None) -> Any:
+    while watch.look():
+        pass
+    return json.loads(watch.state(at_s).body)
+
+
+def watched(*arguments: str) -> tuple[RunWatch, OrderDesk, str]:
+    """What the command shows, where it takes orders, and where the run lies."""
+    find, desk, place = command.watched(command.parser().parse_args(arguments))
+    return RunWatch(find), desk, place
 
 
 def test_newest_run_in_a_folder_is_shown(tmp_path: Path) -> None:
-    assert find_run(tmp_path / "none") is None
-    assert find_run(tmp_path) is None
+    assert find_run(tmp_path / "none") is None and find_run(tmp_path) is None
     write(tmp_path / "old", facts_of(1))
     for path in (tmp_path / "old").glob("*/*"):
         os.utime(path, (1.0, 1.0))
     write(tmp_path / "new", facts_of(1))
-    found = find_run(tmp_path)
-    assert found is not None
-    assert found.run_id == "new"
-    named = find_run(tmp_path / "old")
-    assert named is not None
-    assert named.run_id == "old"
+    found = [find_run(tmp_path), find_run(tmp_path / "old")]
+    assert [one and one.run_id for one in found] == ["new", "old"]
 
 
 def test_run_that_appears_later_is_shown(tmp_path: Path) -> None:
     watch = RunWatch(lambda: find_run(tmp_path / "runs"))
-    watch.look()
-    assert json.loads(watch.state().body)["run_id"] is None
+    assert state_of(watch)["run_id"] is None
     write(tmp_path / "runs" / "first", facts_of(3))
-    watch.look()
-    state = json.loads(watch.state(2e9).body)
+    state = state_of(watch, 2e9)
     assert (state["run_id"], state["run"]["round"]) == ("first", 3)
 
 
@@ -63,9 +69,7 @@ def test_broken_lines_are_said(tmp_path: Path) -> None:
     write(tmp_path / "run", facts_of(3))
     with (tmp_path / "run" / "a" / "events.jsonl").open("a") as file:
         file.write('not json\n{"kind": "left"}\n{"half')
-    watch = RunWatch(lambda: find_run(tmp_path))
-    watch.look()
-    state = json.loads(watch.state().body)
+    state = state_of(RunWatch(lambda: find_run(tmp_path)))
     assert state["problem"] == "2 lines of this run's files could not be read; the others are shown"
     assert state["run"]["round"] == 3
 
@@ -73,9 +77,7 @@ def test_broken_lines_are_said(tmp_path: Path) -> None:
 def test_setting_is_read_beside_the_facts(tmp_path: Path) -> None:
     write(tmp_path / "run", facts_of(1))
     (tmp_path / "run" / "a" / "config.toml").write_text('[outer]\ntype = "diloco"\ninner_steps = 15\n')
-    watch = RunWatch(lambda: find_run(tmp_path))
-    watch.look()
-    run = json.loads(watch.state().body)["run"]
+    run = state_of(RunWatch(lambda: find_run(tmp_path)))["run"]
     assert run["config_words"] == "1k parameters, diloco, a round every 15 steps"
 
 
@@ -108,24 +110,19 @@ def test_run_is_shown_from_its_store_and_orders_are_taken_with_its_token(
 ) -> None:
     write(tmp_path / "far", facts_of(3))
     publish(tmp_path / "far", redis_url)
-    asked = command.parser().parse_args(["--store", redis_url, "--run-id", "far"])
+    asked = ["--store", redis_url, "--run-id", "far"]
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
-    find, desk, place = command.watched(asked)
-    shown, there = RunWatch(find), RunWatch(lambda: find_run(tmp_path))
-    for watch in (shown, there):
-        while watch.look():
-            pass
-    ours, theirs = (json.loads(watch.state(2e9).body) for watch in (shown, there))
+    shown, desk, place = watched(*asked)
+    ours, theirs = (state_of(watch, 2e9) for watch in (shown, RunWatch(lambda: find_run(tmp_path))))
     assert ours["run"]["round"] == 3 and len(ours["nodes"]) == 2 and "far" in place
-    assert {key: ours[key] for key in ("nodes", "rounds", "membership")} == {
-        key: theirs[key] for key in ("nodes", "rounds", "membership")
-    }
+    for key in ("nodes", "rounds", "membership"):
+        assert ours[key] == theirs[key]
     with pytest.raises(OrderRefused, match="not the run's token"):
         desk.take("Bearer other", {"order": "pause"}, client="")
     with pytest.raises(OrderRefused, match="has no run"):  # facts alone are none
         desk.take("Bearer s3cret", {"order": "pause"}, client="")
     monkeypatch.delenv("ZERO_BAND_RUN__TOKEN")
-    assert not command.watched(asked)[1].is_open
+    assert not watched(*asked)[1].is_open
 
 
 def test_page_of_a_folder_and_a_store_shows_the_nodes_of_both(
@@ -136,15 +133,12 @@ def test_page_of_a_folder_and_a_store_shows_the_nodes_of_both(
     FactPublisher(
         far / "b", "b", lambda: RedisStore(redis_url, "run", key=RunKey.of("s3cret", "run"), patience_s=5.0)
     ).close()
-    write(tmp_path / "run", [fact for fact in facts_of(4) if fact.node_id == "a"])
+    write(tmp_path / "run", facts_of(4, "a"))
     (tmp_path / "run" / "a" / "config.toml").write_text('[outer]\ntype = "diloco"\n[ckpt]\npath = "checkpoints"\n')
     monkeypatch.setenv("ZERO_BAND_STORE__URL", redis_url)
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
-    find, desk, _ = command.watched(command.parser().parse_args([str(tmp_path / "run"), "--run-id", "run"]))
-    watch = RunWatch(find)
-    while watch.look():
-        pass
-    state = json.loads(watch.state(2e9).body)
+    watch, desk, _ = watched(str(tmp_path / "run"), "--run-id", "run")
+    state = state_of(watch, 2e9)
     assert ({node["id"]: node["round"] for node in state["nodes"]}, state["problem"]) == ({"a": 4, "b": 3}, None)
     with pytest.raises(OrderRefused, match="this store has no run"):  # asked with the nodes' configuration
         desk.take("Bearer s3cret", {"order": "pause"}, client="")
@@ -155,16 +149,12 @@ def test_page_of_one_machine_says_what_it_lacks_and_what_shows_it(
 ) -> None:
     write(tmp_path / "elsewhere" / "pair", facts_of(3))
     publish(tmp_path / "elsewhere" / "pair", redis_url)
-    write(tmp_path / "pair", [fact for fact in facts_of(3) if fact.node_id == "a"])
+    write(tmp_path / "pair", facts_of(3, "a"))
     monkeypatch.setenv("ZERO_BAND_STORE__URL", redis_url)
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
     said: list[str] = []
     for arguments in ([], ["--store"]):
-        find, _, _ = command.watched(command.parser().parse_args([str(tmp_path / "pair"), *arguments]))
-        watch = RunWatch(find)
-        while watch.look():
-            pass
-        state = json.loads(watch.state(2e9).body)
+        state = state_of(watched(str(tmp_path / "pair"), *arguments)[0], 2e9)
         said.append(f"{len(state['nodes'])} {state['run']['words']}")
     assert said[0].startswith("1 ") and said[0].endswith(" 2 nodes are in; files of 1 are here; --store shows all.")
     assert said[1].startswith("2 ") and "files of" not in said[1]
@@ -208,9 +198,7 @@ def test_page_of_a_store_has_the_light_of_detection_and_the_sample(
     write(tmp_path / "lit", [*facts_of(3), *more])
     publish(tmp_path / "lit", redis_url)
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
-    watch = RunWatch(command.watched(command.parser().parse_args(["--store", redis_url, "--run-id", "lit"]))[0])
-    watch.look()
-    state = json.loads(watch.state().body)
+    state = state_of(watched("--store", redis_url, "--run-id", "lit")[0])
     detection = state["guarantees"][3]
     assert (detection["key"], detection["state"]) == ("detection", "good")
     assert "fault.detect_s, 5 s" in detection["evidence"][1]
@@ -228,10 +216,8 @@ def test_wrong_token_is_said_in_words(
         with closing(RedisStore(redis_url, run_id, key=RunKey.of("s3cret", run_id), patience_s=5.0)) as store:
             store.found_or_match({"run.id": run_id})
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "guess")
-    watch = RunWatch(command.watched(command.parser().parse_args(["--store", redis_url, "--run-id", run_id]))[0])
-    watch.look()
-    state = json.loads(watch.state().body)
+    state = state_of(watched("--store", redis_url, "--run-id", run_id)[0])
     assert "run.token" in state["problem"]
     assert (state["run_id"], state["nodes"]) == (run_id, [])
     assert state["run"]["words"] == "Nothing of this run could be read yet."
-    assert "s3cret" not in watch.state().body.decode() and "guess" not in watch.state().body.decode()
+    assert "s3cret" not in str(state) and "guess" not in str(state)

@@ -78,8 +78,7 @@ def test_one_more_round_is_one_more_to_encode(monkeypatch: pytest.MonkeyPatch) -
     assert len(encoded) == 2  # the round, and what is not a list
 
 
-def test_earlier_moment_is_shown_as_it_was() -> None:
-    runs = [list(facts) for facts in run_of(NODES, 15)]
+def test_earlier_moment_is_shown_as_if_what_came_later_were_not_there() -> None:
     link = {"to": member("b"), "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}
     later = [
         event("a", 31, "links", links=[link]),
@@ -88,20 +87,20 @@ def test_earlier_moment_is_shown_as_it_was() -> None:
         step("a", 34, 16, train__mfu=0.5, node__rss_bytes=7),
         event("b", 35, "peer_lost", round=16, member_ids=[member("c")]),
     ]
-    facts = sorted([*(fact for one in runs for fact in one), *later], key=lambda fact: fact.record["at_s"])
+    facts = [*(fact for facts in run_of(NODES, 15) for fact in facts), *later]
+    facts.sort(key=lambda fact: fact.record["at_s"])
     then, now = state(history(facts), BEGIN_S + 20.5), state(history(facts))
-    assert ([one["state"] for one in then["guarantees"]], then["links"], then["sample"]) == (
-        ["good", "good", "unknown", "unknown"], [], None,
-    )  # fmt: skip
-    assert then["run"]["mfu"] is None and [node["memory_bytes"] for node in then["nodes"]] == [None] * 3
-    assert [one["spans"][-1][1:] for one in then["membership"]] == [[None, "training"]] * 3
-    assert then["guarantees"][0]["evidence"][0].startswith("11 rounds")
-    assert (now["sample"]["text"], len(now["links"]), now["guarantees"][2]["state"]) == ("Once", 1, "good")
-    assert (now["nodes"][0]["mfu"], now["nodes"][0]["memory_bytes"]) == (0.5, 7)
-    assert now["membership"][2]["spans"][-1][2] == "lost"
     known = state(history(fact for fact in facts if fact.record["at_s"] <= BEGIN_S + 20.5))
-    differing = {key for key in then if then[key] != known[key]}
-    assert differing <= {"at_s", "to_s", "nodes", "waiting_for", "run"}
+    assert {key for key in then if then[key] != known[key]} <= {"at_s", "to_s", "nodes", "waiting_for", "run"}
+    for shown, samples, states, mfu, memory_bytes, standing in (
+        (then, None, ["good", "good", "unknown", "unknown"], None, None, "training"),
+        (now, "Once", ["good", "good", "good", "unknown"], 0.5, 7, "lost"),
+    ):
+        assert (shown["sample"] and shown["sample"]["text"], len(shown["links"])) == (samples, bool(samples))
+        assert [one["state"] for one in shown["guarantees"]] == states
+        assert (shown["nodes"][0]["mfu"], shown["nodes"][0]["memory_bytes"]) == (mfu, memory_bytes)
+        assert shown["membership"][2]["spans"][-1][2] == standing
+    assert then["guarantees"][0]["evidence"][0].startswith("11 rounds")
 
 
 def test_time_that_is_left_follows_the_pace_of_the_moment_that_is_shown() -> None:

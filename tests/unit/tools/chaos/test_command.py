@@ -5,13 +5,14 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.unit.tools.chaos.test_soak_report import ENOUGH
 
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos import command as chaos
 from zeroband.tools.chaos.command import SoakOutcome, main
-from zeroband.tools.chaos.judgement import Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options
 from zeroband.tools.chaos.plan import Kind
 from zeroband.tools.chaos.soak import SoakFailed
@@ -20,15 +21,15 @@ Given = list[ChaosOptions]
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Given]:
-    """pretend("a violation"): soaks end so, at once. Gives the options that they are asked for."""
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Given]:
+    """pretend(violations=["a violation"]): soaks end so, at once. Gives the options that they are asked for."""
 
-    def prepare(*violations: str) -> Given:
+    def prepare(**found: Any) -> Given:
         given: Given = []
 
         def soak(options: ChaosOptions, **_: object) -> SoakOutcome:
             given.append(options)
-            return SoakOutcome("the report", Judgement(violations), tmp_path)
+            return SoakOutcome("the report", replace(ENOUGH, **found))
 
         monkeypatch.setattr(chaos, "soak", soak)
         return given
@@ -45,11 +46,6 @@ def test_command_ends_with_0_and_leaves_the_report_where_all_held(
     assert "the report" in capsys.readouterr().out
 
 
-def test_command_ends_with_1_after_a_violation(pretend: Callable[..., Given]) -> None:
-    pretend("round 4: digest differs")
-    assert main([]) == 1
-
-
 def test_command_hands_what_it_does_not_know_to_the_nodes(pretend: Callable[..., Given]) -> None:
     given = pretend()
     main(["@own.toml", "--nodes", "5", "--mtbf-s", "7", "--outer.inner-seconds", "3", "--seed", "4"])
@@ -58,15 +54,12 @@ def test_command_hands_what_it_does_not_know_to_the_nodes(pretend: Callable[...,
     assert (options.nodes, options.mtbf_s, options.seed) == (5, 7.0, 4)
 
 
-def test_command_without_a_file_takes_the_preset(pretend: Callable[..., Given]) -> None:
+def test_command_without_a_file_takes_the_preset_and_a_baseline_of_a_fifth(pretend: Callable[..., Given]) -> None:
     given = pretend()
     main(["--outer.inner-seconds", "3"])
+    main(["--baseline-minutes=0.5"])
     assert given[0].arguments[0].endswith("configs/chaos.toml")
-
-
-def test_baseline_is_a_fifth_of_the_soak_unless_it_is_given() -> None:
-    assert ChaosOptions((), minutes=10.0).calm_minutes == 2.0
-    assert ChaosOptions((), minutes=10.0, baseline_minutes=0.5).calm_minutes == 0.5
+    assert [options.calm_minutes for options in given] == [2.0, 0.5]
 
 
 def test_soak_reads_the_folder_that_its_flags_name_for_the_nodes(
@@ -81,26 +74,22 @@ def test_soak_reads_the_folder_that_its_flags_name_for_the_nodes(
 
 
 @pytest.mark.parametrize(
-    ("judgement", "code", "said"),
+    ("found", "code", "said"),
     [
-        (Judgement(lacking=["no fault struck"]), 3, "NO EVIDENCE: no fault struck"),
-        (Judgement(starved=["node1 finished no round"]), 3, "STARVED: node1 finished no round"),
-        (Judgement(["digest differs"], ["no fault struck"], ["node1"]), 1, "VIOLATION: digest differs"),
-        (Judgement(is_interrupted=True), 3, ""),
+        ({"violations": ["round 4: digest differs"]}, 1, "VIOLATION: round 4: digest differs"),
+        ({"struck": 0}, 3, "NO EVIDENCE: no fault struck"),
+        ({"starved": ["node1 finished no round"]}, 3, "STARVED: node1 finished no round"),
+        ({"violations": ["differs"], "struck": 0, "starved": ["node1"]}, 1, "VIOLATION: differs"),
+        ({"is_interrupted": True}, 3, ""),
     ],
 )
 def test_soak_that_shows_nothing_fails_and_is_told_from_one_that_broke(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    judgement: Judgement,
-    code: int,
-    said: str,
+    pretend: Callable[..., Given], capsys: pytest.CaptureFixture[str], found: dict[str, Any], code: int, said: str
 ) -> None:
-    monkeypatch.setattr(chaos, "soak", lambda *_, **__: SoakOutcome("the report", judgement, tmp_path))
+    pretend(**found)
     assert main([]) == code
     assert said in capsys.readouterr().err
-    assert "held" not in judgement.headline
+    assert "held" not in replace(ENOUGH, **found).headline
 
 
 WRONG = [
@@ -161,29 +150,30 @@ def test_command_refuses_a_run_without_an_outer_algorithm(tmp_path: Path) -> Non
         chaos.soak(ChaosOptions(("--outer", "none"), nodes=3, directory=tmp_path), say=lambda line: None)
 
 
-def test_report_names_a_command_that_makes_the_same_soak() -> None:
-    asked, _ = read_options(["@a b.toml", "--nodes", "7", "--seed=3", "--minutes", "0.5", "--fault.detect-s", "3"])
-    again, _ = read_options(shlex.split(asked.command)[2:])
-    assert (again.arguments, again.nodes, again.seed) == (("@a b.toml", "--fault.detect-s", "3"), 7, 3)
-    assert replace(again, run_id="", baseline_minutes=None) == replace(asked, run_id="", baseline_minutes=None)
-
-
-def test_report_names_stores_nodes_behind_and_kinds_too() -> None:
-    flags = ["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"]
-    asked, _ = read_options(flags)
-    assert asked.kinds == asked.wanted_kinds == (Kind.STORE_LOST, Kind.RELAY_KILLED)
-    assert asked.behind_nodes == ("node5", "node6")
-    again, _ = read_options(shlex.split(asked.command)[2:])
-    assert (again.stores, again.behind, again.kinds) == (2, 2, asked.kinds)
-
-
 @pytest.mark.parametrize(("nodes", "stores", "keep"), [(7, 1, 2), (7, 2, 4), (8, 2, 5), (2, 2, 2), (5, 0, 3)])
 def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(nodes: int, stores: int, keep: int) -> None:
     assert ChaosOptions((), nodes=nodes, stores=stores).in_peace == keep
 
 
-def test_stores_of_nodes_are_asked_for_by_their_name() -> None:
-    asked, _ = read_options(["--stores=nodes", "--kinds=holder killed", "--shared-host"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["@a b.toml", "--nodes", "7", "--seed=3", "--minutes", "0.5", "--fault.detect-s", "3"],
+        ["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"],
+        ["--stores=nodes", "--kinds=holder killed", "--shared-host"],
+    ],
+)
+def test_report_names_a_command_that_makes_the_same_soak(flags: list[str]) -> None:
+    asked, _ = read_options(flags)
     again, _ = read_options(shlex.split(asked.command)[2:])
-    assert (again.stores, again.kinds) == (asked.stores, asked.kinds) == (0, (Kind.HOLDER_KILLED,))
-    assert again.is_host_shared
+    assert replace(again, run_id="", baseline_minutes=None) == replace(asked, run_id="", baseline_minutes=None)
+
+
+def test_options_are_those_of_the_flags() -> None:
+    plain, _ = read_options(["@a b.toml", "--nodes", "7", "--seed=3", "--fault.detect-s", "3"])
+    assert (plain.arguments, plain.nodes, plain.seed) == (("@a b.toml", "--fault.detect-s", "3"), 7, 3)
+    several, _ = read_options(["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"])
+    assert several.kinds == several.wanted_kinds == (Kind.STORE_LOST, Kind.RELAY_KILLED)
+    assert (several.stores, several.behind, several.behind_nodes) == (2, 2, ("node5", "node6"))
+    held, _ = read_options(["--stores=nodes", "--kinds=holder killed", "--shared-host"])
+    assert (held.stores, held.kinds, held.is_host_shared) == (0, (Kind.HOLDER_KILLED,), True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.tools.chaos.meddling import CLOCK_AHEAD_S, Meddling
+from zeroband.tools.chaos.effects import CLOCK_AHEAD_S, Meddling
 from zeroband.tools.chaos.plan import Kind
 
 LOOKS = """

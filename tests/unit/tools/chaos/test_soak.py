@@ -11,9 +11,9 @@ import pytest
 
 from zeroband.tools.chaos import soak as soak_module
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.fault_costs import InjectedFault
-from zeroband.tools.chaos.plan import Kind, PlannedFault
-from zeroband.tools.chaos.soak import Soak, SoakRules
+from zeroband.tools.chaos.options import ChaosOptions
+from zeroband.tools.chaos.plan import InjectedFault, Kind, PlannedFault
+from zeroband.tools.chaos.soak import Soak
 from zeroband.tools.chaos.starvation import Starvation
 from zeroband.tools.chaos.stores import StoresOfNodes
 from zeroband.tools.chaos.watch import Violations
@@ -22,14 +22,16 @@ from zeroband.tools.chaos.watch import Violations
 class Scene:
     """A soak of two nodes, of which one was cut off and healed; `clock_s` goes on with every pause."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, round_s: float, stores: StoresOfNodes | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, round_s: float = 10.0, stores: StoresOfNodes | None = None
+    ) -> None:
         self.clock_s, self.is_stopped = 0.0, False
         monkeypatch.setattr(soak_module.time, "sleep", self._pause)
         pulse = Pulse(round_s=round_s, detect_s=3.0, slack_s=10.0)
         self.watch = MagicMock(violations=Violations(lambda line: None), awaits_detection=False, pulse=pulse)
         self.watch.look.return_value, self.watch.overdue.return_value, self.watch.context.return_value = [], [], ""
         self.watch.complete_s, self.watch.starvation = None, Starvation()
-        self.watch.is_too_late.side_effect = lambda wait, now_s: now_s - wait.from_s > wait.bound_s
+        self.watch.is_too_late.side_effect = lambda _, from_s, bound_s, now_s, names=(): now_s - from_s > bound_s
         node: Any = SimpleNamespace(
             is_running=True, exit_code=None, pids=(), console_tail=lambda lines: "", kill=Mock()
         )
@@ -40,10 +42,11 @@ class Scene:
             stores.cluster = cluster
         self.meddling = MagicMock()
         self.watch.relays.return_value, self.watch.stays_without_store.return_value = frozenset[str](), None
-        rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
+        options = ChaosOptions((), slack_s=10.0, keep_undisturbed=1)
         say, is_stopped = lambda line: None, lambda: self.is_stopped
         self.soak = Soak(
-            *(cluster, self.stores, self.watch, rules),
+            *(cluster, self.stores, self.watch, options),
+            detect_s=3.0,
             meddling=self.meddling,
             now=lambda: self.clock_s,
             is_stopped=is_stopped,
@@ -54,6 +57,12 @@ class Scene:
 
     def _pause(self, _seconds: float) -> None:
         self.clock_s += 10.0
+
+    def healed(self) -> Scene:
+        """With both nodes back, in round 4."""
+        self.struck.over_s["node0"] = 1.0
+        self.watch.round, self.watch.contributed = 4, {"node0": 4, "node1": 4}
+        return self
 
 
 @pytest.mark.parametrize("round_s", [10.0, 600.0])
@@ -67,7 +76,7 @@ def test_node_that_never_comes_back_is_a_violation_however_long_rounds_are(
 
 
 def test_fault_that_was_never_undone_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
+    scene = Scene(monkeypatch)
     scene.struck.undone_s = None
     monkeypatch.setattr(scene.soak, "_undo", lambda one: None)
     scene.soak.calm_down()
@@ -75,7 +84,7 @@ def test_fault_that_was_never_undone_is_a_violation(monkeypatch: pytest.MonkeyPa
 
 
 def test_soak_that_is_stopped_does_not_say_who_would_have_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
+    scene = Scene(monkeypatch)
     scene.is_stopped = True
     scene.soak.calm_down()
     assert scene.watch.violations.found == []
@@ -86,8 +95,7 @@ def ended(exit_code: int) -> Any:
 
 
 def test_nodes_that_end_because_the_run_is_complete_are_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
+    scene = Scene(monkeypatch).healed()
     scene.cluster.nodes["node1"] = ended(0)
 
     def read(now_s: float) -> None:
@@ -101,8 +109,7 @@ def test_nodes_that_end_because_the_run_is_complete_are_no_faults(monkeypatch: p
 
 
 def test_node_that_ends_by_itself_before_is_a_violation_and_no_planned_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
+    scene = Scene(monkeypatch).healed()
     scene.cluster.nodes["node1"] = ended(1)
     scene.soak.storm([], 15.0)
     assert scene.watch.violations.found == ["node1 ended by itself with exit code 1"]
@@ -111,7 +118,7 @@ def test_node_that_ends_by_itself_before_is_a_violation_and_no_planned_fault(mon
 
 
 def test_phase_without_a_whole_round_gives_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
+    scene = Scene(monkeypatch)
     assert scene.soak.stay_calm(30.0) is None
     assert scene.soak.course.calm_rounds == 0
 
@@ -119,9 +126,7 @@ def test_phase_without_a_whole_round_gives_no_baseline(monkeypatch: pytest.Monke
 def test_relay_that_is_in_use_is_killed_in_place_of_the_node_that_the_plan_drew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
-    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene = Scene(monkeypatch).healed()
     scene.soak.storm([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
     assert len(scene.soak.course.struck) == 1, "nobody talks through another one"
     scene.watch.relays.return_value = frozenset({"node1"})
@@ -132,9 +137,7 @@ def test_relay_that_is_in_use_is_killed_in_place_of_the_node_that_the_plan_drew(
 def test_store_of_several_is_struck_where_it_is_in_use_and_nobody_gets_more_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
-    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene = Scene(monkeypatch).healed()
     scene.watch.store_address = "unix:///second"
     store = scene.stores.at.return_value
     scene.watch.pulse.advanced("node1", 0.0)
@@ -146,8 +149,7 @@ def test_store_of_several_is_struck_where_it_is_in_use_and_nobody_gets_more_time
 
 
 def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
+    scene = Scene(monkeypatch).healed()
     lost = InjectedFault(PlannedFault(2, 0.0, Kind.STORE_LOST, (), 15.0), at_s=0.0)
     scene.watch.stays_without_store.side_effect = [lost, None, None, None]
     scene.soak.storm([], 25.0)
@@ -157,9 +159,7 @@ def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.M
 def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the_plan_drew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, round_s=10.0, stores=StoresOfNodes(["node0", "node1"]))
-    scene.struck.over_s["node0"] = 1.0
-    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene = Scene(monkeypatch, stores=StoresOfNodes(["node0", "node1"])).healed()
     scene.watch.store_address = "node://host:1"
     scene.soak.storm([PlannedFault(1, 0.0, Kind.HOLDER_KILLED, ("node0",), 50.0)], 20.0)
     assert scene.soak.course.struck[-1].fault.nodes == ("node1",)
@@ -167,9 +167,7 @@ def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the
 
 
 def test_clock_that_jumps_is_not_waited_for_to_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, round_s=10.0)
-    scene.struck.over_s["node0"] = 1.0
-    scene.watch.round, scene.watch.contributed = 4, {"node0": 4, "node1": 4}
+    scene = Scene(monkeypatch).healed()
     scene.soak.storm([PlannedFault(1, 0.0, Kind.CLOCK_JUMPS, ("node0",), 5.0)], 20.0)
     scene.watch.expect_detection.assert_not_called()
     scene.meddling.set.assert_any_call("node0", Kind.CLOCK_JUMPS, is_on=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zeroband.tools.compare.results import Outcome, Point
-from zeroband.tools.compare.trial_measures import Measured
+from zeroband.tools.compare.results import Measured, Outcome, Point
 
 PARAMS = 1000
 

@@ -13,13 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.tools.compare.outcomes import counted, failed, outcome
 
+from zeroband.config.model import LlamaConfig, TransformersConfig
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, check, interval_of, parse_claims
 from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import Arm, parse_arms
-from zeroband.tools.compare.page import COLUMNS, UNITS, ComparisonResult, cells, document, table
+from zeroband.tools.compare.page import COLUMNS, UNITS, ComparisonResult, cells, document, model_in_words, table
 from zeroband.tools.compare.results import Outcome
-from zeroband.tools.compare.table import Row, find, gap, ppl_ratio, row_of, statement
+from zeroband.tools.compare.table import (
+    Losses,
+    Row,
+    best_lr,
+    figure_of,
+    find,
+    is_bracketed,
+    next_lr,
+    row_of,
+    statement,
+)
 from zeroband.tools.plan.forecast import Link
 
 LINK = Link(1e6, 1e6, 0.05)
@@ -50,7 +61,7 @@ def report() -> ComparisonResult:
 
 def test_line_is_that_of_the_best_learning_rate_over_its_seeds() -> None:
     single, ddp, diloco, demo = rows()
-    assert (ddp.lr, ddp.losses, ddp.is_bracketed, ddp.tried) == (2e-3, (1.60, 1.62), True, (1e-3, 2e-3, 4e-3))
+    assert (ddp.lr, ddp.losses, ddp.is_bracketed, [*ddp.search]) == (2e-3, (1.60, 1.62), True, [1e-3, 2e-3, 4e-3])
     assert ddp.loss == pytest.approx(1.61) and ddp.spread == pytest.approx(0.02)
     assert (diloco.lr, diloco.is_bracketed) == (1e-3, False)
     assert (demo.lr, demo.loss, demo.failures) == (None, None, ("lr 0.001, seed 0: node1 ended with 1: boom\nmore",))
@@ -58,11 +69,11 @@ def test_line_is_that_of_the_best_learning_rate_over_its_seeds() -> None:
 
 
 def test_ratio_and_gap_compare_with_the_bracketed_baseline() -> None:
-    single, ddp, diloco, demo = rows()
-    assert ppl_ratio(diloco, ddp) == pytest.approx(math.exp(0.02))
-    assert gap(diloco, single, ddp) == pytest.approx(0.13 / 0.15)
-    assert (gap(single, single, ddp), gap(ddp, single, ddp)) == (0.0, 1.0)
-    assert ppl_ratio(diloco, find([single, demo], "ddp")) is None and gap(demo, single, ddp) is None
+    single, ddp, diloco, demo = (row.loss for row in rows())
+    assert figure_of("ppl_ratio", diloco, ddp) == pytest.approx(math.exp(0.02))
+    assert figure_of("gap", diloco, single, ddp) == pytest.approx(0.13 / 0.15)
+    assert [figure_of("gap", loss, single, ddp) for loss in (single, ddp, demo)] == [0.0, 1.0, None]
+    assert figure_of("ppl_ratio", diloco, demo) is None and find(rows(), "demo") is None
 
 
 def test_statement_says_what_flatters() -> None:
@@ -254,3 +265,66 @@ def test_figures_are_written_where_matplotlib_is_installed(tmp_path: Path) -> No
     files = write_pngs(charts(rows(), "8mbit,50ms"), tmp_path)
     assert [path.name for path in files] == ["loss-tokens.png", "loss-bytes.png", "loss-time.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+
+
+# -- which learning rate counts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "bracketed"),
+    [
+        ({1e-3: 1.7, 2e-3: 1.6, 4e-3: 1.65}, 2e-3, True),
+        ({1e-3: 1.7, 2e-3: 1.65, 4e-3: 1.6}, 4e-3, False),
+        ({1e-3: 1.6, 2e-3: 1.65, 4e-3: 1.7}, 1e-3, False),
+        ({1e-3: 1.7, 2e-3: 1.6, 4e-3: None}, 2e-3, True),
+        ({1e-3: None, 2e-3: None}, None, False),
+        ({2e-3: 1.6}, 2e-3, False),
+    ],
+)
+def test_best_is_bracketed_when_a_worse_one_was_tried_on_each_side(
+    losses: Losses, best: float | None, bracketed: bool
+) -> None:
+    assert (best_lr(losses), is_bracketed(losses)) == (best, bracketed)
+
+
+@pytest.mark.parametrize(
+    ("losses", "most", "following"),
+    [
+        ({1e-3: 1.7, 2e-3: 1.6, 4e-3: 1.65}, 9, None),
+        ({1e-3: 1.7, 2e-3: 1.65, 4e-3: 1.6}, 9, 8e-3),
+        ({1e-3: 1.6, 3e-3: 1.65}, 9, 3.33e-4),
+        ({1e-3: 1.7, 2e-3: 1.65, 4e-3: 1.6}, 3, None),
+        ({2e-3: 1.6}, 9, 4e-3),
+        ({1e-3: None, 2e-3: None}, 9, 5e-4),
+    ],
+)
+def test_next_one_lies_beyond_the_edge_where_the_best_is(losses: Losses, most: int, following: float | None) -> None:
+    assert next_lr(losses, most=most) == following
+
+
+def test_search_ends_with_a_bracket_or_with_its_tries() -> None:
+    losses: dict[float, float | None] = {1e-3: 3.0, 2e-3: 2.9}
+    while (lr := next_lr(losses, most=8)) is not None:
+        losses[lr] = 1.0 + abs(lr - 0.016)
+    assert is_bracketed(losses) and best_lr(losses) == 0.016
+    endless: dict[float, float | None] = {1e-3: 3.0, 2e-3: 2.9}
+    while (lr := next_lr(endless, most=5)) is not None:
+        endless[lr] = -lr
+    assert len(endless) == 5 and not is_bracketed(endless)
+
+
+# -- a model in a sentence ------------------------------------------------------------------------------------------
+
+
+def test_decoder_is_told_by_its_size_and_shape() -> None:
+    config = LlamaConfig(d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=192, tie_embeddings=True)
+    assert model_in_words(config, 1_234_567) == (
+        "1.23M trained parameters: a Llama decoder of 2 layers, width 64, 4 heads over 2 of keys and values, "
+        "SwiGLU of 192; embedding tied to the output head"
+    )
+    assert model_in_words(LlamaConfig(), 0).startswith("a Llama decoder of 4 layers, width 256, 4 heads, SwiGLU")
+
+
+def test_other_model_is_told_by_its_keys() -> None:
+    said = model_in_words(TransformersConfig(type="transformers", name="gpt2"), None)
+    assert said.startswith("transformers (") and "name gpt2" in said

@@ -15,9 +15,8 @@ from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.view import NodeView, RunView
-from zeroband.tools.top.command import Watch, is_over, main
+from zeroband.tools.top.command import Watch, folder_words, is_over, main, process_words
 from zeroband.tools.top.screen import PlainScreen
-from zeroband.tools.top.starting import folder_words, process_words
 
 STARTED = {"kind": "node_started", "total_steps": 9, "local_world_size": 1, "parameters": 7}
 

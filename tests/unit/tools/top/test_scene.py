@@ -8,7 +8,7 @@ from tests.unit.tools.conftest import node as make_node
 
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.view import EventView, JoinView, RunView, WaitingFor
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, mean_curve, on_its_way
+from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, stretch_means
 
 EPOCH = {"epoch": 2, "members": ["node1#b", "node0#a"]}
 
@@ -17,91 +17,69 @@ def _event(kind: str, node_id: str = "node0", at_s: float = 110.0, **fields: obj
     return EventView(at_s, node_id, kind, fields)
 
 
-def test_chronicle_tells_an_event_in_the_words_of_the_page_at_its_time() -> None:
+def told(*events: EventView) -> list[tuple[float, str]]:
+    """What a chronicle from 100 s on tells of them, which it reads twice."""
     chronicle = Chronicle(started_at_s=100.0)
-    chronicle.add([_event("epoch_changed", **EPOCH), _event("left", "node1", 120.0, reason="asked")])
-    assert chronicle.notes == (Note(10.0, "Epoch 2: node0, node1 train together."), Note(20.0, "node1 left: asked."))
+    for _ in range(2):
+        chronicle.add(events)
+    return [(note.at_s, note.text) for note in chronicle.notes]
 
 
-def test_chronicle_is_silent_about_what_happens_all_the_time_and_what_it_does_not_know() -> None:
-    chronicle = Chronicle(started_at_s=100.0)
-    chronicle.add([_event("round_committed", round=1, epoch=1, members=[], digest="d"), _event("new_kind")])
-    assert chronicle.notes == ()
-
-
-def test_chronicle_tells_once_what_several_nodes_report_or_what_it_has_read_before() -> None:
-    chronicle = Chronicle(started_at_s=100.0)
-    events = [_event("epoch_changed", node_id, **EPOCH) for node_id in ("node0", "node1")]
-    chronicle.add(events)
-    chronicle.add(events)
-    assert len(chronicle.notes) == 1
-    chronicle.add([_event("epoch_changed", **{**EPOCH, "epoch": 3})])
-    assert len(chronicle.notes) == 2
+def test_chronicle_tells_events_once_in_the_words_of_the_page_at_their_times_and_no_rounds() -> None:
+    rounds = [_event("round_committed", round=1, epoch=1, members=[], digest="d"), _event("new_kind")]
+    both = [_event("epoch_changed", node_id, **EPOCH) for node_id in ("node0", "node1")]
+    next_epoch = _event("epoch_changed", at_s=115.0, **{**EPOCH, "epoch": 3})
+    assert told(*rounds, *both, next_epoch, _event("left", "node1", 120.0, reason="asked")) == [
+        (10.0, "Epoch 2: node0, node1 train together."),
+        (15.0, "Epoch 3: node0, node1 train together."),
+        (20.0, "node1 left: asked."),
+    ]
 
 
 def test_chronicle_tells_the_founding_once_and_each_return() -> None:
-    chronicle = Chronicle(started_at_s=100.0)
-    chronicle.add([_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")])
-    chronicle.add([_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"])
-    assert [note.text.split(":")[0] for note in chronicle.notes] == [
+    founders = [_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")]
+    returns = [_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"]
+    assert [text.split(":")[0] for _, text in told(*founders, *returns)] == [
         "The nodes agree on the initial state and found the run.",
         "node1 is in",
         "node1 is in",
     ]
 
 
-def test_chronicle_never_dates_a_note_before_the_beginning() -> None:
+def test_chronicle_keeps_the_newest_notes_counts_all_and_dates_none_before_the_beginning() -> None:
     chronicle = Chronicle(started_at_s=100.0)
     chronicle.say(99.0, "early")
     assert chronicle.notes == (Note(0.0, "early"),)
-
-
-def test_scene_undisturbed_leaves_out_who_is_down_and_who_came_back(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene()
-    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
-    back = replace(scene.run.nodes[2], starts=2)
-    nodes = (*scene.run.nodes[:2], back, scene.run.nodes[3])
-    scene = make_scene(run=replace(scene.run, nodes=nodes), down=frozenset())
-    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
+    for number in range(1000):
+        chronicle.say(float(number), f"note {number}")
+    assert chronicle.said == 1001
+    assert len(chronicle.notes) < 1000
+    assert chronicle.notes[-1].text == "note 999"
 
 
 @pytest.mark.parametrize(
-    ("curves", "width", "means"),
+    ("values", "width", "means"),
     [
         ([], 10, []),
-        ([[]], 10, []),
-        ([[3.0, 1.0]], 10, [3.0, 1.0]),
-        ([[4.0, 2.0, 3.0, 1.0]], 2, [3.0, 2.0]),
-        ([[4.0, 2.0], [2.0, 0.0]], 2, [3.0, 1.0]),
-        ([[4.0, 2.0], [2.0]], 2, [3.0, 2.0]),
-        ([[1.0, 2.0, 3.0, 4.0, 5.0]], 2, [1.5, 4.0]),
+        ([3.0, 1.0], 10, [3.0, 1.0]),
+        ([4.0, 2.0, 3.0, 1.0], 2, [3.0, 2.0]),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 2, [1.5, 4.0]),
     ],
 )
-def test_mean_curve_is_the_mean_over_nodes_and_stretches(
-    curves: list[list[float]], width: int, means: list[float]
+def test_stretch_means_are_those_of_stretches_of_about_the_same_length(
+    values: list[float], width: int, means: list[float]
 ) -> None:
-    assert mean_curve(curves, width) == means
+    assert stretch_means(values, width) == means
 
 
-def test_bars_go_from_one_eighth_to_the_full_height() -> None:
-    assert bars([0.0, 0.5, 1.0], 2) == [" ▁█", "▁██"]
-
-
-def test_bars_of_equal_values_are_flat() -> None:
-    assert bars([2.0, 2.0], 1) == ["▁▁"]
-
-
-def test_bars_of_nothing_are_empty_lines() -> None:
-    assert bars([], 3) == ["", "", ""]
-
-
-def test_chronicle_keeps_the_newest_notes_and_counts_all() -> None:
-    chronicle = Chronicle(started_at_s=0.0)
-    for number in range(1000):
-        chronicle.say(float(number), f"note {number}")
-    assert chronicle.said == 1000
-    assert len(chronicle.notes) < 1000
-    assert chronicle.notes[-1].text == "note 999"
+@pytest.mark.parametrize(
+    ("values", "height", "drawn"),
+    [([0.0, 0.5, 1.0], 2, [" ▁█", "▁██"]), ([2.0, 2.0], 1, ["▁▁"]), ([], 3, ["", "", ""])],
+)
+def test_bars_go_from_one_eighth_to_the_full_height_and_equal_ones_are_flat(
+    values: list[float], height: int, drawn: list[str]
+) -> None:
+    assert bars(values, height) == drawn
 
 
 def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_scene: Callable[..., Scene]) -> None:
@@ -109,14 +87,6 @@ def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_sc
     assert make_scene().waits == ""
     assert make_scene(run=replace(run, waiting=late)).waits == "node3, for 10 s"
     assert make_scene(run=replace(run, waiting=order)).waits == ""
-
-
-def test_scene_counts_no_node_of_another_run(run: RunView, make_scene: Callable[..., Scene]) -> None:
-    ours = [replace(node, founding="second", founded_at_s=50.0) for node in run.nodes]
-    other = replace(ours[0], node_id="node9", step=90, founding="first", founded_at_s=1.0)
-    scene = make_scene(run=replace(run, nodes=(*ours, other)))
-    assert scene.run.step == 40
-    assert "node9" not in [node.node_id for node in scene.undisturbed]
 
 
 @pytest.mark.parametrize(

@@ -78,21 +78,16 @@ def test_draw_calls_a_divergence_by_its_name(make_scene: Callable[..., Scene], r
     assert "equal on all" not in text
 
 
-def test_draw_keeps_its_height_from_the_first_scene_to_the_last(make_scene: Callable[..., Scene]) -> None:
-    first = make_scene(run=RunView("demo"), notes=(Note(0.0, "starting"),), down=frozenset())
-    last = make_scene(notes=tuple(Note(float(i), f"note {i}") for i in range(30)))
-    assert len(_drawn(first).splitlines()) == len(_drawn(last).splitlines())
-
-
 def _busy(make_scene: Callable[..., Scene], nodes: int, name: str = "node") -> Scene:
     """A run with as much to show as there can be: many nodes with long names, long lines, a wait, a divergence."""
     members = tuple(f"{name}{number}#a" for number in range(nodes))
-    view = {"members": members, "total_steps": 120_000, "step": 98_765, "loss_curve": tuple(map(float, range(256)))}
+    view = {"members": members, "total_steps": 120_000, "step": 98_765}
     views = [make_node(member.removesuffix("#a"), **view) for member in members]
     notes = tuple(Note(float(i), f"note {i} " + "of many words " * 20) for i in range(300))
     ids = tuple(node.node_id for node in views)
     waiting = WaitingFor(ids, 1.0, 5.0, "They are late.")
-    run = RunView("demo", tuple(views), disagreements=(4,) if nodes > 1 else (), waiting=waiting)
+    disagreements, curve = (4,) if nodes > 1 else (), tuple(map(float, range(256))) if nodes else ()
+    run = RunView("demo", tuple(views), disagreements=disagreements, waiting=waiting, loss_curve=curve)
     footer = "Next: " + "this and that, " * 20
     return make_scene(run=run, node_ids=ids, down=frozenset(), notes=notes, footer=footer)
 
@@ -144,6 +139,9 @@ def test_draw_says_that_a_terminal_is_too_small_and_still_how_the_run_stands(
 def test_draw_keeps_its_height_whatever_there_is_to_say(make_scene: Callable[..., Scene]) -> None:
     heights = {len(_drawn(_busy(make_scene, nodes), 80, 24).splitlines()) for nodes in (4, 8, 9, 64)}
     assert heights == {24}
+    first = make_scene(run=RunView("demo"), notes=(Note(0.0, "starting"),), down=frozenset())
+    last = make_scene(notes=tuple(Note(float(i), f"note {i}") for i in range(30)))
+    assert len(_drawn(first).splitlines()) == len(_drawn(last).splitlines())
 
 
 def test_draw_shows_what_a_node_does_that_has_said_nothing_yet(make_scene: Callable[..., Scene]) -> None:
@@ -168,15 +166,6 @@ def test_live_screen_draws_in_place_and_leaves_the_last_scene(make_scene: Callab
     assert "the end" in file.getvalue().rpartition("\x1b[1A")[2]
 
 
-@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
-def test_open_screen_gives_plain_lines_where_there_is_no_terminal_whatever_the_environment_claims(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(open_screen(io.StringIO()), PlainScreen)
-    monkeypatch.setenv(name, "1")
-    assert isinstance(open_screen(io.StringIO()), PlainScreen)
-
-
 class _Terminal(io.StringIO):
     encoding = "utf-8"  # pyright: ignore[reportAssignmentType]
 
@@ -185,25 +174,25 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("term", "encoding", "kind"),
+    ("stream", "environ", "encoding", "kind"),
     [
-        ("xterm-256color", "utf-8", LiveScreen),
-        ("dumb", "utf-8", PlainScreen),
-        ("", "utf-8", PlainScreen),
-        ("xterm", "ascii", PlainScreen),
+        (_Terminal, {}, "utf-8", LiveScreen),
+        (_Terminal, {"TERM": "dumb"}, "utf-8", PlainScreen),
+        (_Terminal, {"TERM": ""}, "utf-8", PlainScreen),
+        (_Terminal, {}, "ascii", PlainScreen),
+        (_Terminal, {"NO_COLOR": "1"}, "utf-8", PlainScreen),
+        (io.StringIO, {}, "utf-8", PlainScreen),
+        *((io.StringIO, {name: "1"}, "utf-8", PlainScreen) for name in ("FORCE_COLOR", "TTY_COMPATIBLE")),
+        (io.StringIO, {"TTY_INTERACTIVE": "1"}, "utf-8", PlainScreen),
     ],
 )
-def test_open_screen_draws_only_on_a_terminal_that_can_show_it(
-    monkeypatch: pytest.MonkeyPatch, term: str, encoding: str, kind: type
+def test_open_screen_draws_only_on_a_terminal_that_can_show_it_whatever_the_environment_claims(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], environ: dict[str, str], encoding: str, kind: type
 ) -> None:
-    monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(_Terminal, "encoding", encoding)
-    assert isinstance(open_screen(_Terminal()), kind)
-
-
-def test_open_screen_gives_plain_lines_to_who_wants_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert isinstance(open_screen(_Terminal()), PlainScreen)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert isinstance(open_screen(stream()), kind)
 
 
 def test_plain_screen_writes_each_thing_that_a_node_does_once_and_every_wait(

@@ -15,7 +15,7 @@ const SERIES_EVERY_MS = 4_000;
 const RETRY_MS = [500, 1_000, 2_000, 5_000, 10_000];
 const OLD_S = 30; // a run that is silent for longer is told as such
 
-// A page that was saved with its data (saved.py) asks nobody: it has one state, its series by axis, and more to tell.
+// A page that was saved with its data (saved.py) asks no server: it has one state, its series by axis, and more to tell.
 const saved = JSON.parse(byId("saved")?.textContent ?? "null");
 const shown = { state: null, newest: null, received_ms: 0, made_ms: 0, series: null, series_ms: 0, by: "tokens" };
 const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };

@@ -323,7 +323,7 @@ export function drawCheckpoints(checkpoints, now_s) {
   ]));
 }
 
-/** What a saved page tells beside the documents of its run: titled parts of sentences and tables. */
+/** What a saved page tells in addition to the documents of its run: titled parts of sentences and tables. */
 export function drawTold(parent, parts) {
   parent.replaceChildren(...parts.map(({ title, about, lines, tables }) => make("section", "card told", null, [
     make("div", "card-head", null, [make("h2", "", title)]),
