@@ -22,7 +22,7 @@ from typing import cast
 from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.load import render_toml
+from zeroband.config.render import render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey
 from zeroband.elastic.membership.progress import Progress

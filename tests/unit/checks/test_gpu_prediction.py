@@ -13,7 +13,7 @@ from zeroband.checks import gpu_prediction, rehearsal
 from zeroband.checks.gpu_prediction import CONTEXT_BYTES, MARGIN, NCCL_BYTES, GpuRun, knobs, predict_gpu, way_out
 from zeroband.checks.rehearsal import EDGE, rehearse
 from zeroband.config import load_config
-from zeroband.config.placement import Placement
+from zeroband.config.training import Placement
 from zeroband.model.optim import InnerOptimizer
 
 GB = 10**9

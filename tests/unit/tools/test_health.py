@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.config import load_config
-from zeroband.config.load import render_toml
+from zeroband.config.render import render_toml
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EventLog

@@ -15,8 +15,7 @@ from zeroband.config import RunConfig
 from zeroband.config.store_url import NODES
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_SEVERAL_STORES, PLANNED, Kind, kinds_of
-from zeroband.tools.cluster.asked import asked_run
-from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.local import LocalCluster, asked_run
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "chaos.toml"
 _FASTEST_STEPS_PER_S = 1000

@@ -19,15 +19,13 @@ from pydantic import (
 )
 
 from zeroband.config.load import load_config
-from zeroband.config.presets import config_file
 from zeroband.config.section import Section
-from zeroband.config.sources import parse_toml
+from zeroband.config.sources import config_file, parse_toml
 from zeroband.errors import ConfigError
-from zeroband.tools.arguments import bounded
+from zeroband.tools.arguments import bounded, parse_rate
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.plan.forecast import Link
-from zeroband.tools.plan.units import parse_rate
 
 TABLE = "compare"
 

@@ -18,8 +18,8 @@ from zeroband.node.page import open_page
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster import LocalCluster
-from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
+from zeroband.tools.cluster.local import asked_run
 from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen

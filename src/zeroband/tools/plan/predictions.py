@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeroband.checks.finding import size_text
 from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
 from zeroband.observe.hardware import peak_flops_of
+from zeroband.observe.words import human_bytes
 from zeroband.tools.plan.memory import planned_config, step_seconds
 
 MFU = 0.4
@@ -35,7 +35,7 @@ class _Case:
     vocab_size: int
     gpus: int
     settings_24_gb: tuple[str, ...]
-    """What a card of 24 GB needs beside the preset."""
+    """What a card of 24 GB needs on top of the preset."""
 
 
 _CASES = (
@@ -66,7 +66,7 @@ def _rows(case: _Case) -> Iterator[tuple[str, ...]]:
             f"`{case.preset}`",
             f"{case.gpus} x {card}, {size} GB",
             f"`{' '.join(settings)}`" if settings else "its own",
-            size_text(peaks[size]),
+            human_bytes(peaks[size]),
             "yes" if peaks[size] <= size * 10**9 else "no",
             f"{step_s:.3g} s",
             f"{tokens / step_s:,.0f}",

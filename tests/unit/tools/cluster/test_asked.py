@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.tools.cluster.asked import asked_run, without_secrets
+from zeroband.tools.cluster.local import asked_run, without_secrets
 
 
 @pytest.mark.parametrize(
