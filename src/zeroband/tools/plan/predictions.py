@@ -12,18 +12,12 @@ from zeroband.observe.words import human_bytes
 from zeroband.tools.plan.memory import planned_config, step_seconds
 
 MFU = 0.4
+"""As docs/gpu.md says above the table."""
 
 _CARDS = {"RTX 4090": 24, "A100": 80, "H100": 80}
 """Gigabytes of memory."""
 
-_HEAD = f"""\
-## Predicted
-
-Not measured: what `zeroband plan` says of the presets. Memory is that of each GPU at its peak, found by a rehearsal of
-a step on fake tensors, uncompiled; context, NCCL and a margin of the allocator are assumed
-(`src/zeroband/checks/gpu_prediction.py`). Step and tokens/s of one node follow from the FLOPs at an assumed MFU of
-{100 * MFU:g} %. Printed by `python -m zeroband.tools.plan.predictions`.
-
+_HEAD = """\
 | preset | GPUs | settings | memory of each | fits | inner step | tokens/s |
 |---|---|---|---|---|---|---|
 """
@@ -46,7 +40,7 @@ _CASES = (
 
 
 def document(*presets: str) -> str:
-    """Return the section of docs/gpu.md with the rows of these presets; none: of all."""
+    """Return the table of docs/gpu.md with the rows of these presets; none: of all."""
     cases = [case for case in _CASES if not presets or case.preset in presets]
     return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in cases for row in _rows(case))
 
