@@ -17,6 +17,7 @@ from zeroband.errors import ConfigError, ZerobandError
 from zeroband.node.page import open_page
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.view import RunView
+from zeroband.tools.arguments import parser_of
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import asked_run
@@ -80,12 +81,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog="zeroband demo",
+    return parser_of(
+        "demo",
+        "Four nodes on this machine train a small model on real text; one is killed and comes back. "
+        f"Settings: configs/{_CONFIG.name}, and over it what is given here.",
         usage="zeroband demo [@file.toml ...] [--section.key value ...]",
-        description="Four nodes on this machine train a small model on real text; one is killed and comes back. "
-        f"Settings: configs/{_CONFIG.name}, and over it whatever is given here.",
-        allow_abbrev=False,
     )
 
 
