@@ -21,8 +21,7 @@ from bench.virtual_models import Chaos, NodeModel, RunModel
 from bench.virtual_run import SimulationResult, VirtualRun
 
 from zeroband.kernels.formats import FORMATS
-from zeroband.tools.arguments import bounded
-from zeroband.tools.plan.units import parse_count
+from zeroband.tools.arguments import bounded, parse_count
 
 _STATE_BYTES = 8
 """Bytes of each parameter in what a joiner fetches: it and its momentum."""

@@ -11,13 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from zeroband import __version__
-from zeroband.config import RunConfig, load_config
-from zeroband.config.cautions import cautions_of
-from zeroband.config.load import render_toml
-from zeroband.config.model_size import parameter_count
-from zeroband.config.stability import Caution
-from zeroband.data.tokenizer import tokenizer_of
-from zeroband.errors import ConfigError
 from zeroband.node.launched import end_without_a_word
 from zeroband.node.process_start import (
     give_home,
@@ -27,27 +20,35 @@ from zeroband.node.process_start import (
     send_nowhere,
 )
 
-_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+_EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _EXIT_UNHEARD = 128 + signal.SIGPIPE
 
 
 class _Command(NamedTuple):
     module: str
-    """Name below the package. Its `main(argv)` does the work and returns the exit code."""
+    """Name below the package, loaded for this command alone. Its `main(argv)` works and returns the exit code."""
     meaning: str
+    works: bool = False
+    """It keeps working when its output is closed. The others exist for what they print."""
 
 
 _COMMANDS = {
-    "train": _Command("train", "train on this machine, one process; launch starts several"),
-    "launch": _Command("node.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"),
-    "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says"),
-    "simulate": _Command("tools.cluster", "NODES RANKS @config: a run of several nodes on this machine"),
-    "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
-    "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
+    "train": _Command("train", "train on this machine, one process; launch starts several", works=True),
+    "launch": _Command(
+        "node.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank", works=True
+    ),
+    "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says", works=True),
+    "simulate": _Command("tools.cluster", "NODES RANKS @config: a run of several nodes on this machine", works=True),
+    "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back", works=True),
+    "chaos": _Command(
+        "tools.chaos.command", "faults at random for minutes, what must hold checked, and a report", works=True
+    ),
     "data": _Command("tools.data.command", "prepare | inspect | audit: ids of text, made once; what a run trained"),
     "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
-    "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table and figures"),
+    "compare": _Command(
+        "tools.compare.command", "methods side by side from one warm start: a table and figures", works=True
+    ),
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command(
         "tools.ctl", "pause | resume | drain, ban NODE | rollback --step N | status: orders to a whole run"
@@ -57,17 +58,13 @@ _COMMANDS = {
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
     "report": _Command("tools.report.command", "RUN_DIR: the page of a run as one HTML file, for later"),
-    "store": _Command("tools.store", "serve as the store of a run, and print what its machines type"),
+    "store": _Command("tools.store", "serve as the store of a run, and print what its machines type", works=True),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
-    "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
+    "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load", works=True),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
     "sample": _Command("tools.offline.sample", "CKPT --prompt TEXT: text from a trained model"),
-    "config": _Command("cli", "@file.toml --flags ...: the configuration that `train` would run with"),
+    "config": _Command("tools.config", "@file.toml --flags ...: the configuration that `train` would run with"),
 }
-
-
-_WORK = {"train", "launch", "join", "simulate", "demo", "chaos", "compare", "store", "export"}
-"""Commands that keep working when their output is closed. The others exist for what they print."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     keep_standard_streams()
     chosen: str = _parser().parse_args(arguments[:1]).command
-    outlast_readers(stdout=chosen in _WORK or arguments[:2] == ["data", "prepare"])
+    outlast_readers(stdout=_COMMANDS[chosen].works or arguments[:2] == ["data", "prepare"])
     if said := give_home(os.environ):
         print(said, file=sys.stderr)
     try:
-        code = show_config(arguments[1:]) if chosen == "config" else _load(chosen)(arguments[1:])
+        code = _load(chosen)(arguments[1:])
         return code if _is_written() else code or _EXIT_FAILED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
@@ -104,7 +101,7 @@ def _is_written() -> bool:
 
 
 def _is_unheard() -> bool:
-    """Whether nobody reads what this process prints any more, as behind `| head`."""
+    """Whether the reader of what this process prints has gone, as behind `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(found & select.POLLERR for _, found in poll.poll(0))
@@ -118,29 +115,6 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
     finally:
         for number, handler in numbers.items():
             signal.signal(number, handler)
-
-
-def show_config(argv: Sequence[str]) -> int:
-    """Print the configuration that the arguments ask for, or what is wrong with it. Returns the exit code.
-
-    What is known to go wrong with its algorithm stands before it, as comments.
-    """
-    try:
-        config = load_config(argv)
-    except ConfigError as error:
-        print(f"zeroband: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    for caution in _cautions(config):
-        print(f"# caution: {caution}")
-    print(render_toml(config), end="")
-    return 0
-
-
-def _cautions(config: RunConfig) -> tuple[Caution, ...]:
-    """Return the cautions of a run between nodes; its vocabulary counts where no tokenizer has to be loaded for it."""
-    data = config.data
-    vocab_size = data.vocab_size or (tokenizer_of(data).padded_vocab_size if data.tokenizer == "byte" else 0)
-    return cautions_of(config, params=parameter_count(config.model, vocab_size))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ import pytest
 PROBE = """
 import json, os, runpy, signal, sys
 from zeroband import cli
+from zeroband.config import load_config
 
 def asked(command):
     try:
@@ -35,7 +36,7 @@ for command in json.load(sys.stdin):
     print(os.read(read, 4096).decode(), flush=True)
     os.waitpid(child, 0)
 """
-"""Runs each command in a child of its own that has loaded what `zeroband` itself loads, and says how it ended: an empty
+"""Runs each command in a child that has loaded the configuration, as most commands do, and says how it ended: an empty
 line for one that is still at work after 20 s."""
 
 TRAINER = "src/zeroband/train.py"

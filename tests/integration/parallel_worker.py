@@ -18,8 +18,7 @@ from torch import Tensor
 
 from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, OptimConfig
-from zeroband.config.placement import Placement
-from zeroband.config.training import TrainConfig
+from zeroband.config.training import Placement, TrainConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
 from zeroband.export.hub_files import start_from

@@ -212,7 +212,7 @@ def test_doctor_and_train_refuse_a_full_disk(key: str, tiny_disk: Path, prober: 
 def test_shared_memory_that_is_too_small_is_refused_with_the_way_out(tiny_disk: Path, prober: Prober) -> None:
     for command in ("doctor", "train"):
         code, said = prober.ask(command, (*DILOCO, f"--node.shm-dir={tiny_disk}"), {})
-        assert code == 3 and "65.5 KB free" in said and "--shm-size" in said, (command, code, said)
+        assert code == 3 and "65.5 kB free" in said and "--shm-size" in said, (command, code, said)
 
 
 def test_disk_without_room_for_the_checkpoints_of_a_run_is_found_before_it_starts(

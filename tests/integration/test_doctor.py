@@ -19,7 +19,7 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 from zeroband.tools.doctor import outside, pairs
 from zeroband.tools.doctor.command import main
-from zeroband.tools.doctor.folder import folder_check
+from zeroband.tools.doctor.outside import folder_check
 from zeroband.tools.doctor.pairs import Meeting, PairFinding
 
 Examine = Callable[[str, str], list[PairFinding]]
@@ -107,8 +107,8 @@ def test_nodes_find_out_whether_ckpt_path_is_one_folder_and_leave_nothing_there(
             for name, path in zip("ab", paths, strict=True)
         ]
         for check in checks:
-            check.look({"a", "b"})
-        found = checks[0].look({"a", "b"})
+            check({"a", "b"})
+        found = checks[0]({"a", "b"})
     assert ("" if found is None else f"{found.seen} {found.advice}").find(seen) >= 0 and (found is None) == (not seen)
     assert found is None or found.is_fatal == (shared == "true")
     assert not [file for file in tmp_path.rglob("*") if file.parent != tmp_path]

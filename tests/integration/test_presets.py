@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from zeroband.config import RunConfig, load_config
-from zeroband.config.model_size import parameter_count
+from zeroband.config.model import parameter_count
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.data.tokens import prepare

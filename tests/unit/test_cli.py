@@ -57,7 +57,13 @@ def test_config_says_what_is_known_to_go_wrong_in_comments(capsys: pytest.Captur
 
 def test_config_says_what_is_wrong_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--run.sed", "41"]) == 2
-    assert capsys.readouterr().err == "zeroband: unknown key run.sed (from --run.sed): did you mean run.seed?\n"
+    assert capsys.readouterr().err == "zeroband config: unknown key run.sed (from --run.sed): did you mean run.seed?\n"
+
+
+def test_command_itself_loads_none_of_its_parts() -> None:
+    probe = "import sys, zeroband.cli; print({'numpy', 'pydantic', 'torch'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"]])

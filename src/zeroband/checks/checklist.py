@@ -20,7 +20,7 @@ from zeroband.node.launched import local_world_size
 
 
 def asked_config(argv: Sequence[str]) -> RunConfig:
-    """The configuration of a run that somebody asked for. Raises ConfigError where it cannot be what was meant."""
+    """The configuration of a run that was asked for. Raises ConfigError where it cannot be what was meant."""
     config = load_config(argv)
     require_asked(argv)
     FaultPoints(config.fault.inject)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.checkpoint.layout import step_of
-from zeroband.checks.finding import Finding, Stops, size_text
+from zeroband.checks.finding import Finding, Stops
 from zeroband.checks.needs import Needs
 from zeroband.config.data import DataConfig, SyntheticTokensSource, TextSource, TokensSource
 from zeroband.data.block_cache import cached_bytes
@@ -18,9 +18,10 @@ from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.identity import node_dir_of
+from zeroband.observe.words import human_bytes
 
 _FILES_BYTES = 16_000_000
-"""Allocator for logs, events and metrics, or for a small corpus: with less, a disk is full."""
+"""Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
 
 _FETCHED, _JOURNAL = "data.cache_gb", "elastic.journal_gb"
 """Ids that are fetched from elsewhere, and rounds for nodes that join; they make do with less."""
@@ -59,8 +60,8 @@ def _room(places: list[_Place]) -> Finding:
     """Whether one file system holds all that these places need."""
     folder = _existing(places[0].folder)
     free, needed = shutil.disk_usage(folder).free, sum(place.needed for place in places)
-    what = ", ".join(f"{place.key} {size_text(place.needed)}" for place in places)
-    seen = f"{size_text(free)} free where {folder} lies, needed: {what}"
+    what = ", ".join(f"{place.key} {human_bytes(place.needed)}" for place in places)
+    seen = f"{human_bytes(free)} free where {folder} lies, needed: {what}"
     at_start = sum(place.needed for place in places if place.stops == "start")
     stops = "start" if free < at_start else "finish" if free < needed else None
     keys = ", ".join(place.key for place in places if place.key not in (_FETCHED, _JOURNAL))
@@ -98,7 +99,7 @@ def _cache_of(data: DataConfig) -> Path:
 def _corpus_bytes(data: DataConfig, seed: int) -> int:
     """Size of the tokenised corpus, as far as that can be told before; 0 where it lies there, or may do so.
 
-    A cache that was filled before may be read-only. Data and folder have checks of their own.
+    A cache that was filled before may be read-only. Data and folder have their own checks.
     """
     source = data.source
     if isinstance(source, SyntheticTokensSource | TokensSource):

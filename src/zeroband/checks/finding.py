@@ -36,12 +36,3 @@ def require_start(findings: Iterable[Finding]) -> list[Finding]:
     if stopping := [str(finding) for finding in fatal if finding.stops == "start"]:
         raise MachineUnfit("\n".join(stopping))
     return fatal
-
-
-def size_text(size: float) -> str:
-    """Bytes for a person, in steps of 1000."""
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

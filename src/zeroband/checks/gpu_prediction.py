@@ -1,6 +1,6 @@
 """How much memory a run takes on each GPU at its peak, and which setting brings it down: a prediction.
 
-Tensors are counted by rehearsing a step of the trainer (`rehearsal.py`); what lies beside them is assumed. Loads torch.
+Tensors are counted by rehearsing a step of the trainer (`rehearsal.py`); the rest is assumed. Loads torch.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroband.checks.finding import size_text
 from zeroband.checks.rehearsal import EDGE, KINDS, Bytes, Moment, rehearse
-from zeroband.config.model import LlamaConfig
-from zeroband.config.model_size import parameter_count
+from zeroband.config.model import LlamaConfig, parameter_count
 from zeroband.config.outer import DilocoConfig
-from zeroband.config.placement import Placement, placement
 from zeroband.config.schema import RunConfig
+from zeroband.config.training import Placement, placement
 from zeroband.data.index import require_even_shares
+from zeroband.observe.words import human_bytes
 
 CONTEXT_BYTES = 750_000_000
 """CUDA's context, loaded kernels and the workspaces of cuBLAS (32 MiB on Hopper). Assumed, until it is measured."""
@@ -67,13 +66,13 @@ class GpuPrediction:
 
     tensors: Bytes
     outer_state: int
-    beside: int
+    untracked: int
     """What torch does not allocate."""
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by what they are there for; they add up to `peak_bytes`."""
-        return {**self.tensors, "outer state": self.outer_state, "context": self.beside, "margin": self.margin}
+        return {**self.tensors, "outer state": self.outer_state, "context": self.untracked, "margin": self.margin}
 
     @property
     def margin(self) -> int:
@@ -93,7 +92,8 @@ class Knob:
     peak_bytes: int
 
     def __str__(self) -> str:
-        return " ".join(f"--{key} {_on_command_line(value)}" for key, value in self.settings.items())
+        words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
+        return " ".join(f"--{key} {word}" for key, word in words.items())
 
 
 def predict_gpu(run: GpuRun) -> GpuPrediction:
@@ -120,7 +120,7 @@ def predict_gpu(run: GpuRun) -> GpuPrediction:
     return GpuPrediction(
         tensors=max(moments.values(), key=lambda of: sum(of.values())),
         outer_state=_OUTER_STATE_BYTES * -(-run.params // run.ranks) if on_gpu else 0,
-        beside=CONTEXT_BYTES + (NCCL_BYTES if run.ranks > 1 else 0),
+        untracked=CONTEXT_BYTES + (NCCL_BYTES if run.ranks > 1 else 0),
     )
 
 
@@ -139,7 +139,7 @@ def least_bytes(run: GpuRun) -> int:
 
 
 def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
-    """Predict what each setting that saves memory would bring by itself, the cheapest first, to get into so many bytes.
+    """Predict what each setting that saves memory would bring by itself, the cheapest first, to get into `room` bytes.
 
     The last one turns all of them, where no single one is enough.
     """
@@ -154,10 +154,10 @@ def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
 
 
 def way_out(run: GpuRun, room: int) -> str:
-    """The setting that brings a run into so many bytes of a GPU, as a user types it; else what comes closest."""
+    """The setting that brings a run into `room` bytes of a GPU, as a user types it; else what comes closest."""
     tried = ""
     for knob in knobs(run, room):
-        tried = f"{knob} needs {size_text(knob.peak_bytes)}"
+        tried = f"{knob} needs {human_bytes(knob.peak_bytes)}"
         if knob.peak_bytes <= room:
             return f"set {tried}"
     more = "train with more ranks on more GPUs, on larger ones, or a smaller model"
@@ -194,7 +194,3 @@ def _choices(run: GpuRun) -> Iterator[list[dict[str, Any]]]:
         yield [{"train.reduce_gradients": "micro_batch"}]
     if isinstance(outer, DilocoConfig) and outer.state_device == "cuda":
         yield [{"outer.state_device": "cpu"}]
-
-
-def _on_command_line(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

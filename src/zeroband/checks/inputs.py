@@ -1,4 +1,4 @@
-"""Whether what a run reads is there: data, tokenizer, weights to start from, an algorithm of one's own."""
+"""Whether what a run reads is there: data, tokenizer, weights to start from, a custom algorithm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError, StorageLost
 
 _RETRY_S = 10.0
-"""Somebody waits for what a check says."""
+"""Short, since a person waits for what a check says."""
 
 _LOOKED_INTO = 64
 """Number of text files that are looked into for what is no text; when they are made into tokens, all are."""

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import zeroband
-from zeroband.checks.finding import Finding, size_text
+from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
@@ -22,6 +22,7 @@ from zeroband.elastic.transport.descriptors import needed
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
+from zeroband.observe.words import human_bytes
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -40,7 +41,7 @@ def versions() -> Iterator[Finding]:
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
-    """Allocator for the connections to so many nodes: a process raises its limit up to the hard one."""
+    """Room for the connections to `nodes`: a process raises its limit up to the hard one."""
     peers = max(1, nodes) if config.outer is not None else 1
     wanted = needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -106,14 +107,15 @@ def tcp_settings() -> Iterator[Finding]:
         advice = (
             "" if largest >= _LARGE_WINDOW else f"long links need more streams with so little: raise net.ipv4.{name}"
         )
-        yield Finding(f"largest {name}", size_text(largest), advice)
+        yield Finding(f"largest {name}", human_bytes(largest), advice)
 
 
 def look_at_address(host: str, config: RunConfig) -> Finding:
     """The address under which the others would reach this node."""
     interface = _interface_of(host)
     chosen = "node.advertise_host" if config.node.advertise_host else "the route to the store"
-    seen = f"{host} ({chosen})" + (f" on {interface}, MTU {_mtu(interface)}" if interface else "")
+    mtu = _read(Path("/sys/class/net") / interface / "mtu") if interface else ""
+    seen = f"{host} ({chosen})" + (f" on {interface}, MTU {mtu or 'unknown'}" if interface else "")
     if host.startswith("127.") or host == "::1":
         return Finding("address", seen, "only this machine reaches it: set node.advertise_host for others")
     if interface is None:
@@ -141,10 +143,6 @@ def _interface_addresses() -> Iterator[tuple[str, str]]:
     for line in _read(Path("/proc/net/if_inet6")).splitlines():
         digits, *_, name = line.split()
         yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-
-
-def _mtu(interface: str) -> str:
-    return _read(Path("/sys/class/net") / interface / "mtu") or "unknown"
 
 
 def _read(path: Path) -> str:

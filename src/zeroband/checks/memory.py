@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroband.checks.finding import Finding, size_text
+from zeroband.checks.finding import Finding
 from zeroband.checks.needs import NCCL_BYTES, Needs
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
@@ -18,6 +18,7 @@ from zeroband.errors import ConfigError, MachineUnfit
 from zeroband.node.identity import node_id_of
 from zeroband.node.launched import local_world_size
 from zeroband.node.shm import NodeFolder
+from zeroband.observe.words import human_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ _LESS = 0.9
 
 
 def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Allocator for the canonical state, and for NCCL; what this very node holds there already counts as free."""
+    """Room for the canonical state, and for NCCL; what this very node holds there already counts as free."""
     config, what = needs.config, "shared memory"
     folder = config.node.shm_dir
     if not folder.is_dir():
@@ -46,8 +47,8 @@ def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     own = _own_folder(needs)
     free = shutil.disk_usage(folder).free + _held_bytes(own)
     left = NCCL_BYTES if _has_nccl(needs, environ) and _is_beside_nccl(folder) else 0
-    and_nccl = f", and NCCL {size_text(left)}" if left else ""
-    seen = f"{size_text(free)} free in {folder}, this model needs {size_text(needs.shared_bytes)}{and_nccl}"
+    and_nccl = f", and NCCL {human_bytes(left)}" if left else ""
+    seen = f"{human_bytes(free)} free in {folder}, this model needs {human_bytes(needs.shared_bytes)}{and_nccl}"
     if free >= needs.shared_bytes + left:
         return Finding(what, seen)
     return Finding(
@@ -65,12 +66,14 @@ def _is_beside_nccl(folder: Path) -> bool:
 
 
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Allocator for the canonical state and, without a GPU, for what the ranks train with."""
+    """Room for the canonical state and, without a GPU, for what the ranks train with."""
     has_memory_of_its_own = needs.config.train.device in (None, "cuda") and has_gpu(environ)
     needed = needs.shared_bytes + (0 if has_memory_of_its_own else needs.training_bytes)
     missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
     limit, free = _limit_and_free()
-    seen = f"{size_text(free)} of {size_text(limit)} free, this model needs {size_text(needed)} and its activations"
+    seen = (
+        f"{human_bytes(free)} of {human_bytes(limit)} free, this model needs {human_bytes(needed)} and its activations"
+    )
     advice = "take a smaller model, a machine with more memory, or end what else runs here"
     stops = "start" if needed > limit else "finish" if missing > free else None
     return Finding("memory", seen, advice if stops else "", stops=stops)
@@ -91,10 +94,10 @@ def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[
 
 
 def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) -> Iterator[Finding]:
-    """Allocator on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
+    """Room on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
 
-    Loads torch, and FSDP2 where there is a GPU, of which a look takes half a gigabyte. Rehearses with a default process
-    group of its own: to be asked before this process has one. Raises ConfigError where the tokenizer cannot be opened.
+    Loads torch, and FSDP2 where there is a GPU, of which a look takes half a gigabyte. Makes a default process group
+    for the rehearsal: to be asked before this process has one. Raises ConfigError where the tokenizer cannot be opened.
     """
     import torch
 
@@ -111,10 +114,10 @@ def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) 
                 predicted[total] = ranks * predict_gpu(run).peak_bytes
         except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             # of torch's fake tensors and ranks, which change with its releases, and without which it trains
-            yield Finding(f"GPU {index}", f"{size_text(free)} free; what this run takes was not predicted: {error!r}")
+            yield Finding(f"GPU {index}", f"{human_bytes(free)} free; what this run takes was not predicted: {error!r}")
             continue
         needed = predicted[total]
-        seen = f"{size_text(free)} of {size_text(total)} free, this run is predicted to take {size_text(needed)}"
+        seen = f"{human_bytes(free)} of {human_bytes(total)} free, this run is predicted to take {human_bytes(needed)}"
         if needed <= free:
             yield Finding(f"GPU {index}", seen)
         elif needed <= total:
@@ -138,15 +141,15 @@ def out_of_gpu_memory(error: Exception, needs: Needs, local_world_size: int) -> 
     card, peak = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
     run, _ = _run_on_gpu(needs, local_world_size, torch.cuda.mem_get_info()[1])
     happened = (
-        f"out of memory on {card}, of which a rank has {size_text(run.gpu_bytes)}: its tensors took {size_text(peak)} "
-        "at the peak"
+        f"out of memory on {card}, of which a rank has {human_bytes(run.gpu_bytes)}: its tensors took "
+        f"{human_bytes(peak)} at the peak"
     )
     try:
         predicted = predict_gpu(run).peak_bytes
     except NotImplementedError:
         return MachineUnfit(f'{happened}; lower train.micro_bs, or set train.activation_checkpointing = "full"')
     return MachineUnfit(
-        f"{happened}, {size_text(predicted)} were predicted in all; "
+        f"{happened}, {human_bytes(predicted)} were predicted in all; "
         f"{way_out(run, min(run.gpu_bytes, int(_LESS * predicted)))}"
     )
 
@@ -213,7 +216,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _reclaimable() -> int:
-    """Bytes of the container's cached files, which count as its memory until somebody needs them."""
+    """Bytes of the container's cached files, which count as its memory until other memory is needed."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:

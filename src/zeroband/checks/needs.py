@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroband.config.cautions import round_steps
-from zeroband.config.model import LlamaConfig
-from zeroband.config.model_size import matrix_parameter_count, parameter_count
+from zeroband.config.model import LlamaConfig, matrix_parameter_count, parameter_count
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
+from zeroband.config.stability import round_steps
 from zeroband.kernels.formats import FORMATS
 
 _VALUE_BYTES = 4
@@ -35,7 +34,7 @@ _LEAST_SECTIONS = 1
 class Needs:
     """What a run needs.
 
-    `vocab_size`, `sections`, `built_params`: of the tokenizer, of an algorithm of one's own, and of a model that is not
+    `vocab_size`, `sections`, `built_params`: of the tokenizer, of a custom algorithm, and of a model that is not
     this package's, which cannot be known without loading them; 0 and 1 where they are not, and then these are the least
     that it needs.
     """

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DemoConfig
-from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
+from zeroband.config.training import Placement
 from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
@@ -256,7 +256,7 @@ class _Passes:
 
 @contextmanager
 def _fake_ranks(ranks: int) -> Generator[LocalMesh]:
-    """The first of so many ranks, the others of which are not there and say nothing."""
+    """The first of `ranks`, the others of which are not there and say nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))

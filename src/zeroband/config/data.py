@@ -130,7 +130,7 @@ class MixtureSource(Section):
     name: str = Field(pattern=NAME_PATTERN)
     """Name of the source in metrics and in data.phases."""
     weight: PositiveFloat
-    """Share of the samples that come from it, beside the weights of the others, whose sum does not matter."""
+    """Share of the samples that come from it, relative to the weights of the others; their sum does not matter."""
     max_passes: PositiveFloat | None = None
     """Passes over it after which the other sources take its share. None: no limit, which one source must have."""
     source: Source
@@ -176,7 +176,7 @@ class DataConfig(Section):
     """Leave out rows, lines and files of text that cannot be used (no JSON, no such field, no UTF-8, a conversation
     that the template cannot write), and count them. False: the first one is refused by its place."""
     private: bool = False
-    """Each node trains on documents of its own, which never leave it: data.source, data.sources and data.phases may
+    """Each node trains on its own documents, which never leave it: data.source, data.sources and data.phases may
     differ, and each node's samples are counted by themselves. False: all nodes share one corpus, and who reads what is
     dealt out."""
     shuffle_blocks: PositiveInt | None = 2048
@@ -238,7 +238,7 @@ class DataConfig(Section):
             )
         names = [source.name for source in self.sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"data.sources names {twice[0]!r} twice; give each source a name of its own")
+            raise ValueError(f"data.sources names {twice[0]!r} twice; give each source another name")
         for phase in self.phases:
             if set(phase.weights) != set(names) or any(weight < 0 for weight in phase.weights.values()):
                 raise ValueError(
@@ -266,10 +266,10 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _private_documents_are_somebody_s(self) -> DataConfig:
+    def _private_data_are_documents(self) -> DataConfig:
         sources = [self.source, *(one.source for one in self.sources)]
         if self.private and any(isinstance(one, SyntheticTokensSource) for one in sources):
-            raise ValueError("data.private is for documents, and synthetic-tokens are nobody's; drop data.private")
+            raise ValueError("data.private is for documents, which synthetic-tokens are not; drop data.private")
         return self
 
     @property

@@ -28,8 +28,8 @@ class EvalConfig(OwnSection):
     always the same ones, so that losses compare. None: 8, or all where there are fewer."""
     sources: tuple[str, ...] = ()
     """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
-    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. Beside the
-    samples that data.hold_out keeps back."""
+    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. The
+    samples that data.hold_out keeps back are evaluated anyway."""
 
     @field_validator("sources")
     @classmethod
@@ -43,7 +43,7 @@ class EvalConfig(OwnSection):
                     "letters, digits, dots, dashes and underscores"
                 )
             if name in seen:
-                raise ValueError(f"eval.sources names {name!r} twice; give each source a name of its own")
+                raise ValueError(f"eval.sources names {name!r} twice; give each source another name")
             seen.add(name)
         return sources
 

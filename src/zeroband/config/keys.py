@@ -78,11 +78,11 @@ class SchemaKeys:
     def nearest(self, name: str) -> list[str]:
         """What a wrong dotted name may have meant, the likeliest first: one key like it, or some with its last part."""
         known = [key for key in map(dotted, (*self.keys, *self.sections)) if not name.startswith(f"{key}.")]
-        beside = [key for key in known if key.partition(".")[0] == name.partition(".")[0] != name]
+        siblings = [key for key in known if key.partition(".")[0] == name.partition(".")[0] != name]
         guesses = (
             _closest(name, known, cutoff=0.85),
-            _with_leaf(_leaf(name), beside),
-            _with_leaf(_close_leaf(name, beside, cutoff=0.75), beside)[:1],
+            _with_leaf(_leaf(name), siblings),
+            _with_leaf(_close_leaf(name, siblings, cutoff=0.75), siblings)[:1],
             _with_leaf(_leaf(name), known),
             _closest(name, known, cutoff=0.75),
             _closest(name, _with_leaf(_close_leaf(name, known, cutoff=0.7), known), cutoff=0.0),
@@ -116,7 +116,7 @@ def is_shared(field: FieldInfo) -> bool:
 
 
 def kinds_of(field: FieldInfo) -> frozenset[Any]:
-    """The types that a field may have: int, bool, NoneType, SecretStr, tuple for a list, dict for somebody's table."""
+    """The types that a field may have: int, bool, NoneType, SecretStr, tuple for a list, dict for a free table."""
     return frozenset(get_origin(member) or member for member in member_types(field.annotation))
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from types import NoneType
 
 from pydantic import ValidationError
 
-from zeroband.config.command_line import CommandLine, parse_command_line
-from zeroband.config.keys import SchemaKeys, schema_keys
+from zeroband.config.keys import Path, schema_keys
 from zeroband.config.model import TransformersConfig
 from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import TAG
-from zeroband.config.shared import shared_digest, shared_items
-from zeroband.config.sources import Settings, Source, Text, TomlFile, variables
+from zeroband.config.sources import Settings, Source, Text, TomlFile, config_file, variables
 from zeroband.config.token_file import read_token
 from zeroband.errors import ConfigError
-
-__all__ = ["load_config", "render_toml", "require_asked", "shared_digest", "shared_items"]
 
 _WHAT_TO_TRAIN = ("model", "data", "train", "optim", "outer")
 
@@ -50,16 +47,16 @@ def load_config(
     Raises: ConfigError with a line for each thing that is wrong.
     """
     environ = os.environ if environ is None else environ
-    schema = schema_keys()
-    line = parse_command_line(argv, schema)
+    line = _parse(argv)
     if line.wants_help:
-        _print_and_exit(help_text(schema), environ)
-    weakest = _texts(parse_command_line(defaults, schema).flags)
-    settings = Settings([*weakest, *_sources(line, environ, schema, over), *over], schema)
+        _print_and_exit(help_text(), environ)
+    weakest = _types_first(_parse(defaults).flags)
+    files = [TomlFile(file) for file in line.files]
+    settings = Settings([*weakest, *files, *_types_first(variables(environ)), *over, *_types_first(line.flags), *over])
     try:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:
-        raise ConfigError(describe(error, settings, schema)) from None
+        raise ConfigError(describe(error, settings)) from None
     config = _with_models_tokenizer(_with_token(config))
     if line.is_dry_run:
         _print_and_exit(render_toml(config), environ)
@@ -68,20 +65,20 @@ def load_config(
 
 def given_settings(argv: Sequence[str], environ: Mapping[str, str], *, with_files: bool = True) -> Settings:
     """What the arguments, and the environment below them, set; not validated yet. Raises ConfigError."""
-    schema = schema_keys()
-    line = parse_command_line(argv, schema)
-    return Settings(_sources(line if with_files else replace(line, files=()), environ, schema), schema)
+    line = _parse(argv)
+    files = [TomlFile(file) for file in line.files] if with_files else []
+    return Settings([*files, *_types_first(variables(environ)), *_types_first(line.flags)])
 
 
-def _sources(
-    line: CommandLine, environ: Mapping[str, str], schema: SchemaKeys, types: Sequence[Source] = ()
-) -> list[Source]:
-    """The weakest first. `types`: sources whose types the flags go by."""
-    files = [TomlFile(file, schema) for file in line.files]
-    return [*files, *_texts(variables(environ)), *types, *_texts(line.flags)]
+def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError where neither a file nor a key that says what to train was given: no run was asked for."""
+    line = _parse(argv)
+    given = [*variables(os.environ if environ is None else environ), *line.flags]
+    if not line.files and not any(text.path[0] in _WHAT_TO_TRAIN for text in given):
+        raise ConfigError(_HOW_TO_BEGIN)
 
 
-def _texts(texts: Iterable[Text]) -> list[Text]:
+def _types_first(texts: Iterable[Text]) -> list[Text]:
     """A new type of a section before its keys."""
     return sorted(texts, key=lambda text: text.path[-1] != TAG)
 
@@ -99,20 +96,91 @@ def _with_models_tokenizer(config: RunConfig) -> RunConfig:
     model = config.model
     if not isinstance(model, TransformersConfig) or model.name is None or "tokenizer" in config.data.model_fields_set:
         return config
-    name = str(Path(model.name).absolute()) if Path(model.name).is_dir() else model.name  # it is opened elsewhere, too
+    folder = FilePath(model.name)
+    name = str(folder.absolute()) if folder.is_dir() else model.name  # it is opened elsewhere, too
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
-
-
-def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where neither a file nor a key that says what to train was given: nobody asked for a run."""
-    schema = schema_keys()
-    line = parse_command_line(argv, schema)
-    given = [*variables(os.environ if environ is None else environ), *line.flags]
-    if not line.files and not any(text.path[0] in _WHAT_TO_TRAIN for text in given):
-        raise ConfigError(_HOW_TO_BEGIN)
 
 
 def _print_and_exit(text: str, environ: Mapping[str, str]) -> None:
     if environ.get("LOCAL_RANK", "0") == "0":
         print(text, end="")
     raise SystemExit(0)
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _CommandLine:
+    """Its parts, in the order in which they were given."""
+
+    files: list[FilePath]
+    flags: list[Text]
+    wants_help: bool
+    is_dry_run: bool
+
+
+def _parse(argv: Sequence[str]) -> _CommandLine:
+    """Take the arguments apart. Raises ConfigError for one that is no `@file`, `@preset` or flag with its value."""
+    files: list[FilePath] = []
+    flags: list[Text] = []
+    switches: set[str] = set()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "--help", "--dry-run"):
+            switches.add(argument)
+        elif argument.startswith("@"):
+            files.append(config_file(argument[1:] or _next(rest, "@", "the name of a TOML file or of a preset")))
+        elif argument.startswith("--"):
+            flags.append(_flag(argument, rest))
+        else:
+            raise ConfigError(_unexpected(argument))
+    return _CommandLine(files, flags, bool(switches & {"-h", "--help"}), "--dry-run" in switches)
+
+
+def _flag(argument: str, rest: list[str]) -> Text:
+    """A flag with its value, which may be the next argument; that of a boolean or of a section that is off may lack."""
+    schema = schema_keys()
+    written, equals, value = argument.partition("=")
+    path, is_negated = _path_of(written)
+    is_boolean = bool in schema.kinds(path)
+    alone = str(not is_negated).lower() if is_boolean else "{}" if _is_switch(path) else None
+    if is_negated and path in schema and (equals or not is_boolean):
+        raise ConfigError(f"{written}: only a boolean key can be negated, and without a value")
+    may_stand_alone = alone is not None or path not in schema
+    if not equals and (is_negated or (may_stand_alone and _is_next_an_option(rest))):
+        value = alone or ""
+    elif not equals:
+        value = _next(rest, written, f"a value; {written}=VALUE gives one that begins with -- or @")
+    return Text(path, value, written)
+
+
+def _is_switch(path: Path) -> bool:
+    """Whether the name of a section alone switches it on, with its defaults."""
+    section = schema_keys().sections.get(path)
+    return section is not None and NoneType in section.kinds and set(section.variants) == {""}
+
+
+def _is_next_an_option(rest: Sequence[str]) -> bool:
+    return not rest or rest[0].startswith(("--", "@"))
+
+
+def _next(rest: list[str], after: str, what: str) -> str:
+    if _is_next_an_option(rest):
+        raise ConfigError(f"{after} needs {what}")
+    return rest.pop(0)
+
+
+def _path_of(flag: str) -> tuple[Path, bool]:
+    """The key that a flag names, and whether the flag says no to it."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return tuple(name.removeprefix("no_").split(".")), name.startswith("no_")
+
+
+def _unexpected(argument: str) -> str:
+    """What to say of an argument that is neither a file nor a flag."""
+    name = argument.lstrip("-")
+    if _path_of(name.partition("=")[0])[0] in schema_keys():
+        return f"unexpected argument {argument!r}: did you mean --{name}?"
+    return f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value"

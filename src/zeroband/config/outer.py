@@ -56,16 +56,16 @@ Robust = Annotated[ClipConfig | TrimmedConfig | CenteredClipConfig, Field(discri
 
 
 class ScoreConfig(Section):
-    """Scores of payloads: by how much each lowers the loss of rows that nobody trains on, beside one's own payload.
+    """Scores of payloads: by how much each lowers the loss of rows that no node trains on, on top of the own payload.
 
     Each member measures for itself, on rows that its data.hold_out keeps back or else of its eval.sources; what counts
     is the median of what the others found. Needs three members.
     """
 
     rounds: PositiveInt = 8
-    """One of so many rounds is scored, on average; drawn when its payloads are sent. Measuring takes about a third of
-    an inner step for each payload, and twice for what they are compared with: with rounds of one step, as DeMo's, set
-    50 or more."""
+    """Rounds for each one that is scored, on average; drawn when its payloads are sent. Measuring takes about a third
+    of an inner step for each payload, and twice for what they are compared with: with rounds of one step, as DeMo's,
+    set 50 or more."""
     members: int = Field(default=3, ge=2)
     """Members whose payloads are scored in such a round, the same for all who measure; drawn, too."""
     counts: bool = False
@@ -97,7 +97,7 @@ class RoundsConfig(WeighedConfig):
     """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
     averages. A slower node may do fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
     inner_seconds: PositiveFloat | None = None
-    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
+    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and no node waits.
     None: inner_steps alone decides."""
     straggler_deadline_s: PositiveFloat | None = None
     """How long a round waits for late members once a quorum of those that live is there; what the late ones learn goes
@@ -116,7 +116,7 @@ class RoundsConfig(WeighedConfig):
     """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
     same bytes, a lower peak. Divides inner_steps."""
     fragment_pattern: Literal["strided", "sequential"] = "strided"
-    """Which layers a fragment has: every so many-th, or neighbours. The embedding goes with the first, the rest with
+    """Which layers a fragment has: strided ones, or neighbours. The embedding goes with the first, the rest with
     the last."""
     overlap: NonNegativeInt | Literal["full"] = 0
     """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
@@ -199,7 +199,7 @@ class DemoConfig(Section):
     robust: Robust | None = None
     """clip: how payloads are combined where members may be broken or lie. None: their mean over the senders."""
     score: ScoreConfig | None = None
-    """Scoring of payloads by the loss of rows that nobody trains on. None: none is scored."""
+    """Scoring of payloads by the loss of rows that no node trains on. None: none is scored."""
 
     @model_validator(mode="after")
     def _combines_payloads(self) -> DemoConfig:
@@ -235,7 +235,7 @@ class SparseLocoConfig(RoundsConfig):
     lr: PositiveFloat = 1.0
     """Learning rate of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
     score: ScoreConfig | None = None
-    """Scoring of payloads by the loss of rows that nobody trains on. None: none is scored."""
+    """Scoring of payloads by the loss of rows that no node trains on. None: none is scored."""
 
     @model_validator(mode="after")
     def _has_a_share_of_its_own(self) -> SparseLocoConfig:
@@ -250,7 +250,7 @@ class SparseLocoConfig(RoundsConfig):
 
 
 class CustomConfig(RoundsConfig):
-    """An algorithm of one's own, from a file that is not part of the package."""
+    """An algorithm from a file that is not part of the package."""
 
     type: Literal["custom"]
     algorithm: str = Field(json_schema_extra=NODE_LOCAL)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from zeroband.config.keys import Path, SchemaKeys, Variant, dotted, kinds_of, tables_of, variants_of
+from zeroband.config.keys import Path, Variant, dotted, kinds_of, schema_keys, tables_of, variants_of
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import MASK, NAME_PATTERN, TAG, Section
 from zeroband.config.sources import Settings
@@ -31,12 +31,12 @@ class _Place:
     """The section that it lies in, where that is a table of a list."""
 
 
-def describe(error: ValidationError, settings: Settings, schema: SchemaKeys) -> str:
+def describe(error: ValidationError, settings: Settings) -> str:
     """One line for each thing that is wrong."""
-    return "\n".join(line for detail in error.errors() for line in _lines(detail, settings, schema))
+    return "\n".join(line for detail in error.errors() for line in _lines(detail, settings))
 
 
-def _lines(detail: ErrorDetails, settings: Settings, schema: SchemaKeys) -> Iterator[str]:
+def _lines(detail: ErrorDetails, settings: Settings) -> Iterator[str]:
     at, value, message = _place_of(detail["loc"]), detail["input"], detail["msg"]
     origin = _from(at.path, settings)
     match detail["type"]:
@@ -47,7 +47,7 @@ def _lines(detail: ErrorDetails, settings: Settings, schema: SchemaKeys) -> Iter
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(at.table.model_fields)}"
             yield f"unknown key {at.name}{origin}: {hint}"
         case "extra_forbidden":
-            yield from _misplaced(at.path, value, settings, schema)
+            yield from _misplaced(at.path, value, settings)
         case "missing" if at.table is not None:
             yield f"{at.name} is missing{origin}"
         case "missing":
@@ -61,14 +61,14 @@ def _lines(detail: ErrorDetails, settings: Settings, schema: SchemaKeys) -> Iter
             else:
                 yield f"{at.name}.{TAG}={tag!r}{origin}; allowed: {allowed}"
         case kind:
-            shown = MASK if schema.holds_secret(at.path) else repr(value)
-            said = _objection(kind, detail, at, schema) or f"{message[0].lower()}{message[1:]}"
+            shown = MASK if schema_keys().holds_secret(at.path) else repr(value)
+            said = _objection(kind, detail, at) or f"{message[0].lower()}{message[1:]}"
             yield f"{at.name}={shown}{origin}: {said}"
 
 
-def _objection(kind: str, detail: ErrorDetails, at: _Place, schema: SchemaKeys) -> str | None:
+def _objection(kind: str, detail: ErrorDetails, at: _Place) -> str | None:
     """What is wrong with a value, where our own words say more than pydantic's."""
-    value, section = detail["input"], schema.sections.get(at.path)
+    value, section = detail["input"], schema_keys().sections.get(at.path)
     if kind == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
         return "a name is 1 to 64 letters, digits, dots, dashes and underscores"
     if kind == "tuple_type" and isinstance(value, str):
@@ -114,11 +114,12 @@ def _from(path: Path, settings: Settings) -> str:
     return ""
 
 
-def _misplaced(path: Path, value: Any, settings: Settings, schema: SchemaKeys) -> Iterator[str]:
+def _misplaced(path: Path, value: Any, settings: Settings) -> Iterator[str]:
     """What to say of keys of another variant than the one that is chosen; those of none were refused before."""
+    schema = schema_keys()
     if path in schema.sections and isinstance(value, dict) and value:
         for name, inner in cast("dict[str, Any]", value).items():
-            yield from _misplaced((*path, name), inner, settings, schema)
+            yield from _misplaced((*path, name), inner, settings)
         return
     found = schema.keys.get(path) or (schema.sections[path],)
     owners = [key.variant for key in found if key.variant]

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.keys import Key, Path, SchemaKeys, Variant, dotted, tables_of
+from zeroband.config.keys import Key, Path, Variant, dotted, schema_keys, tables_of
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import MASK, NONE, TAG, Section
 from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
@@ -67,8 +67,9 @@ def _toml(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def help_text(schema: SchemaKeys) -> str:
+def help_text() -> str:
     """Every key with its type, default and meaning, by section."""
+    schema = schema_keys()
     groups: dict[Path, list[str]] = {(): []}
     for path, section in schema.sections.items():
         groups[path] = _section_help(section)

@@ -29,7 +29,7 @@ class RunSection(Section):
     2026-11-24-brave-otter, for a run of one node or for its founder. Not set: auto without [outer]; default with it,
     since all nodes have to name the same."""
     token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Secret shared by the run's nodes; only its hash reaches the store. None: whoever reaches the store may join. Not
+    """Secret shared by the run's nodes; only its hash reaches the store. None: all who reach the store may join. Not
     on a command line, which every user of the machine sees: in ZERO_BAND_RUN__TOKEN, or in run.token_file."""
     token_file: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """File that holds run.token in one line, readable by this user only (chmod 600). None: run.token is as set."""
@@ -119,7 +119,7 @@ class StoreConfig(Section):
     where some are. None: this node trains alone, without [outer]."""
     peers: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT, where PORT is their node.port. Those who
-    found it name the same ones, of their own, and wait for all of them; who comes later needs one that is up."""
+    found it name the same ones, themselves among them, and wait for all; who comes later needs one that is up."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -243,7 +243,7 @@ class PrometheusConfig(OwnSection):
     """What a Prometheus, or the probes of an orchestrator, may ask this node: /metrics, /healthz, /readyz."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to listen on. Whoever reaches it may read the figures, so leave it or keep it inside a network of yours;
+    """Address to listen on. All who reach it may read the figures, so leave it or keep it inside your network;
     0.0.0.0 in a container."""
     port: int = Field(default=9400, ge=0, le=65535)
     """Port to listen on. 0: any that is free, which the log names, and a file in `<run.dir>/.prometheus`."""
@@ -254,7 +254,7 @@ AlertKind = Literal["node_lost", "run_stalled", "loss_spike", "disk", "checkpoin
 
 
 class WebhookConfig(OwnSection):
-    """Messages about what calls for somebody, to Slack or whoever else takes JSON by POST."""
+    """Messages about what needs a person, to Slack or another service that takes JSON by POST."""
 
     url: Secret | None = None
     """Where to post, https:// only but for loopback. A secret: in ZERO_BAND_OBSERVE__WEBHOOK__URL. None: refused at the
@@ -290,13 +290,13 @@ class ObserveConfig(OwnSection):
     """What is shown and kept of the training."""
 
     log_every_steps: PositiveInt = 10
-    """A line on the console every so many inner steps; metrics.jsonl has them all."""
+    """Inner steps between two lines on the console; metrics.jsonl has all steps."""
     publish: bool = True
     """Show what this node records, the newest 2 MiB, in the run's store, so that a run is watched from anywhere."""
     prometheus: PrometheusConfig | None = None
     """/metrics, /healthz and /readyz over HTTP. None: off."""
     webhook: WebhookConfig | None = None
-    """Messages about what calls for somebody. None: off."""
+    """Messages about what needs a person. None: off."""
     wandb: WandbConfig | None = None
     """Weights & Biases sink. None: off."""
     tensorboard: TensorboardConfig | None = None
@@ -368,7 +368,7 @@ class CkptConfig(Section):
     shared: Literal["auto"] | bool = "auto"
     """Whether the path is one folder for all nodes, which write one checkpoint into it together, each a share. auto:
     they find out as they come in; a node that sees another folder writes whole checkpoints there. True: a node that
-    sees another folder than the members is refused. False: each node writes whole ones to a path of its own."""
+    sees another folder than the members is refused. False: each node writes whole ones to its own path."""
     peer_wait_s: PositiveFloat = 60.0
     """Longest silence of a node's writer before the node that completes a checkpoint goes without its share, and writes
     the rest itself. If that one is silent for twice as long, the next node completes it. Nodes that the run lost, and
@@ -388,17 +388,17 @@ class ResumeConfig(OwnSection):
     """Inner step of the checkpoint to go on from. None: the newest that verifies, or a new run where there is none."""
     path: str | None = Field(default=None, min_length=1)
     """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to begin with. Used
-    until this run has checkpoints of its own, unless a step is named. None: this run's own."""
+    until this run has its own checkpoints, unless a step is named. None: this run's own."""
     trust: bool = False
-    """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Whoever can write
-    to their folder then decides what this run goes on from."""
+    """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Anyone who can
+    write to their folder then decides what this run goes on from."""
 
 
 class RollbackConfig(Section):
     """Going back because of the loss, which the nodes decide once for all of them. Needs [outer] and ckpt.path."""
 
     on_spike: float | None = Field(default=2.0, gt=1)
-    """A round whose loss, over all nodes, is so many times the running mean of the rounds before it. None: never."""
+    """Loss of a round, over all nodes, as a multiple of the running mean of the rounds before it. None: never."""
     on_non_finite: bool = True
     """A round in which no node had a finite loss and a finite update; a single such node is left out anyway."""
     skip_data: bool = True

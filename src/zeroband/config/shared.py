@@ -1,17 +1,35 @@
-"""What all nodes of a run must agree on: compared at join, key by key. Pure."""
+"""What all nodes of a run must agree on: as text in the run's record, compared at join, and read back from there.
+
+Anyone who can write to the store of a run without a token can write such a record. So it sets only keys that the schema
+declares to be shared, which `shared_items` writes; it names no file of this machine, and no code.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_settings import InitSettingsSource
 
-from zeroband.config.data import OWN_WHERE_PRIVATE
-from zeroband.config.keys import Path, dotted, is_shared
+from zeroband.config.data import OWN_WHERE_PRIVATE, HuggingFaceSource
+from zeroband.config.keys import Path, dotted, is_shared, kinds_of, tables_of, variants_of
+from zeroband.config.load import given_settings, load_config
 from zeroband.config.schema import RunConfig
+from zeroband.config.section import NONE, Section
+from zeroband.config.sources import Settings
+from zeroband.errors import ConfigError
+
+MOST_BYTES = 1 << 20
+"""Largest record, keys and values together; one of a large transformers configuration has some 20 kB."""
+
+_MOST_PARTS = 64
+"""Letters of a name, and so the most parts that it may have."""
 
 
 def shared_items(config: RunConfig) -> dict[str, Any]:
@@ -40,3 +58,182 @@ def shared_digest(config: RunConfig) -> str:
     """SHA-256 of the shared values, as hexadecimal."""
     canonical = json.dumps(shared_items(config), separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
+    """Make the configuration of a node that joins the run of this record.
+
+    `record`: text by dotted key, as nodes write it. `own`: this node's arguments, for what nodes do not share; a shared
+    key is the record's whatever they say. Raises ConfigError, also where the record cannot be read back to the letter,
+    or names a key that each node sets for itself: what others wrote sets nothing of this machine.
+    """
+    size = sum(len(key) + len(text) for key, text in record.items())
+    if size > MOST_BYTES:
+        raise ConfigError(f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a one")
+    if foreign := foreign_keys(record):
+        raise ConfigError(
+            f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
+            "version writes that: start the run anew, with a run.token or another one"
+        )
+    given = given_settings(own, environ)
+    config = load_config(own, environ, over=[_Record(cast("Any", RunConfig), shared_tables(record, given))])
+    ours = {key: str(value) for key, value in shared_items(config).items()}
+    wrong = sorted(key for key, value in ours.items() if record.get(key) != value)
+    if wrong:
+        raise ConfigError(
+            f"the run's record cannot be turned into a configuration here: {', '.join(wrong[:5])}; start this node "
+            "with the configuration of the others, by zeroband launch"
+        )
+    _require_own_folders(config, given)
+    return config
+
+
+def foreign_keys(record: Mapping[str, str]) -> list[str]:
+    """The keys of a record that no node writes, since each sets them for itself."""
+    return sorted(key for key, text in record.items() if not _is_told(_spot_of(key, record), text))
+
+
+def other_items(record: Mapping[str, str]) -> dict[str, str]:
+    """What of a record is no key of the configuration: versions, and digests of what nodes read or compute."""
+    return {key: text for key, text in record.items() if not _spot_of(key, record).fields}
+
+
+def shown(text: str, most: int = 200) -> str:
+    """A text from the store, for a terminal: one line, without control characters, at most so long."""
+    line = "".join(character if character.isprintable() else "?" for character in text)
+    return line if len(line) <= most else f"{line[:most]}... ({len(line)} characters)"
+
+
+def _require_own_folders(config: RunConfig, given: Settings) -> None:
+    """Refuse a folder of this machine as the run's data, unless this node's user names it, too."""
+    rows = [row for row in _rows(given.get(("data", "sources"))) if isinstance(row.get("source"), dict)]
+    named = {given.get(("data", "source", "name")), *(row["source"].get("name") for row in rows)}
+    for source in (part.source for part in config.data.parts.values()):
+        if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
+            raise ConfigError(
+                f"the run's data is {shown(source.name)!r}, which is a path on this machine; if it is to be trained "
+                "on, name it here, too: --data.source.name, or [[data.sources]] in a file"
+            )
+
+
+class _Record(InitSettingsSource):
+    """What a record sets, as a source of settings that is stronger than what this node says."""
+
+    def origin(self, path: Path) -> str | None:
+        return "the run's record"
+
+
+def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> dict[str, Any]:
+    """The record's keys that the schema knows, as nested tables.
+
+    `given`: this node's settings; tables of the same name keep from it what each node sets for itself.
+    """
+    tables: dict[str, Any] = {}
+    lists: dict[Path, dict[str, dict[str, Any]]] = {}
+    for key, text in record.items():
+        spot = _spot_of(key, record)
+        if spot.fields and spot.row is None:
+            kinds = frozenset[Any]().union(*map(kinds_of, spot.fields))
+            _put(tables, spot.path, _read(text) if kinds & {tuple, dict} else text)
+        elif spot.fields and spot.row is not None:
+            rows = lists.setdefault(spot.path, {})
+            if spot.row not in rows:
+                ours = [one for one in _rows(given and given.get(spot.path)) if one.get("name") == spot.row]
+                rows[spot.row] = _own_part(ours[-1], spot.tables) if ours else {}
+            if text.lower() != NONE:
+                _put(rows[spot.row], spot.inner, _read(text))
+    for place, rows in lists.items():
+        _put(tables, place, list(rows.values()))
+    return tables
+
+
+class _Spot(NamedTuple):
+    """Where a key of a record lies in the schema."""
+
+    path: Path
+    """Its own, or that of the list of tables that it lies in."""
+    fields: list[FieldInfo]
+    """What it sets, one for each variant that has it; empty: nothing that the schema knows."""
+    is_told: bool
+    """Whether all nodes share it, and all that it lies in."""
+    row: str | None = None
+    """Name or number of its table in the list; None: it lies in no list."""
+    inner: Path = ()
+    """Its path in that table."""
+    tables: Sequence[type[Section]] = ()
+    """What that list is made of."""
+
+
+def _spot_of(key: str, record: Mapping[str, str]) -> _Spot:
+    path, left = (), tuple(key.split("."))
+    spot = _Spot((), [], True)
+    sections: Sequence[type[Section]] = [RunConfig]
+    while left:
+        path, left = (*path, left[0]), left[1:]
+        fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
+        is_told = spot.is_told and all(map(is_shared, fields)) and bool(fields or spot.row is None)
+        place = {"path": path} if spot.row is None else {"inner": (*spot.inner, path[-1])}
+        spot = spot._replace(fields=fields, is_told=is_told, **place)
+        if not fields:  # the schema ends here; what follows may be as long as a stranger likes
+            break
+        sections = [variant for field in fields for variant in variants_of(field).values()]
+        tables = [table for field in fields for table in tables_of(field.annotation)]
+        if left and tables:
+            row = _row_of(left, f"{dotted(path)}.", record)
+            left = left[row.count(".") + 1 :]
+            spot = spot._replace(row=row, tables=tables, fields=[], is_told=is_told and bool(left))
+            sections = tables
+    return spot
+
+
+def _row_of(left: Path, place: str, record: Mapping[str, str]) -> str:
+    """The table that the rest of a key begins with: by its name, which may have dots, else by its number."""
+    names = (".".join(left[:end]) for end in range(min(len(left) - 1, _MOST_PARTS), 0, -1))
+    return next((name for name in names if record.get(f"{place}{name}.name") == name), left[0])
+
+
+def _is_told(spot: _Spot, text: str) -> bool:
+    """Whether nodes write this: of a section only that it is off, of a list of tables that it is empty."""
+    if any(map(variants_of, spot.fields)):
+        return spot.is_told and text.lower() == NONE
+    if any(tables_of(field.annotation) for field in spot.fields):
+        return spot.is_told and text == "[]"
+    return spot.is_told
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list of them."""
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Any]", row) for row in listed if isinstance(row, dict)]
+
+
+def _own_part(row: Mapping[str, Any], sections: Sequence[type[Section]]) -> dict[str, Any]:
+    """What a table has that each node sets for itself."""
+    own: dict[str, Any] = {}
+    for name, value in row.items():
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        inner = [variant for field in fields for variant in variants_of(field).values()]
+        if inner and isinstance(value, dict):
+            own[name] = _own_part(cast("dict[str, Any]", value), inner)
+        elif fields and not any(map(is_shared, fields)):
+            own[name] = value
+    return own
+
+
+def _put(table: dict[str, Any], path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        inner: Any = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"the run's record has {part!r} as a value and as a table, with {dotted(path)!r} in it")
+        table = cast("dict[str, Any]", inner)
+    table[path[-1]] = value
+
+
+def _read(text: str) -> Any:
+    """Return a list or table as such; all else stays text, which the schema takes for what it is."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # a text that only looks like one
+        return text

@@ -1,4 +1,4 @@
-"""Where settings come from: TOML files, environment and flags, read by pydantic-settings. The last one wins."""
+"""Where settings come from: TOML files and presets, environment, flags, by pydantic-settings. The last one wins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import tomli
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from zeroband.config.keys import TAG, Path, SchemaKeys, dotted, kinds_of, schema_keys
-from zeroband.config.presets import preset_names
+from zeroband.config.keys import TAG, Path, dotted, kinds_of, schema_keys
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import NONE
 from zeroband.errors import ConfigError
 
 ENV_PREFIX = "ZERO_BAND_"
 ENV_DELIMITER = "__"
+
+_PRESETS = FilePath(__file__).parents[1] / "presets"  # in a clone a link to configs/
 
 _SCHEMA = cast("Any", RunConfig)
 """Sources read the fields of any model, and are typed for one kind of it."""
@@ -43,8 +44,8 @@ class Source(Protocol):
 class TomlFile(TomlConfigSettingsSource):
     """The settings of a TOML file. Raises ConfigError where it cannot be read, with the line of an error of syntax."""
 
-    def __init__(self, file: FilePath, schema: SchemaKeys) -> None:
-        self._file, self._schema = file, schema
+    def __init__(self, file: FilePath) -> None:
+        self._file = file
         super().__init__(_SCHEMA, file)
 
     def __call__(self) -> dict[str, Any]:
@@ -69,9 +70,33 @@ class TomlFile(TomlConfigSettingsSource):
         if place is None or int(place[1]) > len(lines):
             return ""
         line = lines[int(place[1]) - 1]
-        if any(key[-1] in line and self._schema.holds_secret(key) for key in self._schema.keys):
+        if any(key[-1] in line and schema_keys().holds_secret(key) for key in schema_keys().keys):
             return ""
         return f"\n  {line}\n  {' ' * (int(place[2]) - 1)}^"
+
+
+def preset_names() -> list[str]:
+    """Names of the presets, those in folders last: `150M`, ..., `debug/diloco`."""
+    found = [path.relative_to(_PRESETS).with_suffix("").as_posix() for path in _PRESETS.rglob("*.toml")]
+    return sorted(found, key=lambda name: (name.count("/"), name))
+
+
+def config_file(name: str) -> FilePath:
+    """The file that `@name` means: that file, or without a suffix, and where there is none of that name, the preset.
+
+    Raises: ConfigError for a name that is neither, with the nearest one.
+    """
+    path, names = FilePath(name), preset_names()
+    if path.suffix or path.is_file():
+        return path
+    if name in names:
+        return _PRESETS / f"{name}.toml"
+    if path.exists():
+        return path
+    lowered = {preset.lower(): preset for preset in names}
+    close = difflib.get_close_matches(name.lower().removeprefix("configs/"), lowered, n=1)
+    hint = f"did you mean @{lowered[close[0]]}? " if close else ""
+    raise ConfigError(f"@{name}: neither a file nor a preset; {hint}presets are {', '.join(names)}")
 
 
 class Text(EnvSettingsSource):
@@ -152,14 +177,13 @@ class Settings:
     switched off drops all of them, and a later key switches it on again.
     """
 
-    def __init__(self, sources: Iterable[Source], schema: SchemaKeys) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[Path, str] = {}
-        self._schema = schema
         unknown: list[str] = []
         for source in sources:
-            if isinstance(source, Text) and source.path not in schema:  # EnvSettingsSource looks for known ones
-                unknown.append(unknown_key(source.path, source.written, schema))
+            if isinstance(source, Text) and source.path not in schema_keys():  # EnvSettingsSource looks for known ones
+                unknown.append(unknown_key(source.path, source.written))
             else:
                 unknown += self._merge(self.values, source(), (), source)
         if unknown:
@@ -174,19 +198,20 @@ class Settings:
 
     def _merge(self, into: dict[str, Any], table: dict[str, Any], path: Path, source: Source) -> Iterator[str]:
         """Put one table over another. Yields a message for each key that the schema does not have."""
-        if TAG in table and (*path, TAG) in self._schema and table[TAG] != into.get(TAG):
+        schema = schema_keys()
+        if TAG in table and (*path, TAG) in schema and table[TAG] != into.get(TAG):
             into.clear()
         for name, value in table.items():
             here = (*path, name)
             origin = source.origin(here)
-            if here not in self._schema:
-                yield unknown_key(here, origin or "", self._schema)
+            if here not in schema:
+                yield unknown_key(here, origin or "")
                 continue
             if origin:
                 self.origins[here] = origin
-            section = self._schema.sections.get(here)
+            section = schema.sections.get(here)
             if section is None or not isinstance(value, dict):
-                is_none = isinstance(value, str) and value.lower() == NONE and NoneType in self._schema.kinds(here)
+                is_none = isinstance(value, str) and value.lower() == NONE and NoneType in schema.kinds(here)
                 into[name] = None if is_none else value
                 continue
             if not isinstance(into.get(name), dict):
@@ -194,11 +219,12 @@ class Settings:
             yield from self._merge(into[name], cast("dict[str, Any]", value), here, source)
 
 
-def unknown_key(path: Path, origin: str, schema: SchemaKeys) -> str:
+def unknown_key(path: Path, origin: str) -> str:
     """What to say of a key that there is not."""
     name = dotted(path)
     if name in _RENAMED:
         return f"unknown key {name} (from {origin}): it is {_RENAMED[name]} now"
+    schema = schema_keys()
     nearest = schema.nearest(name)
     siblings = dict.fromkeys(key[-1] for key in (*schema.keys, *schema.sections) if key[:-1] == path[:-1])
     if nearest:

@@ -52,4 +52,4 @@ class TimeOuts:
 
 
 TIME_OUT_NAMES = tuple(f.name for f in fields(TimeOuts) if f.name != "detect_s")
-"""Names of the time-outs that a user may set beside the one that they follow from."""
+"""Names of the time-outs that a user may set; they follow from detect_s."""

@@ -1,4 +1,4 @@
-"""The run's token from a file of its own, so that it stands on no command line and in no environment."""
+"""The run's token from a file, so that it stands on no command line and in no environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The [train] section: length and shape of the training, and what a node spends on it."""
+"""The [train] section: length and shape of the training, and what a node spends on it; what a rank keeps by that."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,14 @@ DeviceKind = Literal["cuda", "mps", "cpu"]
 
 FLOAT8_MULTIPLE = 16
 """Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
+
+_STATE_BYTES = 16
+"""Parameter, gradient and two moments in float32, for each parameter that a rank holds."""
+
+_COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
+_GRADIENT_BYTES = 4
+_FOR_STATE_AND_COPIES = 0.6
+"""Share of a GPU's memory that is given away here; activations, the loss and what moves between ranks get the rest."""
 
 
 class ProfileConfig(OwnSection):
@@ -88,3 +97,31 @@ class TrainConfig(Section):
         if self.float8 is not None and self.dtype != "bfloat16":
             raise ValueError(f'train.float8={self.float8!r} needs train.dtype = "bfloat16", not {self.dtype!r}')
         return self
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What stays in memory between the passes of a step."""
+
+    reshard_after_forward: bool
+    """Gathered parameters are freed after a forward pass, and gathered again for the backward pass."""
+    reduces_micro_batches: bool
+    """Gradients are reduced into shards with every micro-batch, not once with the last one."""
+
+
+def placement(train: TrainConfig, *, params: int, ranks: int, gpu_bytes: int | None) -> Placement:
+    """Decide for a model of `params` values on `ranks` GPUs of `gpu_bytes` each; None: on a CPU.
+
+    What the configuration says is done. What it leaves open is kept where it fits: gathered parameters first, since
+    each micro-batch would gather them twice, then whole gradients.
+    """
+    if gpu_bytes is None:
+        keeps_parameters, keeps_gradients = False, True
+    else:
+        room = _FOR_STATE_AND_COPIES * gpu_bytes - params * _STATE_BYTES / ranks
+        room_after = room - params * _COMPUTE_BYTES[train.dtype]
+        keeps_parameters, keeps_gradients = room_after >= 0, room_after >= params * _GRADIENT_BYTES
+    return Placement(
+        not keeps_parameters if train.reshard_after_forward is None else train.reshard_after_forward,
+        not keeps_gradients if train.reduce_gradients is None else train.reduce_gradients == "micro_batch",
+    )

@@ -38,8 +38,8 @@ class DiLoCoOptimizer(Optimizer):
 
     When it is made, this node is a member of the run: it has begun it, or has fetched parameters and outer state from
     the others, so make it after the model has its values and before it is compiled into anything that copies them.
-    Every `inner_steps` steps `step` takes an outer step with whoever is there (DiLoCo, arXiv:2311.08105), and waits for
-    them. A node that the run went on without comes back within a `step`, too.
+    Every `inner_steps` steps `step` takes an outer step with the nodes that are there (DiLoCo, arXiv:2311.08105), and
+    waits for them. A node that the run went on without comes back within a `step`, too.
 
     `params`: as for torch's optimizers; with names (`model.named_parameters()`) a node whose model differs is told
     where. float32, whole on every rank of the node or cut by FSDP2. Those without requires_grad, such as the base of
@@ -58,7 +58,7 @@ class DiLoCoOptimizer(Optimizer):
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
     `outer_optimizer`: an element-wise optimizer of torch's, as a class or `functools.partial`, such as SGD or AdamW.
     Its moments are the run's: equal on all nodes bit for bit, fetched by joiners. None: Nesterov, lr 0.7, momentum 0.9.
-    `total_steps`: inner steps after which the run is complete. None: it goes on as long as somebody trains.
+    `total_steps`: inner steps after which the run is complete. None: it goes on as long as a node trains.
     `settings`: keys of a run's configuration and their values, such as {"run.id": "first-try"}; `zeroband train --help`
     lists them. Environment variables ZERO_BAND_SECTION__KEY count, too. With "ckpt.path" the run has checkpoints, from
     which {"resume": True} goes on where no node holds it any more.
@@ -70,7 +70,7 @@ class DiLoCoOptimizer(Optimizer):
     is the inner optimizer's. Close it, or use it as a context manager.
     A node that comes when the run is complete `is_done` at once, with the model as it was.
     Raises ConfigError, also where the run that is there differs, with the first thing that does; RecoveryFailed where
-    nobody could give this node its state; StoreLost.
+    no node could give this one its state; StoreLost.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DiLoCoOptimizer(Optimizer):
         atexit.register(self._abandon)
 
     def _share_state(self) -> None:
-        """Groups and state are the inner optimizer's own, so that whoever changes them here changes them there."""
+        """Groups and state are the inner optimizer's own, so that a change here is a change there."""
         self.param_groups = self._inner.optimizer.param_groups
         self.state = self._inner.optimizer.state
 
@@ -226,7 +226,7 @@ class DiLoCoOptimizer(Optimizer):
             atexit.unregister(self._abandon)
             session.close(kind, error, trace)
             del session
-            gc.collect()  # a closed process group keeps its threads until nobody refers to it, and cycles do
+            gc.collect()  # a closed process group keeps its threads until nothing refers to it, and cycles do
 
     def _abandon(self) -> None:
         """The program ends without having closed this."""

@@ -1,10 +1,10 @@
-"""The user's optimizer and learning-rate schedule as the inner optimizer of a run. Knows no other node."""
+"""The user's optimizer, its schedule and parameters as the inner optimizer of a run. Knows no other node."""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zeroband.errors import ConfigError
+from zeroband.node.sharding import NamedParameters, fingerprint_of, is_sharded
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """What torch's optimizers take: parameters, with their names or without, or groups of them."""
@@ -22,6 +23,9 @@ OptimizerFactory = Callable[[Any], Optimizer]
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """A schedule's class, or a `functools.partial` of one: called with the inner optimizer."""
+
+_COMPILED, _DDP = "_orig_mod.", "module."
+"""What torch.compile and DistributedDataParallel put before the names of a model."""
 
 
 def default_inner(params: Any) -> Optimizer:
@@ -70,7 +74,7 @@ def _plain(params: Params) -> Iterable[Tensor]:
 class ScheduledOptimizer:
     """The inner optimizer with its schedule, which can be put to any inner step. Raises ConfigError.
 
-    Without a schedule the steps are counted, and the optimizer's options left to the user, who may have one beside it.
+    Without a schedule the steps are counted, and the optimizer's options are left to the user and another schedule.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: SchedulerFactory | None) -> None:
@@ -159,3 +163,78 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+# -- the parameters ---------------------------------------------------------------------------------------------------
+
+
+def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
+    """Take those of an optimizer's groups that are trained. Without names they are called by their places.
+
+    `ranks`: of this node. Raises ConfigError where they cannot be averaged.
+    """
+    named = {name: parameter for name, parameter in _named(groups).items() if parameter.requires_grad}
+    if not named:
+        raise ConfigError("params holds no parameter that has requires_grad, so there is nothing to train")
+    for name, parameter in named.items():
+        _require_fit(name, parameter)
+    _require_one_form(named, ranks)
+    return NamedParameters(named)
+
+
+def frozen_items(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What nodes must agree on of the parameters that are not trained, and so never travel. Called by all ranks."""
+    frozen = [(name, parameter) for name, parameter in _named(groups).items() if not parameter.requires_grad]
+    return {"frozen parameters": fingerprint_of(frozen)} if frozen else {}
+
+
+def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
+    named: dict[str, nn.Parameter] = {}
+    for number, place in places:
+        group = groups[number]
+        name = str(group["param_names"][place]) if "param_names" in group else f"{number}.{place:06d}"
+        name = name.replace(_COMPILED, "")  # peers that compile, and those that do not, train together
+        if name in named:
+            raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
+        named[name] = group["params"][place]
+    if all(name.startswith(_DDP) for name in named):
+        named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
+    _require_once(named)
+    return named
+
+
+def _require_once(named: Mapping[str, Tensor]) -> None:
+    seen: dict[int, str] = {}
+    for name, parameter in named.items():
+        if id(parameter) in seen:
+            raise ConfigError(f"parameters {seen[id(parameter)]} and {name} are one tensor; give it once")
+        seen[id(parameter)] = name
+
+
+def _require_fit(name: str, parameter: Tensor) -> None:
+    if parameter.dtype != torch.float32:
+        raise ConfigError(
+            f"parameter {name} is {parameter.dtype}, and the outer state is float32: keep the parameters in float32 "
+            "and compute in another type with torch.autocast, or leave this one out of params"
+        )
+    if parameter.is_meta:
+        raise ConfigError(f"parameter {name} is on the meta device; give the model its values first")
+    if not is_sharded(parameter) and not parameter.is_contiguous():
+        raise ConfigError(f"parameter {name} is not contiguous; set its data to parameter.data.contiguous() first")
+
+
+def _require_one_form(named: Mapping[str, nn.Parameter], ranks: int) -> None:
+    """Require that all are whole on every rank of the node, or all are cut by FSDP2 over all of its ranks."""
+    sharded = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
+    if not sharded:
+        return
+    whole = next((name for name in named if name not in sharded), None)
+    if whole is not None:
+        raise ConfigError(f"parameter {whole} is whole and {next(iter(sharded))} sharded; shard all of them with FSDP2")
+    for name, parameter in sharded.items():
+        if parameter.device_mesh.size() != ranks or not all(p.is_shard(0) for p in parameter.placements):
+            raise ConfigError(
+                f"parameter {name} has placements {parameter.placements} on {parameter.device_mesh.size()} of {ranks} "
+                "ranks; shard its first dimension over all ranks of the node, as fully_shard does"
+            )

@@ -7,9 +7,8 @@ steps of it come to. One rank's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,37 +31,42 @@ from zeroband.state.flat import parameter_shards
 _log = get_logger(__name__)
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A sampler, a loader, a gradient scaler, a moving average: whatever torch.distributed.checkpoint would save."""
-
-    def state_dict(self) -> Any:
-        """Give numbers, strings, bytes, arrays and tensors, in dicts and lists."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take it over again."""
-        ...
-
-
 class LoopState:
     """The inner optimizer as a run sees it, with what else goes into this node's part of a checkpoint.
 
-    `held`: the user's objects by name. `ranks`: of this node. Raises ConfigError where one has no `state_dict`.
+    `held`: the user's objects by name. `named`: the parameters. `ranks`: of this node. Raises ConfigError where one of
+    the objects has no `state_dict`.
     """
 
     moment_names = ()
 
-    def __init__(self, inner: ScheduledOptimizer, held: Mapping[str, Any], *, ranks: int = 1) -> None:
+    def __init__(
+        self, inner: ScheduledOptimizer, held: Mapping[str, Any], named: Mapping[str, nn.Parameter], *, ranks: int
+    ) -> None:
         for name, one in held.items():
-            if not isinstance(one, Stateful):
+            if not all(hasattr(one, name) for name in ("state_dict", "load_state_dict")):
                 raise ConfigError(
                     f"state[{name!r}] is a {type(one).__name__} without state_dict and load_state_dict; give it both, "
                     "or leave it out"
                 )
         self._inner = inner
         self._held = held
+        self._named = named
         self._ranks = ranks
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._inner.optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._named.values())
 
     def seek(self, step: int) -> None:
         self._inner.seek(step)
@@ -107,7 +111,10 @@ class LoopState:
     def _optimizer_state(self) -> dict[int, dict[str, Any]]:
         """What this rank has of each parameter's state, by its place."""
         state: dict[int, dict[str, Any]] = self._inner.state_dict()["state"]
-        return {place: {name: _local(value) for name, value in one.items()} for place, one in state.items()}
+        return {
+            place: {name: local_part(value) if isinstance(value, Tensor) else value for name, value in one.items()}
+            for place, one in state.items()
+        }
 
     def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         self._inner.load_moments(self._sharded(state))
@@ -124,10 +131,6 @@ class LoopState:
             yield from group["params"]
 
 
-def _local(value: Any) -> Any:
-    return local_part(value) if isinstance(value, Tensor) else value
-
-
 def _like(value: Any, parameter: Tensor) -> Any:
     """A rank's shard as one of a tensor that is cut as the parameter is."""
     if not (isinstance(value, Tensor) and is_sharded(parameter)) or value.shape != local_part(parameter).shape:
@@ -142,36 +145,7 @@ def _like(value: Any, parameter: Tensor) -> Any:
 # -- steps of all nodes together -------------------------------------------------------------------------------------
 
 
-class SteppedLoopState(LoopState, ABC):
-    """The inner optimizer as an algorithm sees it that says by which gradients it steps. `named`: the parameters."""
-
-    def __init__(
-        self, inner: ScheduledOptimizer, held: Mapping[str, Any], named: Mapping[str, nn.Parameter], *, ranks: int = 1
-    ) -> None:
-        super().__init__(inner, held, ranks=ranks)
-        self._named = named
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return float(self._inner.optimizer.param_groups[0]["lr"])
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for parameter in self._named.values():
-            parameter.grad = None
-
-    @abstractmethod
-    def step(self) -> None:
-        """Step by the gradients that lie in the model, if any do, and move on by one inner step."""
-        ...
-
-    @property
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._named.values())
-
-
-class CommonOptimizer(SteppedLoopState):
+class CommonOptimizer(LoopState):
     """An optimizer that is the same on all nodes, DDP's. Its moments can be read and written before its first step."""
 
     def __init__(
@@ -181,7 +155,7 @@ class CommonOptimizer(SteppedLoopState):
         named: Mapping[str, nn.Parameter],
         proven: TorchOuterOptimizer,
         *,
-        ranks: int = 1,
+        ranks: int,
     ) -> None:
         super().__init__(inner, held, named, ranks=ranks)
         self._proven = proven
@@ -215,7 +189,7 @@ class CommonOptimizer(SteppedLoopState):
         self._inner.advance()
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
-        """Go on at this inner step; with moments that have seen so many updates, where that is said."""
+        """Go on at this inner step; with moments that have seen `update_count` updates, where that is said."""
         super().seek(step)
         if update_count is None or update_count == self.update_count:
             return
@@ -235,7 +209,7 @@ class CommonOptimizer(SteppedLoopState):
         """Do nothing: the outer state has it."""
 
 
-class SignSteps(SteppedLoopState):
+class SignSteps(LoopState):
     """DeMo's step: theta <- theta (1 - lr weight_decay) - lr sign(gradient), with the options of a plain SGD."""
 
     update_count = 0
@@ -298,7 +272,7 @@ def loop_state_of(
             options = _sign_options(inner)
             return SignSteps(inner, held, named, ranks=ranks), {"inner_optimizer": f"SGD({options})"}
         case _:
-            return LoopState(inner, held, ranks=ranks), {}
+            return LoopState(inner, held, named, ranks=ranks), {}
 
 
 def _sign_options(inner: ScheduledOptimizer) -> str:

@@ -1,4 +1,4 @@
-"""What a node notices of its peers: that nobody came, or that somebody learns from the same batches. Local rank 0.
+"""What a node notices of its peers: that none came, or that one learns from the same batches. Local rank 0.
 
 Batches are the user's business and never seen here. But all members begin a round with the same parameters, so the
 gradients of its first inner step are equal bit for bit where the batches are. Each says a digest of them in the first
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.redis_store import RedisStore
@@ -32,21 +32,18 @@ _log = get_logger(__name__)
 
 def first_gradients(parameters: Iterable[nn.Parameter]) -> str | None:
     """A digest of what this rank has of the gradients; None where they would not tell one batch from another."""
-    parts = [_sample(p.grad) for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    parts = [local_part(gradient).reshape(-1)[:_SHARE].float() for gradient in gradients]
     sample = torch.cat(parts).cpu() if parts else torch.empty(0)
     if not bool(sample.isfinite().all()) or len(sample.unique()) < _LEAST_VALUES:
         return None
     return digest_of(sample)
 
 
-def _sample(gradient: Tensor) -> Tensor:
-    return local_part(gradient.detach()).reshape(-1)[:_SHARE].float()
-
-
 class PeerChecks:
     """The peers of one node. `say`: told of a peer with the same batches, by event and fields.
 
-    `address`: of the store, without its password; None: nobody was given one, so nobody is missed.
+    `address`: of the store, without its password; None: none was given, so no peer is missed.
     """
 
     def __init__(self, store: RedisStore, run_id: str, address: str | None, say: Callable[..., object]) -> None:

@@ -23,9 +23,8 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import shown_stores
 from zeroband.data.ledger import count
-from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
-from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, SteppedLoopState, loop_state_of
-from zeroband.dropin.parameters import frozen_items, parameters_of
+from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer, frozen_items, parameters_of
+from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, SignSteps, loop_state_of
 from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
@@ -94,7 +93,8 @@ class Session:
             self._local = join_local_mesh(first.device)
             stack.callback(self._local.close)
             parameters = parameters_of(groups, ranks=self._local.world_size)
-            _require_equal_copies(parameters, self._local)
+            if _holds_copies(parameters, self._local):
+                _require_equal_copies(parameters, self._local)
             self._parameters = parameters
             self.store_url = _open_store(address, self._local, stack)
             self._node = self._build_node(parameters, stack)
@@ -121,8 +121,8 @@ class Session:
             outer=wish.outer,
             total_steps=wish.total_steps,
         )
-        _require_one_writer(config, parameters, local)
-        _require_plain(config, wish.outer)
+        copies = local.world_size if _holds_copies(parameters, local) else 1
+        _require_usable(config, wish.outer, copies=copies)
         self._own, inner_items = loop_state_of(
             config.outer, self._inner, wish.inner, wish.state, parameters.named, ranks=local.world_size
         )
@@ -209,7 +209,7 @@ class Session:
             say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
 
     def _leave_without(self, leaving: Leaving) -> None:
-        """Be done because this node was asked to leave and nobody takes over what it holds."""
+        """Be done because this node was asked to leave and no node takes over what it holds."""
         self.is_done = True
         _log.warning("left without handing over", extra={"fields": {"why": str(leaving)}})
 
@@ -275,7 +275,8 @@ class Session:
         try:
             if not hooks.has_own_steps:
                 hooks.sync_gradients(hooks.inner_step, self._wish.batch_size)
-                self._run_common_step()
+                assert isinstance(self._own, CommonOptimizer | SignSteps)
+                self._own.step()
             synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
         except (Fenced, RolledBack) as why:
             self._come_back(why)
@@ -295,10 +296,6 @@ class Session:
     def has_common_steps(self) -> bool:
         """Whether all nodes make each inner step together, which `stepped` does then."""
         return not self._run.outer.has_own_steps
-
-    def _run_common_step(self) -> None:
-        assert isinstance(self._own, SteppedLoopState)
-        self._own.step()
 
     def _come_back(self, why: Fenced | RolledBack) -> None:
         """Become a member again. The others go on: one that leaves need not, and has nothing of theirs to save."""
@@ -320,7 +317,7 @@ class Session:
     def _end_if_due(self, *, saves: bool = True) -> None:
         """Have this node be done where the run is complete, or where it was asked to leave and has handed over.
 
-        `saves`: a checkpoint, where nobody goes on.
+        `saves`: a checkpoint, where no node goes on.
         """
         if self.is_done:
             self._report.finished()
@@ -334,7 +331,7 @@ class Session:
             self.is_done = True
 
     def _save_if_last(self) -> None:
-        """Take a checkpoint if nobody goes on with the run when this node leaves."""
+        """Take a checkpoint if no node goes on with the run when this one leaves."""
         if self._node.config.ckpt.path is not None and (staying := self._run.announce_leaving()) != "others":
             self._checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
@@ -363,16 +360,11 @@ class Session:
             barrier(self._local)
             if not self.is_done:
                 self._save_if_last()
-        self.abandon(kind, error, trace)
-
-    def abandon(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        """Give everything back without waiting for anybody."""
         self._stack.__exit__(kind, error, trace)
+
+    def abandon(self) -> None:
+        """Give everything back without waiting for the other ranks or nodes."""
+        self._stack.close()
 
 
 def say(text: str) -> None:
@@ -390,10 +382,13 @@ def _open_store(url: str, local: LocalMesh, stack: ExitStack) -> str:
     return str(on_first_rank(local, lambda: stack.enter_context(RedisServer()).url))
 
 
+def _holds_copies(parameters: NamedParameters, local: LocalMesh) -> bool:
+    """Whether several ranks each hold the whole model."""
+    return local.world_size > 1 and not any(is_sharded(p) for p in parameters.named.values())
+
+
 def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None:
-    """Ranks that each hold the whole model hold the same one. Raises ConfigError on all."""
-    if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
-        return
+    """Raise ConfigError on all ranks where they hold different copies."""
     own = digest_of(*(p.detach().cpu() for p in parameters.named.values()))
     if not all_ok(own == broadcast_json(own, local), local):
         raise ConfigError(
@@ -402,25 +397,17 @@ def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None
         )
 
 
-def _require_one_writer(config: RunConfig, parameters: NamedParameters, local: LocalMesh) -> None:
-    """Raises ConfigError where several whole copies would write to what a node has once."""
-    outer = config.outer
-    if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
-        return
+def _require_usable(config: RunConfig, outer: OuterStep | None, *, copies: int) -> None:
+    """Raise ConfigError for what only one writer can do, of `copies` of the model, and only an outer step by SGD."""
     for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
-        if getattr(outer, key, None) == unfit:
+        if getattr(config.outer, key, None) != unfit:
+            continue
+        if copies > 1:
             raise ConfigError(
-                f"outer.{key} = {unfit!r} with {local.world_size} ranks that each hold the whole model: shard it with "
-                "FSDP2, or start a node for each rank"
+                f"outer.{key} = {unfit!r} with {copies} ranks that each hold the whole model: shard it with FSDP2, or "
+                "start a node for each rank"
             )
-
-
-def _require_plain(config: RunConfig, outer: OuterStep | None) -> None:
-    """Raise ConfigError where what was asked for needs an outer step by SGD, and got another optimizer."""
-    if not isinstance(outer, TorchOuterOptimizer):
-        return
-    for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
-        if getattr(config.outer, key, None) == unfit:
+        if isinstance(outer, TorchOuterOptimizer):
             raise ConfigError(
                 f"outer.{key} = {unfit!r} needs an outer step by SGD, and outer_optimizer is {outer}: drop the one, or "
                 "give torch.optim.SGD"

@@ -1,4 +1,4 @@
-"""What a user asks of a run in a loop of their own: its configuration, and the outer optimizer in torch's words."""
+"""What a user's own loop asks of a run: its configuration, and the outer optimizer in torch's words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from zeroband.config.load import load_config, shared_items
+from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
+from zeroband.config.shared import shared_items
 from zeroband.dropin.inner import OptimizerFactory
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO
@@ -29,7 +30,7 @@ _ARGUMENTS = {
     "outer.optimizer": "give outer_optimizer",
     "store.url": "give store",
 }
-"""Keys that have an argument of their own."""
+"""Keys that have their own argument."""
 
 LOCAL = "local"
 """What stands in the place of a store's address: a server of this process's own."""
@@ -52,7 +53,7 @@ OuterStep = OuterSGDConfig | TorchOuterOptimizer
 def address_of(asked: str | Sequence[str] | None, environ: Mapping[str, str]) -> str:
     """The store's address, or those of several with blanks between: as asked for, of the environment, or LOCAL.
 
-    Raises ConfigError where it is there and empty: a peer that went on with a server of its own would train alone.
+    Raises ConfigError where it is there and empty: a peer that went on with its own server would train alone.
     """
     if asked is not None and not isinstance(asked, str):
         asked = " ".join(asked)
@@ -90,7 +91,10 @@ def config_of(
         "train.batch_size": 1,
     }
     resumes = bool(flags.pop("resume", False))
-    line = [f"--{key}={_text(value)}" for key, value in flags.items()]
+    texts = {
+        key: json.dumps(value) if isinstance(value, list | tuple | dict) else value for key, value in flags.items()
+    }
+    line = [f"--{key}={text}" for key, text in texts.items()]
     config = load_config([*line, "--resume"] if resumes else line, environ)
     if config.run.id == AUTO:
         raise ConfigError("run.id='auto' names the trainer's runs; give a loop of your own the run.id of its peers")
@@ -114,11 +118,6 @@ def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> 
         sgd = step or OuterSGDConfig()
         flags |= {f"outer.optimizer.{name}": getattr(sgd, name) for name in ("lr", "momentum", "nesterov")}
     return flags
-
-
-def _text(value: object) -> str:
-    """Write a value as it stands on a command line."""
-    return json.dumps(value) if isinstance(value, list | tuple | dict) else str(value)
 
 
 def _require_ours(key: str) -> None:

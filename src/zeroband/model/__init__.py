@@ -1,6 +1,6 @@
 """The language model: its decoder, initial weights, loss and sampling. Knows no data, no nodes and no optimizer."""
 
-from zeroband.config.model_size import flops_per_token, parameter_count
+from zeroband.config.model import flops_per_token, parameter_count
 from zeroband.model.attention import attend_plain, attention_on, varlen_attention
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.init import init_weights

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.model import LlamaConfig
-from zeroband.config.model_size import flops_per_token
+from zeroband.config.model import LlamaConfig, flops_per_token
 from zeroband.config.training import ActivationCheckpointing
 from zeroband.model.attention import Attend, RopeTable, SelfAttention, attend_plain, rope_table
 from zeroband.model.language_model import LanguageModel

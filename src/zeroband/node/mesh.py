@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
-from zeroband.config.placement import Placement, placement
-from zeroband.config.training import ActivationCheckpointing, DeviceKind, TrainConfig
+from zeroband.config.training import ActivationCheckpointing, DeviceKind, Placement, TrainConfig, placement
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8

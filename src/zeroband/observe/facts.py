@@ -14,6 +14,8 @@ from zeroband.observe.metrics import METRICS_FILE
 
 REPORT_FILE = "report.html"
 """Name of the report inside the run directory."""
+CONFIG_FILE = "config.toml"
+"""The resolved configuration, in the node's folder of the run directory."""
 _MOST = 2**53
 """No whole number that nodes write is larger."""
 

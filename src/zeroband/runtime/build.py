@@ -12,9 +12,9 @@ import torch
 from zeroband.checkpoint.own_state import seed_random_state
 from zeroband.checks.slow_fallbacks import slow_fallbacks
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
-from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_items
+from zeroband.config.training import Placement
 from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader

@@ -18,11 +18,11 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.node_history import NodeHistory
 from zeroband.observe.stall import newest_events
 from zeroband.observe.view import NodeView
-from zeroband.runtime.run_folder import CONFIG_FILE
 
 _STACKS = re.compile(r"rank\d+\.stacks")
 _AILING = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}

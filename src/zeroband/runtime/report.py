@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.config.cautions import cautions_of
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_digest
+from zeroband.config.stability import cautions_of
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport

@@ -22,7 +22,7 @@ from typing import cast
 from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.load import render_toml
+from zeroband.config.render import render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey
 from zeroband.elastic.membership.progress import Progress
@@ -32,15 +32,13 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.node.shm import is_restart
 from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import short_key
 from zeroband.runtime.node_parts import NodeParts
 
 RUN_FILE = "run.json"
-CONFIG_FILE = "config.toml"
-"""The resolved configuration, in the node's folder of the run directory."""
-
 KEY_FILE = "node.key"
 
 _MOVED = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, RUN_FILE)

@@ -1,17 +1,20 @@
-"""The arguments of commands: a parser for each, numbers within bounds, the run that is meant, and exit codes."""
+"""The arguments of commands: a parser for each, numbers with bounds or units, the run that is meant, and exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
-from zeroband.observe.facts import FactSource, FolderFacts
-from zeroband.observe.status import find_run_dir
+
+if TYPE_CHECKING:
+    from zeroband.observe.facts import FactSource
 
 STORE_VARIABLE, ID_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__ID", "ZERO_BAND_RUN__TOKEN"
 """What `zeroband store` prints for the machines of a run."""
@@ -20,14 +23,11 @@ EXIT_UNREACHED, EXIT_CONFIG = 1, 2
 
 
 def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return the parser of `zeroband COMMAND`: flags by their whole names, and a text that stays as it is written."""
-    return argparse.ArgumentParser(
-        prog=f"zeroband {command}",
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        **more,
-    )
+    """Return the parser of `zeroband COMMAND`: flags by their whole names, and a text whose lines stay as they are."""
+    has_lines = text is not None and "\n" in text
+    formatter = argparse.RawDescriptionHelpFormatter if has_lines else argparse.HelpFormatter
+    prog = f"zeroband {command}"
+    return argparse.ArgumentParser(prog=prog, description=text, formatter_class=formatter, allow_abbrev=False, **more)
 
 
 def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
@@ -46,6 +46,40 @@ def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], A
             raise argparse.ArgumentTypeError(f"{text!r}: {said[0].lower()}{said[1:]}") from None
 
     return parsed
+
+
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SIZES = {"mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
+_RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def parse_count(text: str) -> float:
+    """`1e9`, `1.5e9`, `150M`, `7B`: a number of parameters or tokens, 1 or more. Raises ArgumentTypeError."""
+    if not 1 <= (count := _number(text, _COUNTS, gap="")) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more; write it like 1.5e9, 150M or 7B")
+    return count
+
+
+def parse_rate(text: str) -> float:
+    """`20mbit`, `1gbit`, `2.5gbit/s`: the rate of a link, in bytes a second. Raises ArgumentTypeError."""
+    if not 0 < (rate := _number(text, _RATES, end="(?:/s)?") / 8) < math.inf:
+        wanted = "write it in bits a second like 20mbit or 1gbit"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0; {wanted}")
+    return rate
+
+
+def parse_size(text: str) -> int:
+    """`80GB`, `79.6GiB`: bytes of memory. Raises ArgumentTypeError."""
+    if not 1 <= (size := _number(text, _SIZES)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory; write it like 80GB or 79.6GiB")
+    return int(size)
+
+
+def _number(text: str, units: Mapping[str, float], *, gap: str = r"\s*", end: str = "") -> float:
+    """A number with its unit, read strictly; 0 where it is none."""
+    match = re.fullmatch(f"{_NUMBER}{gap}({'|'.join(units)}){end}", text.strip().lower())
+    return float(match[1]) * units[match[2]] if match else 0.0
 
 
 def run_command(command: str, work: Callable[[], int]) -> int:
@@ -83,6 +117,9 @@ def is_in_store(options: argparse.Namespace) -> bool:
 
 def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> FactSource:
     """Open what the arguments name; `close()` it. Raises ConfigError."""
+    from zeroband.observe.facts import FolderFacts  # commands that open no run load none of these
+    from zeroband.observe.status import find_run_dir
+
     run_dir: Path | None = options.run_dir
     if run_dir is None and not is_in_store(options):
         raise ConfigError("name one run: its folder (runs/first), or --store URL --run-id ID")

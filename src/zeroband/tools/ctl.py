@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -87,10 +86,14 @@ class Order:
 def open_store(config: RunConfig) -> RedisStore:
     """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
     assert config.store.address is not None, "config_of_order and order_desk see to that"
-    url, patience_s = config.store.address, _STORE_PATIENCE_S
     token = config.run.token.get_secret_value() if config.run.token else None
-    key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
-    store = RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)
+    return open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
+
+
+def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> RedisStore:
+    """Return the store of a run that is there, and has this token. Raises ConfigError, StoreLost."""
+    key = RunKey.of(token, run_id)
+    store = RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)
     try:
         store.find_run()
         store.require_token()
@@ -217,7 +220,3 @@ def _row(member: str, view: View) -> tuple[str, ...]:
     key = short_key(member)
     shown = member if key is None else member.rpartition(".")[0]
     return shown, key or "-", "-" if peer is None else f"{peer.host}:{peer.port}", doing + leaves
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ For health checks of containers: cheap, knows no store, changes nothing. What it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,3 @@ def main(argv: Sequence[str]) -> int:
     found = list(ailments(ranks)) if ranks else ["no trainer runs here"]
     print("\n".join(found or [f"well: {', '.join(sorted({node_dir.name for _, node_dir in ranks}))}"]))
     return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

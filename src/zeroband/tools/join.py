@@ -15,54 +15,25 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.config import RunConfig
-from zeroband.config.load import render_toml
-from zeroband.config.recorded import other_items, recorded_config, shown
+from zeroband.config.render import render_toml
 from zeroband.config.schema import FaultConfig
+from zeroband.config.shared import other_items, recorded_config, shown
 from zeroband.config.store_url import shown_stores
 from zeroband.elastic.membership.records import FOUNDING_ROUND
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import PROTOCOL, REMARK
-from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, JoinRefused
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.identity import node_id_of
 from zeroband.tools.arguments import ID_VARIABLE, parser_of, run_command, token_of
 from zeroband.tools.arguments import STORE_VARIABLE as _URL
 from zeroband.tools.arguments import TOKEN_VARIABLE as _TOKEN
-from zeroband.tools.ctl import describe, next_round
+from zeroband.tools.ctl import describe, next_round, open_run
 
 _EXIT_UNFIT = 3
-_STORE_PATIENCE_S = 5.0
 _TOKEN_FILE = f"{_TOKEN}_FILE"
-
-
-@dataclass(frozen=True)
-class Join:
-    """How this machine takes part."""
-
-    config: RunConfig
-    file: Path
-    """Where that configuration goes, without its secrets."""
-    ranks: str
-    environment: Mapping[str, str]
-    """What the trainer gets beside the file: the address of the store, which may hold a password, and the token."""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What launches this machine's ranks."""
-        return ("launch", "--nproc-per-node", self.ranks, f"@{self.file}")
-
-    @property
-    def shown(self) -> str:
-        """The command as somebody types it who has the password of the store, if there is one."""
-        settings = {**self.environment, _URL: shown_stores(self.environment[_URL])}
-        settings.pop(_TOKEN, None)
-        words = [*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "zeroband", *self.command]
-        return " ".join(words)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,20 +45,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join(url: str, options: argparse.Namespace, own: Sequence[str]) -> int:
-    join = _prepare(url, options, own)
+    environment = {_URL: url, **_secrets(options.token_file)}
+    config = _config_of_run(url, options, own, environment)
+    file = config.run.dir / config.run.id / f"join-{node_id_of(config)}.toml"
+    ranks = options.nproc_per_node or ("gpu" if visible_gpus(os.environ) else "1")
+    launch = ["launch", "--nproc-per-node", ranks, f"@{file}"]
+    shown_environment = {**environment, _URL: shown_stores(url)}  # who types it has the store's password and the token
+    shown_environment.pop(_TOKEN, None)
+    words = [*(f"{name}={shlex.quote(value)}" for name, value in shown_environment.items()), "zeroband", *launch]
     if options.dry_run:
-        print(f"\n{render_toml(join.config)}\nit would be written to {join.file}, and started with\n  {join.shown}")
+        print(f"\n{render_toml(config)}\nit would be written to {file}, and started with\n  {' '.join(words)}")
         return 0
-    _write(join)
-    print(f"\nthis machine's configuration is in {join.file}; it is started with\n  {join.shown}", flush=True)
-    environment = {**os.environ, **join.environment}
+    _write(config, file)
+    print(f"\nthis machine's configuration is in {file}; it is started with\n  {' '.join(words)}", flush=True)
+    environment = {**os.environ, **environment}
     print("\nwhether this machine can take part:", flush=True)
-    doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{join.file}"]
+    doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{file}"]
     code = subprocess.run(doctor, env=environment, check=False).returncode
     if code:
         print("zeroband join: this machine cannot take part as it is; see above", file=sys.stderr)
         return _EXIT_UNFIT
-    os.execve(sys.executable, [sys.executable, "-m", "zeroband.node.launch", *join.command[1:]], environment)
+    os.execve(sys.executable, [sys.executable, "-m", "zeroband.node.launch", *launch[1:]], environment)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,8 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
-    """Ask the store, and show what it says. Raises ConfigError and StoreLost."""
+def _config_of_run(
+    url: str, options: argparse.Namespace, own: Sequence[str], environment: Mapping[str, str]
+) -> RunConfig:
+    """Ask the store, and show what it says. Raises ConfigError and StoreLost.
+
+    `environment`: what the trainer gets besides its file: the store's address, which may hold a password, and a token.
+    """
     run_id: str = options.run_id
     if not url:
         raise ConfigError(f"no URL of the run's store: zeroband join redis://HOST:6379 ..., or {_URL}")
@@ -121,30 +104,24 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
         place = shown_stores(url)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    secrets = _secrets(options.token_file)
     record, standing = _look(url, run_id, token_of(options))
     if record.get("protocol") != str(PROTOCOL):
         raise JoinRefused("protocol", shown(record.get("protocol", "absent")), PROTOCOL)
-    environment = {_URL: url, **secrets}
     if record.get("run.id") != run_id:
         raise ConfigError(f"the store's record of run.id={run_id!r} is of run.id={shown(record.get('run.id', ''))!r}")
     config = recorded_config(record, own, {**os.environ, **environment})
-    access = "the token is the run's" if secrets else "the run has no token"
+    access = "the token is the run's" if len(environment) > 1 else "the run has no token"
     print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
     for key, value in other_items(record).items():
         print(f"  {shown(key)}: {shown(value) or 'none'}{'' if key.startswith(REMARK) else ', compared at join'}")
-    node_id = node_id_of(config)
-    file = config.run.dir / run_id / f"join-{node_id}.toml"
-    ranks = options.nproc_per_node or ("gpu" if visible_gpus(os.environ) else "1")
-    return Join(config, file, ranks, environment)
+    return config
 
 
-def _write(join: Join) -> None:
-    """Write this machine's configuration. Raises ConfigError."""
-    file = join.file
+def _write(config: RunConfig, file: Path) -> None:
+    """Write this machine's configuration, without its secrets. Raises ConfigError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(render_toml(join.config))
+        file.write_text(render_toml(config))
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}; set --run.dir to a folder of this user's") from error
 
@@ -158,10 +135,7 @@ def _secrets(token_file: Path | None) -> dict[str, str]:
 
 def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str]:
     """What the run's nodes share, and how it stands. Raises ConfigError and StoreLost."""
-    key, lease_s = RunKey.of(token, run_id), FaultConfig().time_outs.lease_s
-    with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
-        store.find_run()
-        store.require_token()
+    with closing(open_run(url, run_id, token, lease_s=FaultConfig().time_outs.lease_s)) as store:
         record = store.record()
         if record is None:
             raise ConfigError(f"this store has no run.id={run_id!r}; name the run and the store of its nodes")

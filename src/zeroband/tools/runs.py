@@ -1,14 +1,13 @@
 """`zeroband runs [DIR]`: the runs in a folder, newest first. Reads the ends of their files, whatever is in them.
 
 How old a run's newest line is, its file says and not the line: the clock of the file system is held against that of
-this machine, which on a disk of its own is the same one, and never that of the machine that wrote it.
+this machine, which on a local disk is the same one, and never that of the machine that wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +22,8 @@ from zeroband.observe.jsonl import decode_line, last_lines
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
+from zeroband.tools.arguments import parser_of, run_command
 
-_EXIT_CONFIG = 2
 _TAIL_BYTES = 1 << 17
 """What is read of each file: many rounds, and little of a long run."""
 _COLUMNS = ("run", "state", "step", "loss", "nodes", "newest line")
@@ -37,7 +36,7 @@ class RunSummary:
     run_id: str
     path: str
     state: str
-    """training, silent (nobody wrote for two minutes, and not all ended), finished, failed, left, empty."""
+    """training, silent (no node wrote for two minutes, and not all ended), finished, failed, left, empty."""
     step: int
     total_steps: int | None
     loss: float | None
@@ -54,15 +53,15 @@ class RunSummary:
 
 def main(argv: Sequence[str]) -> int:
     """Print the runs of a folder. Returns the exit code: 2 for a folder that is none."""
-    parser = argparse.ArgumentParser(prog="zeroband runs", description="List the runs of a folder, newest first.")
+    parser = parser_of("runs", "List the runs of a folder, newest first.")
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="run.dir (default: runs)")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
     options = parser.parse_args(argv)
-    try:
-        found = runs_in(options.directory, now_s=time.time())
-    except ConfigError as error:
-        print(f"zeroband runs: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
+    return run_command("runs", lambda: _list(options))
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = runs_in(options.directory, now_s=time.time())
     if options.json:
         print(json.dumps([asdict(run) for run in found], indent=2))
     else:

@@ -6,7 +6,6 @@ Touches nothing. Exit codes: 0 shown, 3 the run diverged, 2 the arguments are wr
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,24 +14,25 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource
 from zeroband.observe.status import RunReader, render
 from zeroband.observe.view import RunView
-from zeroband.tools.arguments import add_source, open_source
+from zeroband.tools.arguments import add_source, bounded, open_source, parser_of, run_command
 
-_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+_EXIT_DIVERGED = 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the run, and with --follow print it again. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zeroband status", description="Show a run from what its nodes recorded.")
+    parser = parser_of("status", "Show a run from what its nodes recorded.")
     add_source(parser)
     parser.add_argument("--follow", action="store_true", help="print it again whenever it has changed, until Ctrl-C")
-    parser.add_argument("--every-s", type=float, default=2.0, help="pause between two looks (default: 2)")
+    every = bounded(float, ge=0)
+    parser.add_argument("--every-s", type=every, default=2.0, help="pause between two looks (default: 2)")
     options = parser.parse_args(argv)
-    try:
-        with closing(open_source(options)) as facts:
-            view = _show(facts, every_s=options.every_s if options.follow else None)
-    except (ConfigError, StoreLost) as error:
-        print(error, file=sys.stderr)
-        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_UNREACHED
+    return run_command("status", lambda: _open_and_show(options))
+
+
+def _open_and_show(options: argparse.Namespace) -> int:
+    with closing(open_source(options)) as facts:
+        view = _show(facts, every_s=options.every_s if options.follow else None)
     return _EXIT_DIVERGED if view.disagreements else 0
 
 

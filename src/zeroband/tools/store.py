@@ -37,7 +37,7 @@ _LOOK_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until somebody ends it, or the command has ended. Returns the exit code."""
+    """Serve until a signal ends it, or the command has ended. Returns the exit code."""
     options = _parser().parse_args(argv)
     return run_command("store", lambda: _serve(options))
 
@@ -121,8 +121,9 @@ def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer,
 
     `asked`: the signals that came before it was started.
     """
+    env = {name: value for name, value in os.environ.items() if name != f"{TOKEN_VARIABLE}_FILE"}
     try:
-        started = subprocess.Popen(command, env={**_without_token_file(os.environ), **needed})
+        started = subprocess.Popen(command, env={**env, **needed})
     except OSError as error:
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -139,10 +140,6 @@ def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer,
                 started.terminate()
                 started.wait()
                 _require_running(server)
-
-
-def _without_token_file(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name != f"{TOKEN_VARIABLE}_FILE"}
 
 
 def _require_running(server: RedisServer) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from zeroband.checks import gpu_prediction
 from zeroband.checks.rehearsal import Bytes, Moment, rehearse
-from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
+from zeroband.config.training import Placement
 
 
 @pytest.fixture(scope="session", autouse=True)

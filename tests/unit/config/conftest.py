@@ -10,15 +10,20 @@ import pytest
 from zeroband.config import RunConfig, load_config
 from zeroband.errors import ConfigError
 
+STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
+Load = Callable[..., RunConfig]
+Refusal = Callable[..., str]
+Write = Callable[[str, str], str]
+
 
 @pytest.fixture
-def load() -> Callable[..., RunConfig]:
+def load() -> Load:
     """`load(*argv, **environ)` with that environment only."""
     return lambda *argv, **environ: load_config(argv, environ)
 
 
 @pytest.fixture
-def refusal() -> Callable[..., str]:
+def refusal() -> Refusal:
     """`refusal(*argv, **environ)`: the message with which this is refused."""
 
     def refused(*argv: str, **environ: str) -> str:
@@ -30,7 +35,7 @@ def refusal() -> Callable[..., str]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
+def write(tmp_path: Path) -> Write:
     """`write(name, toml)` makes a file and gives it as the command line wants it: `@path`."""
 
     def written(name: str, text: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tests.unit.config.conftest import STORE, Load, Refusal, Write
 
 from zeroband.config import RunConfig, load_config
 from zeroband.config.load import render_toml, require_asked
@@ -18,12 +18,6 @@ from zeroband.config.optim import CosineSchedule, WarmupStableDecaySchedule
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import ResumeConfig, RollbackConfig, WandbConfig
 from zeroband.errors import ConfigError
-
-STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
-Load = Callable[..., RunConfig]
-Refusal = Callable[..., str]
-Write = Callable[[str, str], str]
-
 
 WSD = 'optim.schedule = { decay_ratio = 0.5, final_ratio = 0.25, type = "wsd" }'
 MICRO, COMPILE, BETAS, OUTER = "train.micro_bs", "train.compile", "optim.adamw.betas", "outer"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.config.presets import config_file, preset_names
+from zeroband.config.sources import config_file, preset_names
 from zeroband.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

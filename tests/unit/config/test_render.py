@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import tomli
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.config.conftest import STORE, Write
 
 from zeroband.config import RunConfig, load_config
 from zeroband.config.data import DataConfig, TextSource
@@ -16,7 +15,6 @@ from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import ObserveConfig
 
-STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 CHANGED = [
     ("--optim.clip_norm", "none", "--optim.schedule.type", "wsd", "--model.n_kv_heads", "2", "--observe.wandb", "{}"),
@@ -37,9 +35,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("argv", CHANGED)
-def test_rendered_configuration_loads_again_without_its_secrets(
-    argv: tuple[str, ...], write: Callable[[str, str], str]
-) -> None:
+def test_rendered_configuration_loads_again_without_its_secrets(argv: tuple[str, ...], write: Write) -> None:
     secrets = STORE | {"ZERO_BAND_RUN__TOKEN": "hunter2"} if any("--outer.type" in flag for flag in argv) else {}
     config = load_config(argv, secrets)
     assert load_config([write("again.toml", render_toml(config))], secrets) == config
@@ -67,7 +63,7 @@ def test_rendered_values_are_read_back_as_they_were(text: str, lr: float, paths:
 
 
 def test_help_has_every_key_its_meaning_and_every_section() -> None:
-    schema, text = schema_keys(), " ".join(help_text(schema_keys()).split())
+    schema, text = schema_keys(), " ".join(help_text().split())
     assert [path for path in schema.keys if f"--{dotted(path)} " not in text] == []
     assert [path for path in schema.sections if f"[{dotted(path)}]" not in text] == []
     docs = [key.field.description for keys in schema.keys.values() for key in keys if key.path[-1] != "type"]
@@ -93,4 +89,4 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
     ],
 )
 def test_help_gives_types_bounds_and_variants(line: str) -> None:
-    assert line in " ".join(help_text(schema_keys()).split())
+    assert line in " ".join(help_text().split())

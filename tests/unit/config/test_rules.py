@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 
 import pytest
+from tests.unit.config.conftest import STORE, Load, Refusal
 
-from zeroband.config import RunConfig
 from zeroband.config.time_outs import TIME_OUT_NAMES
 
-STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 CLIP = "--outer.robust.type=clip"
 DILOCO, EAGER = "--outer.type=diloco --outer.inner_steps=8", "--outer.overlap=full --outer.merge=eager"
 MADE_UP = "--data.source.type=synthetic-tokens"
@@ -160,9 +158,7 @@ DATA = [
 
 
 @pytest.mark.parametrize(("flags", "said"), [*MODEL, *TRAINING, *OUTER, *NODES, *TIME_OUTS, *DATA])
-def test_what_does_not_go_together_is_refused_with_the_way_out(
-    refusal: Callable[..., str], flags: str, said: str
-) -> None:
+def test_what_does_not_go_together_is_refused_with_the_way_out(refusal: Refusal, flags: str, said: str) -> None:
     assert said in refusal(*shlex.split(flags), **(STORE if "outer.type" in flags else {}))
 
 
@@ -177,5 +173,5 @@ def test_what_does_not_go_together_is_refused_with_the_way_out(
         "--outer.type=ddp --optim.muon={}",
     ],
 )
-def test_what_goes_together_is_taken(load: Callable[..., RunConfig], flags: str) -> None:
+def test_what_goes_together_is_taken(load: Load, flags: str) -> None:
     load(*flags.split(), **(STORE if "outer.type" in flags else {}))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.config.conftest import Load
 
 from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
 from zeroband.config.schema import FaultConfig, RunConfig
 from zeroband.config.time_outs import TimeOuts
+from zeroband.config.training import Placement, TrainConfig, placement
 
 
 def test_sizes_left_out_follow_from_the_others() -> None:
@@ -134,9 +135,39 @@ A, B = (
 LIMITED = '{"name": "c", "weight": 1, "max_passes": 2, "source": {"type": "text"}}'
 
 
-def test_each_source_of_a_mixture_is_a_section_of_its_own(load: Callable[..., RunConfig]) -> None:
+def test_each_source_of_a_mixture_is_a_section_of_its_own(load: Load) -> None:
     mixed = load("--data.sources", f"[{A}, {LIMITED}]", "--data.seq_length", "7").data
     assert list(mixed.parts) == ["a", "c"] and all(part.seq_length == 7 for part in mixed.parts.values())
     assert not any(part.sources for part in mixed.parts.values())
     alone = load().data
     assert dict(alone.parts) == {"": alone}
+
+
+# -- what a rank keeps in its GPU's memory, by size -------------------------------------------------------------------
+
+
+GB = 10**9
+KEEPS_ALL, KEEPS_PARAMETERS, KEEPS_NOTHING = Placement(False, False), Placement(False, True), Placement(True, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "ranks", "gpu_bytes", "expected"),
+    [
+        (0.2e9, 1, 16 * GB, KEEPS_ALL),
+        (1.1e9, 1, 24 * GB, KEEPS_NOTHING),
+        (1.1e9, 1, 80 * GB, KEEPS_ALL),
+        (10.2e9, 8, 80 * GB, KEEPS_PARAMETERS),
+        (10.2e9, 8, 40 * GB, KEEPS_NOTHING),
+        (10.2e9, 8, None, Placement(True, False)),
+    ],
+)
+def test_what_is_left_open_is_kept_where_it_fits(
+    params: float, ranks: int, gpu_bytes: int | None, expected: Placement
+) -> None:
+    assert placement(TrainConfig(), params=int(params), ranks=ranks, gpu_bytes=gpu_bytes) == expected
+
+
+@pytest.mark.parametrize("gpu_bytes", [None, GB, 1000 * GB])
+def test_what_the_configuration_says_is_done(gpu_bytes: int | None) -> None:
+    train = TrainConfig(reshard_after_forward=False, reduce_gradients="micro_batch")
+    assert placement(train, params=10**9, ranks=2, gpu_bytes=gpu_bytes) == KEEPS_PARAMETERS

@@ -113,7 +113,7 @@ def test_other_node_that_resumes_gets_the_outer_state_and_keeps_its_own(
     assert (optimizer.param_groups[0]["lr"], schedule.last_epoch) == (rate, 4)
 
 
-def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, tmp_path: Path) -> None:
+def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, run_id: str, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
     optimizer = resume(model, sampler, settings={"ckpt.every_rounds": 100})
     train(model, optimizer, sampler, 2)
@@ -122,7 +122,7 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, tm
     assert optimizer.is_done
     digest = optimizer.last_round.state_digest
     optimizer.close()
-    storage = open_storage(str(tmp_path / "saved"), tmp_path.name, "a")
+    storage = open_storage(str(tmp_path / "saved"), run_id, "a")
     assert steps_in_order(storage) == [3]
     checkpoint = open_checkpoint(storage, 3)
     checkpoint.verify()
@@ -130,11 +130,11 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, tm
     assert "nodes/a/rank_0.safetensors" in checkpoint.manifest.files
 
 
-def test_copy_is_whole_before_the_next_step_changes_anything(resume: Join, tmp_path: Path) -> None:
+def test_copy_is_whole_before_the_next_step_changes_anything(resume: Join, run_id: str, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
     optimizer = resume(model, sampler)
     train(model, optimizer, sampler, 3)  # a round, which is saved, and a step of the next
-    told = (tmp_path / tmp_path.name / "a" / "events.jsonl").read_text().splitlines()
+    told = (tmp_path / run_id / "a" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in told]
     assert [event["step"] for event in events if event["kind"] == "checkpoint_staged"] == [2]
 
@@ -157,18 +157,18 @@ class Unfit:
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_at_the_start(
-    redis_url: str, tmp_path: Path, state: dict[str, Any], says: str
+    redis_url: str, run_id: str, tmp_path: Path, state: dict[str, Any], says: str
 ) -> None:
-    settings = {"run.id": tmp_path.name, "run.dir": tmp_path, "ckpt.path": tmp_path / "saved"}
+    settings = {"run.id": run_id, "run.dir": tmp_path, "ckpt.path": tmp_path / "saved"}
     with pytest.raises(ConfigError, match=says):
         zeroband.DiLoCoOptimizer(
             params=model_of().named_parameters(), batch_size=8, store=redis_url, state=state, settings=settings
         )
 
 
-def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(resume: Join, tmp_path: Path) -> None:
+def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(resume: Join, run_id: str, tmp_path: Path) -> None:
     model, sampler = model_of(), Sampler()
     with resume(model, sampler) as optimizer:
         train(model, optimizer, sampler, 2)
     with pytest.raises(ConfigError, match=r"was trained in a loop of one's own"):
-        open_trained(str(tmp_path / "saved" / tmp_path.name))
+        open_trained(str(tmp_path / "saved" / run_id))

@@ -200,17 +200,17 @@ def test_closure_gives_the_loss(join: Join) -> None:
     assert optimizer.step(closure) == loss_of(model_of(), 0).item()
 
 
-def test_run_with_an_end_ends_and_leaves_nothing(join: Join, tmp_path: Path) -> None:
+def test_run_with_an_end_ends_and_leaves_nothing(join: Join, run_id: str) -> None:
     model, before = model_of(), set(threading.enumerate())
     with join(model, total_steps=5) as optimizer:
-        assert dist.is_initialized() and shared_memory(tmp_path.name)
+        assert dist.is_initialized() and shared_memory(run_id)
         while not optimizer.is_done:
             train(model, optimizer, 1)
         assert (optimizer.inner_step, optimizer.last_round.weights) == (5, (8,))
         with pytest.raises(RunOver, match="done after inner step 5"):
             optimizer.step()
     assert not dist.is_initialized()
-    assert shared_memory(tmp_path.name) == []
+    assert shared_memory(run_id) == []
     started = set(threading.enumerate()) - before
     assert [t.name for t in started if t.name.startswith(("membership", "state"))] == []
     with pytest.raises(ConfigError, match="closed"):
@@ -349,14 +349,14 @@ def test_store_without_an_address_is_refused(store: str, monkeypatch: pytest.Mon
 
 
 def test_node_that_was_given_a_store_and_stays_alone_warns_once(
-    join: Join, redis_url: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    join: Join, redis_url: str, caplog: pytest.LogCaptureFixture, run_id: str
 ) -> None:
     optimizer = join(model := model_of(), settings={"run.token": "a-token-of-many-letters"})
     train(model, optimizer, 2)
     assert "alone" not in caplog.text
     train(model, optimizer, 6)
     (said,) = [record.getMessage() for record in caplog.records if "alone" in record.getMessage()]
-    assert said.startswith(f"alone in run {tmp_path.name!r} after 2 rounds: nobody else came to {redis_url}. ")
+    assert said.startswith(f"alone in run {run_id!r} after 2 rounds: nobody else came to {redis_url}. ")
 
 
 def test_node_that_has_a_peer_does_not_call_itself_alone(
@@ -381,35 +381,23 @@ def test_several_stores_are_a_list() -> None:
         address_of([], {"ZERO_BAND_STORE__URL": "redis://c"})
 
 
-def test_store_of_ones_own_is_said_with_the_address_for_others_and_nobody_is_missed(
+def test_own_store_is_said_with_the_address_for_others_misses_no_peer_and_ends_with_the_run(
+    run_id: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)
-    model, settings = model_of(), {"run.dir": tmp_path, "run.id": tmp_path.name, "node.id": "me"}
+    model, settings = model_of(), {"run.dir": tmp_path, "run.id": run_id, "node.id": "me"}
     caplog.set_level(logging.INFO)
     with zeroband.DiLoCoOptimizer(
         params=model.parameters(), batch_size=8, inner_steps=1, settings=settings
     ) as optimizer:
         train(model, optimizer, 4)
         said = caplog.text + capsys.readouterr().err
-        assert (
-            f"in run {tmp_path.name!r} as me, member 1 of 1, at inner step 0; the store is this process's own" in said
-        )
+        assert f"in run {run_id!r} as me, member 1 of 1, at inner step 0; the store is this process's own" in said
         assert f"join with store={optimizer.store_url!r}" in said
-    assert "alone" not in caplog.text
-
-
-def test_store_of_ones_own_needs_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)
-    model = model_of()
-    settings = {"run.dir": tmp_path, "run.id": tmp_path.name}
-    with zeroband.DiLoCoOptimizer(
-        params=model.parameters(), batch_size=8, inner_steps=1, settings=settings
-    ) as optimizer:
         socket = Path(optimizer.store_url.removeprefix("unix://"))
         assert socket.exists()
-        train(model, optimizer, 1)
-    assert not socket.exists()
+    assert "alone" not in caplog.text and not socket.exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroband.dropin.parameters import frozen_items, parameters_of
+from zeroband.dropin.inner import frozen_items, parameters_of
 from zeroband.errors import ConfigError
 from zeroband.node.sharding import NamedParameters
 

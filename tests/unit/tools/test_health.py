@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from zeroband.config import load_config
-from zeroband.config.load import render_toml
+from zeroband.config.render import render_toml
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EventLog
+from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.health import ailments, ranks_in
-from zeroband.runtime.run_folder import CONFIG_FILE
 from zeroband.tools.health import main
 
 HUNG_S = 60

@@ -14,9 +14,9 @@ from typing import Any
 from zeroband.config import RunConfig
 from zeroband.config.store_url import NODES
 from zeroband.errors import ConfigError
+from zeroband.tools.arguments import parser_of
 from zeroband.tools.chaos.plan import OF_ONE_STORE, OF_SEVERAL_STORES, PLANNED, Kind, kinds_of
-from zeroband.tools.cluster.asked import asked_run
-from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.local import LocalCluster, asked_run
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "chaos.toml"
 _FASTEST_STEPS_PER_S = 1000
@@ -124,12 +124,11 @@ def _kinds(text: str | None) -> tuple[Kind, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     default = ChaosOptions(())
-    parser = argparse.ArgumentParser(
-        prog="zeroband chaos",
-        usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
-        description="Several nodes on this machine train together while faults strike them and their store at random; "
+    parser = parser_of(
+        "chaos",
+        "Several nodes on this machine train together while faults strike them and their store at random; "
         f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
-        allow_abbrev=False,
+        usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
     )
     for flag, name, what in _NUMBERS:
         value = getattr(default, name)

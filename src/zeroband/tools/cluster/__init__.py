@@ -1,6 +1,6 @@
 """Several nodes on one machine, as real processes: starts, watches, kills and restarts them, and cleans up after them.
 
-Owns the processes, a Redis and a network of their own, and what they leave behind; knows nothing of what they compute.
+Owns the processes, their Redis and network, and what they leave behind; knows nothing of what they compute.
 Linux only.
 """
 

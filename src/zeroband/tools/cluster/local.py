@@ -1,4 +1,4 @@
-"""LocalCluster: nodes of one run on this machine, with a Redis of their own. One thread owns it to its end."""
+"""LocalCluster: nodes of one run on this machine, with their own Redis. One thread owns it to its end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from pydantic import SecretStr
+
 import zeroband
+from zeroband.config.keys import dotted, schema_keys
+from zeroband.config.load import given_settings
+from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
 from zeroband.config.store_url import NODE_PORT, NODES
 from zeroband.elastic.store.local_server import RedisServer
+from zeroband.errors import ConfigError
 from zeroband.node.gpus import share_of, visible_gpus
 from zeroband.node.processors import usable_processors
+from zeroband.node.run_names import AUTO, new_run_name
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader, RunView, render
-from zeroband.tools.cluster.asked import without_secrets
 from zeroband.tools.cluster.interrupts import uninterrupted
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess, NodeSpec
@@ -32,7 +38,7 @@ TRAINER = PACKAGE / "train.py"
 
 _POLL_S = 0.05
 _PEERS = 3
-"""So many nodes are named to the others where each holds a store."""
+"""Number of nodes that are named to the others where each holds a store."""
 
 
 class LocalCluster:
@@ -50,7 +56,7 @@ class LocalCluster:
     run waits for. `run_id`: None makes one. `script`: what each rank runs. `store_url`: None starts a server for this
     cluster; "nodes" has each node hold one. `alone`: the nodes get no store, for runs without [outer]. `env`: added to
     this process's environment.
-    `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
+    `network`: each node gets its own namespace in it, under its id; None leaves them on this machine's loopback.
     `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
     `node`: starts a node.
     On leaving the context every process is killed and nothing stays in shared memory.
@@ -81,7 +87,7 @@ class LocalCluster:
         self.store_url = store_url
         """What the nodes get; `redis.local_url` is for this process, which is not in their network."""
         self._has_own_store = store_url is None and not alone
-        assert self._has_own_store or redis is None, "a server of its own, and no use for it"
+        assert self._has_own_store or redis is None, "a server, and no use for it"
         self.arguments = tuple(arguments)
         self._founders = nodes
         self._store_ports: dict[str, int] = {}
@@ -242,3 +248,47 @@ class LocalCluster:
         """Kill what is left, remove its shared memory, end the server. Ctrl-C does not stop it half way."""
         with uninterrupted():
             self._stack.close()
+
+
+# -- what a command is asked to start ---------------------------------------------------------------------------------
+
+
+def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path, str]:
+    """`run.dir` and `run.id` of nodes with these arguments: by flags, else by the environment, else a new name.
+
+    Files do not count: every start of one is another run. `prefix`: before the time in a new name; None: it is one of
+    words. Raises: ConfigError.
+    """
+    asked = given_settings(arguments, os.environ, with_files=False)
+    directory, run_id = Path(asked.get(("run", "dir")) or "runs"), asked.get(("run", "id"))
+    if run_id == AUTO:
+        raise ConfigError("run.id='auto': this command names its run by itself; drop it")
+    if run_id is None:
+        by_time = time.strftime(f"{prefix}-%Y%m%d-%H%M%S", time.gmtime())
+        run_id = new_run_name(directory) if prefix is None else by_time
+    return directory, run_id
+
+
+def asked_store(arguments: Sequence[str]) -> str | None:
+    """`store.url` of nodes with these arguments, by flags or by the environment; None: a server is started for them."""
+    return given_settings(arguments, os.environ, with_files=False).get(("store", "url"))
+
+
+def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments of a node but for its secrets, and these as variables of its environment.
+
+    Every user of the machine sees command lines.
+    """
+    schema = schema_keys()
+    names = {dotted(path): path for path in schema.keys if SecretStr in schema.kinds(path)}
+    kept: list[str] = []
+    secrets: dict[str, str] = {}
+    left = [*arguments]
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        path = names.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        if path is None or not (equals or left):
+            kept.append(flag + equals + value)
+        else:
+            secrets[ENV_PREFIX + ENV_DELIMITER.join(path).upper()] = value if equals else left.pop(0)
+    return tuple(kept), secrets

@@ -4,7 +4,7 @@ Owns the namespaces that it made and what is in them; the machine's own network 
 Linux as root, with `ip` (iproute2).
 
 Every namespace knows the hardware addresses of the others from a fixed table, so a broken direction is a wrong entry in
-that table: the bridge carries the packet to nobody, and neither side gets an error, as on a long way with a broken
+that table: the bridge drops the packet, and neither side gets an error, as on a long way with a broken
 router in it. Dropping in the sender's own queue would look alike, but TCP sees that and does not back off.
 """
 
@@ -40,7 +40,7 @@ _SUBNET = "198.18.0"
 """Subnet of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no
 machine has its name server there."""
 _CARRIER_S = 10.0
-_NOBODY = "02:00:00:00:ff:ff"
+_NOWHERE = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")
 _NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
 _IP_DEADLINE_S = 20.0
@@ -242,7 +242,7 @@ class Network:
             is_lost = not self._lost.isdisjoint({(sender, receiver), (sender, _ANYONE), (_ANYONE, receiver)})
             if sender not in self._down and self._told.get((sender, receiver)) != is_lost:
                 number = self._numbers[receiver]
-                goes_to = _NOBODY if is_lost else _hardware_address(number)
+                goes_to = _NOWHERE if is_lost else _hardware_address(number)
                 entry = f"neigh replace {_address(number)} lladdr {goes_to} dev e0 nud permanent"
                 changes.setdefault(sender, []).append(entry)
                 self._told[sender, receiver] = is_lost

@@ -37,7 +37,7 @@ class NodeSpec:
     memory: Path
     """Folder in shared memory, removed when the node is killed as a lost machine's memory would be."""
     prefix: tuple[str, ...] = ()
-    """What stands before its launcher's command, to start it in a network namespace of its own."""
+    """What stands before its launcher's command, to start it in its own network namespace."""
 
 
 class NodeProcess:

@@ -12,32 +12,31 @@ from zeroband.config import load_config
 from zeroband.config.load import require_asked
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import REPORT_FILE
-from zeroband.tools.cluster.asked import asked_run, asked_store
+from zeroband.tools.arguments import parser_of, run_command
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
-from zeroband.tools.cluster.local import TRAINER, LocalCluster
+from zeroband.tools.cluster.local import TRAINER, LocalCluster, asked_run, asked_store
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
-_EXIT_CONFIG = 2
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the worst node's exit code; 2 for wrong arguments, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
-    try:
-        ranks = ranks_of_nodes(arguments.nodes, arguments.ranks)
-        if arguments.script.startswith("@"):
-            return simulate(ranks, TRAINER, [arguments.script, *arguments.arguments])
-        return simulate(ranks, Path(arguments.script), [*arguments.arguments])
-    except ConfigError as error:
-        print(f"zeroband: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
+    options = _parser().parse_args(argv)
+    return run_command("simulate", lambda: _simulate(options))
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    ranks = ranks_of_nodes(options.nodes, options.ranks)
+    if options.script.startswith("@"):
+        return simulate(ranks, TRAINER, [options.script, *options.arguments])
+    return simulate(ranks, Path(options.script), options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband simulate",
-        description="Start several nodes of one run on this machine, with a Redis of their own unless "
+    parser = parser_of(
+        "simulate",
+        "Start several nodes of one run on this machine, with their own Redis unless "
         "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store.",
         epilog="example: zeroband simulate 2 2 @debug/diloco --train.micro_bs 4",
     )

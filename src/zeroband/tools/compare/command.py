@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from zeroband.config.cautions import cautions_of
 from zeroband.config.load import load_config
+from zeroband.config.stability import cautions_of
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.compare.claims import check

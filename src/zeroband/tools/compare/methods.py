@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from zeroband.config.cautions import method_of
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import key_value
-from zeroband.config.stability import safe_lr
+from zeroband.config.stability import method_of, safe_lr
 from zeroband.errors import ConfigError
 
 NO_STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}

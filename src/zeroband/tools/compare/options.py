@@ -19,15 +19,13 @@ from pydantic import (
 )
 
 from zeroband.config.load import load_config
-from zeroband.config.presets import config_file
 from zeroband.config.section import Section
-from zeroband.config.sources import parse_toml
+from zeroband.config.sources import config_file, parse_toml
 from zeroband.errors import ConfigError
-from zeroband.tools.arguments import bounded
+from zeroband.tools.arguments import bounded, parse_rate, parser_of
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.plan.forecast import Link
-from zeroband.tools.plan.units import parse_rate
 
 TABLE = "compare"
 
@@ -166,13 +164,12 @@ def _as_flags(content: Mapping[str, Any]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zeroband compare",
-        usage="zeroband compare [@file.toml ...] --methods ddp,diloco [options] [--section.key value ...]",
-        description="Train with each method from one warm start, on the same data, as real processes on this machine; "
+    parser = parser_of(
+        "compare",
+        "Train with each method from one warm start, on the same data, as real processes on this machine; "
         "choose each method's learning rate by the held-out loss; write a page, figures and a table. An interrupted "
         "comparison goes on where it was. Options may stand in a [compare] table of a file.",
-        allow_abbrev=False,
+        usage="zeroband compare [@file.toml ...] --methods ddp,diloco [options] [--section.key value ...]",
     )
     for name, field in Options.model_fields.items():
         if name not in ("arguments", "claims"):

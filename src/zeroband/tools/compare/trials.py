@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import zeroband
-from zeroband.config.cautions import overlap_steps, round_steps
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
+from zeroband.config.stability import overlap_steps, round_steps
 from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
 from zeroband.tools.compare.options import Options
 from zeroband.tools.compare.results import FORMAT

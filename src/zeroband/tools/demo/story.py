@@ -23,9 +23,10 @@ from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.status import sent_in_words
 from zeroband.observe.view import RunView
 from zeroband.observe.words import typed
+from zeroband.tools.arguments import parser_of
 from zeroband.tools.cluster import LocalCluster
-from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
+from zeroband.tools.cluster.local import asked_run
 from zeroband.tools.top.command import process_words
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen
@@ -92,12 +93,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog="zeroband demo",
+    return parser_of(
+        "demo",
+        "Four nodes on this machine train a small model on real text; one is killed and comes back. "
+        f"Settings: configs/{_CONFIG.name}, and over it what is given here.",
         usage="zeroband demo [@file.toml ...] [--section.key value ...]",
-        description="Four nodes on this machine train a small model on real text; one is killed and comes back. "
-        f"Settings: configs/{_CONFIG.name}, and over it whatever is given here.",
-        allow_abbrev=False,
     )
 
 

@@ -1,18 +1,25 @@
-"""What a node sees outside of it: the store, its own address, the other nodes."""
+"""What a node sees outside of it: the store, its own address, the other nodes, and whether ckpt.path is theirs, too."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
 
+from zeroband.checkpoint.layout import MARKS
+from zeroband.checkpoint.storage import LocalStorage, open_storage
 from zeroband.checks.finding import Finding
 from zeroband.checks.machine import look_at_address
 from zeroband.config import RunConfig
+from zeroband.config.schema import CkptConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.keys import rehearsal_of
@@ -21,9 +28,10 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
+from zeroband.observe.view import node_id_of_member
+from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
-from zeroband.tools.doctor.folder import folder_check
 from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
 
 _STORE_PATIENCE_S = 5.0
@@ -100,13 +108,13 @@ def _look_at_pairs(
     key = RunKey(bytes.fromhex(listen.run_key))
     with (
         Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting,
-        folder_check(config, store, meeting.member_id) as folder,
+        folder_check(config, store, meeting.member_id) as look_at_folder,
     ):
         print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
-        folder.look(meeting.gather(nodes, wait_s))
+        look_at_folder(meeting.gather(nodes, wait_s))
         peers = meeting.probe()
         yield from _who_came(meeting, peers, nodes)
-        if (found := folder.look(peers)) is not None:
+        if (found := look_at_folder(peers)) is not None:
             yield found
         yield from (_pair(pair) for pair in meeting.measure(peers))
 
@@ -118,7 +126,7 @@ def _who_came(meeting: Meeting, peers: Mapping[str, Peer], nodes: int) -> Iterat
     if len(namesakes) > 1:
         name = peers[meeting.member_id].node_id
         another = f"{name}-{1 + namesakes.index(meeting.member_id)}"
-        advice = f"each machine of a run has a name of its own; here: export ZERO_BAND_NODE__ID={another}"
+        advice = f"each machine of a run has its own name; here: export ZERO_BAND_NODE__ID={another}"
         yield Finding("node.id", f"{len(namesakes)} machines are called {name} ({came})", advice, stops="start")
     if len(peers) < nodes:
         advice = "run it on all of them at the same time"
@@ -131,3 +139,46 @@ def _pair(pair: PairFinding) -> Finding:
     rate = "" if pair.mbit is None or pair.rtt_ms is None else f", {pair.mbit:.0f} Mbit/s, RTT {pair.rtt_ms:.1f} ms"
     stops = "start" if pair.advice else None
     return Finding(f"node {pair.other}", f"{pair.address} {pair.way_taken}, {reach}{rate}", pair.advice, stops=stops)
+
+
+# -- whether ckpt.path is one folder ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def folder_check(
+    config: RunConfig, store: RedisStore, member_id: str
+) -> Generator[Callable[[Collection[str]], Finding | None]]:
+    """Look at the folders of members, as often as asked; leaves nothing behind. `store`: of the examination.
+
+    Uses the marks of a run, under another run's name: the first look puts this node's mark there, and the next one sees
+    those of the others.
+    """
+    run = config.run.model_copy(update={"id": f"{config.run.id}.doctor"})
+    holdings = Holdings(store, config.model_copy(update={"run": run}), member_id)
+    try:
+        yield partial(_look_at_folder, config.ckpt, holdings, member_id)
+    finally:
+        holdings.close()
+        if config.ckpt.path is not None:
+            storage = open_storage(config.ckpt.path, run.id)
+            for folder in (f"{storage.url}/{MARKS}", storage.url) if isinstance(storage, LocalStorage) else ():
+                with contextlib.suppress(OSError):  # others may have their marks there
+                    Path(folder).rmdir()
+
+
+def _look_at_folder(ckpt: CkptConfig, holdings: Holdings, member_id: str, members: Collection[str]) -> Finding | None:
+    if ckpt.path is None or ckpt.shared is False:
+        return None
+    try:
+        known = holdings.exchange(member_id, members, Holding())
+    except ConfigError as error:
+        return Finding("ckpt.path", "not one folder", str(error), stops="start")
+    here, elsewhere = holdings.sharing(member_id, sorted(known))
+    if elsewhere:
+        seen = f"{ckpt.path} is another folder on {_names(elsewhere)}: each keeps whole checkpoints"
+        return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")
+    return Finding("ckpt.path", f"{ckpt.path} is one folder on {_names(here)}") if len(here) > 1 else None
+
+
+def _names(members: Collection[str]) -> str:
+    return ", ".join(sorted(map(node_id_of_member, members)))

@@ -1,6 +1,6 @@
 """What the links between nodes carry: every node measures with every other one, two and two at a time.
 
-The nodes find each other through the store, under a run of its own beside the one that is asked about, and talk through
+The nodes find each other through the store, under another run than the one that is asked about, and talk through
 the same port, handshake and data path as in a run.
 """
 
@@ -86,7 +86,7 @@ class Meeting:
     """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
 
     def __init__(self, store: Store, node_id: str, listen: ListenAddress, key: RunKey, *, is_sealed: bool) -> None:
-        self.member_id = new_member_id(node_id)  # of its own, so that two machines of one name see each other
+        self.member_id = new_member_id(node_id)  # a new one, so that two machines of one name see each other
         self._node_id = node_id
         self._store = store
         self._listen = listen
@@ -145,7 +145,7 @@ class Meeting:
         return peers
 
     def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
-        """Wait for so many nodes, or so long."""
+        """Wait for this many nodes, or this long."""
         end_s = time.monotonic() + wait_s
         while len(peers := self.look()) < nodes and time.monotonic() < end_s:
             time.sleep(_RENEW_S)

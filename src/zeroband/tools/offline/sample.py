@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zeroband.tools.arguments import bounded, run_command
 from zeroband.tools.offline.opened import device_of, open_asked, parser_for_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from zeroband.export.directory import TrainedModel
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,12 +32,30 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _sample(options: argparse.Namespace) -> int:
-    from zeroband.tools.offline.continuation import continuation  # torch, for right arguments only
-
     device = device_of(options.device)
     model = open_asked(options, "sample").model
-    text = continuation(
-        model, options.prompt, device, tokens=options.tokens, temperature=options.temperature, seed=options.seed
-    )
-    print(f"{options.prompt}{text}")
+    asked = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    print(f"{options.prompt}{continuation(model, options.prompt, device, **asked)}")
     return 0
+
+
+def continuation(
+    model: TrainedModel, prompt: str, device: torch.device, *, tokens: int, temperature: float, seed: int
+) -> str:
+    """What follows a prompt at the start of a document, up to its end; in a chat, what the assistant answers."""
+    import torch  # for right arguments only
+
+    from zeroband.data.chat import prompt_of
+    from zeroband.model import generate
+
+    ids, end = prompt_of(model.tokenizer, prompt)
+    begun = ids.tolist() if model.tokenizer.chat_template else [end, *ids.tolist()]
+    generated = generate(
+        model.build(device),
+        torch.tensor(begun, device=device),
+        max_new_tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        context=model.seq_length,
+    ).tolist()[len(begun) :]
+    return model.tokenizer.decode(generated[: generated.index(end)] if end in generated else generated)

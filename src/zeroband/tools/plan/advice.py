@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zeroband.config.outer import SparseLocoConfig
 from zeroband.config.stability import AlgorithmSetting, Caution, cautions, safe_lr
@@ -20,26 +19,7 @@ _KNOWN_LOSS = {
 }
 
 
-@dataclass(frozen=True)
-class OuterKnobs:
-    """The outer optimizer to judge; None: what is safe for each method."""
-
-    lr: float | None = None
-    momentum: float = 0.9
-    total_steps: int | None = None
-    """Inner steps of the run, where known."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The method to take."""
-
-    forecast: Forecast
-    reasons: tuple[str, ...]
-    cautions: tuple[Caution, ...]
-
-
-def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Caution, ...]:
+def cautions_of(forecast: Forecast, job: Job) -> tuple[Caution, ...]:
     """What is known to go wrong with a forecast's method under these settings."""
     rule = SparseLocoConfig(type="sparseloco")
     is_sparse = forecast.method == "sparseloco"
@@ -48,9 +28,9 @@ def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Cautio
         nodes=job.senders if forecast.method == "demo" else job.nodes,  # of which it counts what comes from each
         params=job.params,
         inner_steps=forecast.round_steps,
-        total_steps=knobs.total_steps,
-        lr=safe_lr(forecast.method, job.nodes, knobs.momentum) if knobs.lr is None else knobs.lr,
-        momentum=knobs.momentum,
+        total_steps=job.total_steps,
+        lr=safe_lr(forecast.method, job.nodes, job.outer_momentum) if job.outer_lr is None else job.outer_lr,
+        momentum=job.outer_momentum,
         overlap=job.overlap,
         density=rule.k / rule.chunk**2 if is_sparse else None,
         decay=rule.decay,
@@ -58,15 +38,15 @@ def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Cautio
     return cautions(setting)
 
 
-def advise(found: Sequence[Forecast], job: Job, knobs: OuterKnobs, target: float) -> Advice:
-    """The first method that keeps the nodes busy with the fewest cautions; where none does, the one that comes closest.
+def advise(found: Sequence[Forecast], job: Job, target: float) -> tuple[Forecast, list[str]]:
+    """The first method that keeps the nodes busy with the fewest cautions, and why; else the one that comes closest.
 
     `found`: the most preferred first, of one method the codec that loses least.
     """
-    stable = [f for f in found if not any(c.is_unstable for c in cautions_of(f, job, knobs))] or list(found)
+    stable = [f for f in found if not any(c.is_unstable for c in cautions_of(f, job))] or list(found)
     busy = [f for f in stable if f.compute_utilisation >= target]
     if busy:
-        chosen = min(busy, key=lambda f: len(cautions_of(f, job, knobs)))
+        chosen = min(busy, key=lambda f: len(cautions_of(f, job)))
         reasons = [f"computes {100 * chosen.compute_utilisation:.1f} % of the time, {100 * target:g} % were asked for"]
     else:
         chosen = max(stable, key=lambda f: f.compute_utilisation)
@@ -76,10 +56,10 @@ def advise(found: Sequence[Forecast], job: Job, knobs: OuterKnobs, target: float
             *_ways_out(stable, target),
         ]
     reasons.append(_KNOWN_LOSS[chosen.method])
-    if chosen.method in ("diloco", "streaming", "eager") and knobs.lr is None:
-        lr = safe_lr(chosen.method, job.nodes, knobs.momentum)
-        reasons.append(f"set outer.optimizer.lr = {lr:g} with momentum {knobs.momentum:g}")
-    return Advice(chosen, tuple(reasons), cautions_of(chosen, job, knobs))
+    if chosen.method in ("diloco", "streaming", "eager") and job.outer_lr is None:
+        lr = safe_lr(chosen.method, job.nodes, job.outer_momentum)
+        reasons.append(f"set outer.optimizer.lr = {lr:g} with momentum {job.outer_momentum:g}")
+    return chosen, reasons
 
 
 def _ways_out(found: Sequence[Forecast], target: float) -> list[str]:

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from zeroband.config.model import parameter_count
 from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
 from zeroband.observe.words import aligned
-from zeroband.tools.arguments import bounded, parser_of, run_command
-from zeroband.tools.plan.advice import Advice, OuterKnobs, advise, cautions_of
+from zeroband.tools.arguments import bounded, parse_count, parse_rate, parse_size, parser_of, run_command
+from zeroband.tools.plan.advice import advise, cautions_of
 from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
-from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
+from zeroband.tools.plan.memory import memory_plan, planned_config, step_seconds, vocabulary_of
 from zeroband.tools.plan.recorded import Recorded, read_run
-from zeroband.tools.plan.units import human_time, parse_count, parse_rate, parse_size
 
 _EXIT_UNFIT = 3
 _OF_A_LINK = ("params", "nodes", "up", "step_s")
@@ -42,7 +41,7 @@ _COLUMNS = {
     "sent": "bytes up",
     "received": "bytes down",
     "at a time": "bytes up in one synchronisation: what the link has to carry at once",
-    "transfer": "time in which bytes travel, beside training or not",
+    "transfer": "time in which bytes travel, overlapped with training or not",
     "own": "time of the node's own work for a round, in which training stands still",
     "waits": "time in which training waits for the link, the others and the store",
     "round": "time from one round to the next",
@@ -51,6 +50,7 @@ _COLUMNS = {
     "link": "how many times as fast it must be for the target; `none is`: no link would do",
 }
 """Columns of the table, and what they mean."""
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,25 +77,23 @@ def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
     config = planned_config(of_run)
     if options.gpu_memory is None:
         raise ConfigError("--gpu-memory is missing: that of one GPU, such as 80GB")
-    gpus = Gpus(options.gpus, options.gpu_memory)
     vocab_size = vocabulary_of(config)
-    plan = memory_plan(config, vocab_size, gpus)
-    print(plan.text)
+    text, fits = memory_plan(config, vocab_size, ranks=options.gpus, gpu_bytes=options.gpu_memory)
+    print(text)
     if options.gpu_tflops is not None:
         flops = options.gpu_tflops * 1e12
-        step_s = step_seconds(config, vocab_size, gpus=gpus.count, flops=flops, mfu=options.mfu)
+        step_s = step_seconds(config, vocab_size, gpus=options.gpus, flops=flops, mfu=options.mfu)
         options.step_s = options.step_s or step_s
         print(f"\nan inner step takes {step_s:.3g} s at an MFU of {100 * options.mfu:g} %, predicted")
-    options.params = plan.params
-    return plan.fits
+    options.params = parameter_count(config.model, vocab_size)
+    return fits
 
 
 def _plan_link(options: argparse.Namespace) -> None:
     if missing := [f"--{name.replace('_', '-')}" for name in _OF_A_LINK if getattr(options, name) is None]:
         raise ConfigError(f"{', '.join(missing)}: needed to say which method fits a link; --help shows an example")
-    job, link, knobs, target = _read(options)
-    found = forecasts(job, link)
-    print(render(job, found, advise(found, job, knobs, target), knobs, target))
+    job, link = _read(options)
+    print(render(job, forecasts(job, link), options.target))
 
 
 _WHOLE, _POSITIVE, _SHARE = bounded(int, ge=1), bounded(float, gt=0), bounded(float, gt=0, le=1)
@@ -153,7 +151,7 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--sites", type=_WHOLE,
-        help="of nodes with a network of their own (node.site); what moves inside a site is not counted",
+        help="of nodes that share a fast network (node.site); what moves inside a site is not counted",
     )  # fmt: skip
     add(
         "--relay", choices=("none", "store", "aggregator"), default="none",
@@ -180,7 +178,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
+def _read(options: argparse.Namespace) -> tuple[Job, Link]:
     given = vars(options)
     job = Job(**{field.name: given[field.name] for field in fields(Job)})
     if job.sites is not None and job.sites > job.nodes:
@@ -193,7 +191,7 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
         store_trips=options.store_trips,
         efficiency=options.efficiency,
     )
-    return job, link, OuterKnobs(options.outer_lr, options.outer_momentum, options.total_steps), options.target
+    return job, link
 
 
 def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
@@ -217,7 +215,7 @@ def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
 
 
 def _what_was_measured(recorded: Recorded) -> str:
-    """What a run measured, beside the forecast of its own settings."""
+    """What a run measured, next to the forecast of its own settings."""
     job, said = recorded.job, recorded.forecast
     link = min(recorded.link.up_bytes_per_s, recorded.link.down_bytes_per_s) * 8 / 1e6
     if recorded.efficiency is None or recorded.link_mbit is None:
@@ -242,19 +240,20 @@ def _what_was_measured(recorded: Recorded) -> str:
     )
 
 
-def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnobs, target: float) -> str:
+def render(job: Job, found: Sequence[Forecast], target: float) -> str:
     """The whole answer as text."""
+    chosen, reasons = advise(found, job, target)
     lines = [
         *aligned([tuple(_COLUMNS), *(_row(forecast, job, target) for forecast in found)]),
         "",
         *_legend(job, target),
         "",
-        f"take {advice.forecast.method} with {advice.forecast.codec} values:",
-        *(f"  - {reason}" for reason in advice.reasons),
+        f"take {chosen.method} with {chosen.codec} values:",
+        *(f"  - {reason}" for reason in reasons),
     ]
     said: dict[str, tuple[Caution, ...]] = {}
     for forecast in found:
-        said.setdefault(forecast.method, cautions_of(forecast, job, knobs))
+        said.setdefault(forecast.method, cautions_of(forecast, job))
     warnings = [f"  {'UNSTABLE ' if c.is_unstable else ''}{method}: {c}" for method, cs in said.items() for c in cs]
     return "\n".join([*lines, *(["", "warnings:", *warnings] if warnings else [])])
 
@@ -301,5 +300,16 @@ def _digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def human_time(seconds: float) -> str:
+    """A duration in the unit that a person would take: `3.4 ms`, `7.42 s`, `54 min`, `5.4 h`, `12 days`."""
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.0995:
+        return f"{1e3 * seconds:.2g} ms"
+    if seconds < 89.5:
+        return f"{seconds:.3g} s"
+    for size_s, unit, most in ((_MINUTE_S, "min", 90), (_HOUR_S, "h", 48), (_DAY_S, "days", math.inf)):
+        count = seconds / size_s
+        if count < most:
+            return f"{count:.2g} {unit}" if count < 9.95 else f"{count:.0f} {unit}"
+    return "for ever"

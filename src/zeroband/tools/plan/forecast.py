@@ -14,11 +14,11 @@ node for each site, of payloads each node's once to each other site.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName, overlap_problem
+from zeroband.config.outer import DemoConfig, SparseLocoConfig, overlap_problem
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
@@ -43,9 +43,11 @@ CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "diloco": ("fp32", "fp16", "int8", "int4"),
     "streaming": ("int8", "int4"),
     "eager": ("int8", "int4"),
+    "sparseloco": ("two_bit",),
+    "demo": ("sign",),
 }
-"""Codecs of the methods that average dense values. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
-
+"""How values travel. Methods in the order in which they are preferred where they serve equally well: the fewest known
+losses first. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
 
 HEADERS = (1538 + 90 / 2) / 1448
 """Bytes on a line for each one that it is there for: IP and TCP with timestamps take 52 of a packet's 1500, Ethernet 38
@@ -80,7 +82,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and the knobs that decide about bytes."""
+    """What is to be trained, and the knobs that decide about bytes and are judged."""
 
     params: float
     nodes: int
@@ -107,13 +109,19 @@ class Job:
     own_factor: float = 1.0
     """How many times as long as the constants say the own part takes on these machines."""
     sites: int | None = None
-    """Sites whose nodes have a network of their own, which costs nothing here; None: each node is its own."""
+    """Sites whose nodes share a network, which costs nothing here; None: each node is its own."""
     slowest_step_s: float | None = None
     """Seconds of an inner step of the slowest node; None: all are equally fast."""
     grace_s: float | None = None
     """Most seconds that the others wait for it, once `quorum` of the nodes are there; None: for as long as it takes."""
     quorum: float = 0.0
     """Part of the nodes that must be there before the grace begins; the slowest node is one of `nodes`."""
+    outer_lr: float | None = None
+    """Learning rate of the outer optimizer, to judge; None: what is safe for each method."""
+    outer_momentum: float = 0.9
+    """Its momentum, to judge."""
+    total_steps: int | None = None
+    """Inner steps of the run, to judge whether the rounds are enough; None: not known."""
 
     @property
     def senders(self) -> int:
@@ -121,7 +129,7 @@ class Job:
         return self.nodes if self.sites is None else self.sites
 
     def straggling_s(self, steps: int, times: int) -> float:
-        """Seconds of a round of so many synchronisations in which all wait for the slowest node."""
+        """Seconds of a round of `times` synchronisations in which all wait for the slowest node."""
         if self.slowest_step_s is None or self.nodes == 1:
             return 0.0
         late_s = steps * max(0.0, self.slowest_step_s - self.step_s)
@@ -238,36 +246,29 @@ class Forecast:
 
 def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
     """Forecast all methods with all codecs that make sense for them. Raises ConfigError for contradicting knobs."""
-    return tuple(f for method, build in _BUILDERS.items() for f in build(job, link, CODECS_OF.get(method, ())))
+    return tuple(forecast_of(job, link, method, codec) for method, codecs in CODECS_OF.items() for codec in codecs)
 
 
 def forecast_of(job: Job, link: Link, method: Method, codec: str) -> Forecast:
     """Forecast one method, not "delayed", with any codec where averages travel. Raises as `forecasts` does."""
-    return next(_BUILDERS[method](job, link, (codec,)))
+    match method:
+        case "demo":
+            config, overlap_s = DemoConfig(type="demo", k=job.k), job.demo_overlap * job.step_s
+            return _gathered(job, link, config, steps=1, overlap_s=overlap_s)
+        case "sparseloco":
+            return _gathered(job, link, SparseLocoConfig(type="sparseloco"), steps=job.sparse_steps, overlap_s=0.0)
+        case "ddp":
+            return _averaged(job, link, method, codec, steps=1, overlap_s=0.0)
+        case "streaming":
+            _require_fragments(job)
+            overlap_s = job.overlap * job.step_s
+            return _averaged(job, link, method, codec, job.inner_steps, overlap_s=overlap_s, times=job.fragments)
+        case _:
+            overlap_s = job.inner_steps * job.step_s if method == "eager" else 0.0
+            return _averaged(job, link, method, codec, job.inner_steps, overlap_s=overlap_s)
 
 
-def _ddp(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
-    yield from (_dense(job, link, "ddp", codec, 1, overlap_s=0.0) for codec in codecs)
-
-
-def _diloco(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
-    yield from (_dense(job, link, "diloco", codec, job.inner_steps, overlap_s=0.0) for codec in codecs)
-
-
-def _eager(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
-    for codec in codecs:
-        yield _dense(job, link, "eager", codec, job.inner_steps, overlap_s=job.inner_steps * job.step_s)
-
-
-def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float) -> Forecast:
-    """An all-reduce of all values once a round."""
-    encoded = FORMATS[codec].encoded_size(round(job.params))
-    moved, transfer_s = _all_reduce(encoded, job.senders, link)
-    return _forecast(job, link, method, codec, steps, encoded, (moved, moved, moved), transfer_s, overlap_s)
-
-
-def _streaming(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast]:
-    """An all-reduce of each fragment once a round, one after the other."""
+def _require_fragments(job: Job) -> None:
     problem = overlap_problem(
         inner_steps=job.inner_steps,
         has_fixed_steps=True,
@@ -278,64 +279,30 @@ def _streaming(job: Job, link: Link, codecs: Sequence[str]) -> Iterator[Forecast
     )
     if problem is not None:
         raise ConfigError(problem)
-    for codec in codecs:
-        part = FORMATS[codec].encoded_size(math.ceil(job.params / job.fragments))
-        moved, part_s = _all_reduce(part, job.senders, link)
-        bytes_of_part = (moved, moved, float(round(moved)))
-        steps, overlap_s = job.inner_steps, job.overlap * job.step_s
-        yield _forecast(job, link, "streaming", codec, steps, part, bytes_of_part, part_s, overlap_s, job.fragments)
 
 
-def _demo(job: Job, link: Link, _codecs: Sequence[str]) -> Iterator[Forecast]:
-    config = DemoConfig(type="demo", k=job.k)
-    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
-    yield _gathered(job, link, "demo", sent, 1, overlap_s=job.demo_overlap * job.step_s)
+def _averaged(
+    job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float, times: int = 1
+) -> Forecast:
+    """An all-reduce of all values once a round, in `times` parts one after the other."""
+    encoded, senders = FORMATS[codec].encoded_size(math.ceil(job.params / times)), job.senders
+    sent = 2 * (senders - 1) / senders * encoded
+    transfer_s = all_reduce_s(sent, senders, link)
+    return _forecast(job, link, method, codec, steps, encoded, (sent, sent), transfer_s, overlap_s, times)
 
 
-def _sparseloco(job: Job, link: Link, _codecs: Sequence[str]) -> Iterator[Forecast]:
-    config = SparseLocoConfig(type="sparseloco")
-    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
-    yield _gathered(job, link, "sparseloco", sent, job.sparse_steps, overlap_s=0.0)
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """What a node sends of the largest values, as if all parameters lay in one matrix whose chunks are whole."""
-
-    values: ValueCodingName
-    most: int
-    """Values sent of a chunk."""
-    chunk_numel: int
-    params: float
-
-    @property
-    def chunks(self) -> int:
-        return math.ceil(self.params / self.chunk_numel)
-
-    @property
-    def nbytes(self) -> int:
-        return HEADER.size + records_size(self.values, self.chunks, self.kept, self.chunk_numel)
-
-    @property
-    def kept(self) -> int:
-        return min(self.most, self.chunk_numel)
-
-    def combined(self, sources: int, *, weighted: bool) -> int:
-        """The most bytes of so many in one."""
-        has_sums = self.values == "sign" and not weighted
-        return HEADER.size + combined_size(self.chunks, self.kept, self.chunk_numel, sources, has_sums=has_sums)
-
-
-def _gathered(job: Job, link: Link, method: Method, sends: _Payload, steps: int, *, overlap_s: float) -> Forecast:
-    """An all-gather of payloads once a round."""
-    others, payload = job.senders - 1, sends.nbytes
-    sent = payload * (others if job.relay == "none" else min(1, others))
-    received = payload * others
+def _gathered(job: Job, link: Link, config: DemoConfig | SparseLocoConfig, *, steps: int, overlap_s: float) -> Forecast:
+    """An all-gather of payloads once a round, as if all parameters lay in one matrix whose chunks are whole."""
+    chunk_numel, others = config.chunk**2, job.senders - 1
+    chunks, kept = math.ceil(job.params / chunk_numel), min(config.k, chunk_numel)
+    payload = HEADER.size + records_size(config.values, chunks, kept, chunk_numel)
+    sent, received = payload * (others if job.relay == "none" else min(1, others)), payload * others
     if job.relay == "aggregator" and others:
-        received = sends.combined(job.nodes, weighted=method == "sparseloco")
+        has_sums = config.values == "sign" and config.type == "demo"
+        received = HEADER.size + combined_size(chunks, kept, chunk_numel, job.nodes, has_sums=has_sums)
     transfer_s = all_gather_s(sent, received, job.senders, link, ways=1 if job.relay == "none" else 2)
-    moved = (float(sent), float(received), float(sent))
-    return _forecast(job, link, method, sends.values, steps, payload, moved, transfer_s, overlap_s)
+    moved = float(sent), float(received)
+    return _forecast(job, link, config.type, config.values, steps, payload, moved, transfer_s, overlap_s)
 
 
 def _forecast(
@@ -345,12 +312,12 @@ def _forecast(
     codec: str,
     steps: int,
     payload_bytes: int,
-    moved: tuple[float, float, float],
+    moved: tuple[float, float],
     transfer_s: float,
     overlap_s: float,
     times: int = 1,
 ) -> Forecast:
-    """Forecast rounds of so many synchronisations. `moved`: bytes sent, received and at a time, in each of them."""
+    """Forecast rounds of `times` synchronisations. `moved`: bytes sent and received in each of them."""
     is_on_gpu, others = job.device != "cpu", job.nodes - 1
     on_gpu = OWN_WORK_ON_GPU[method] if is_on_gpu else _NO_WORK
     on_host = {"cpu": OWN_WORK, "gpu": WORK_BESIDE_GPU, "gpu-only": {}}[job.device].get(method, _NO_WORK)
@@ -366,7 +333,7 @@ def _forecast(
         )
     )
     beside_s = link.agreement_s + unpacking_s if others else 0.0
-    sent, received, peak = moved
+    sent, received = moved
     return Forecast(
         method,
         codec,
@@ -374,7 +341,7 @@ def _forecast(
         times * payload_bytes,
         times * sent,
         times * received,
-        peak,
+        sent,
         transfer_s=times * transfer_s,
         beside_s=times * beside_s,
         overlap_s=min(times * overlap_s, steps * job.step_s),
@@ -385,14 +352,8 @@ def _forecast(
     )
 
 
-def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:
-    """Bytes that a node sends, and receives, and the predicted time."""
-    sent = 2 * (nodes - 1) / nodes * encoded
-    return sent, all_reduce_s(sent, nodes, link)
-
-
 def all_reduce_s(sent_bytes: float, nodes: int, link: Link) -> float:
-    """Predicted time of an all-reduce in which a node sends, and receives, so many bytes."""
+    """Predicted time of an all-reduce in which a node sends, and receives, `sent_bytes`."""
     if nodes == 1:
         return 0.0
     encoded = round(HEADERS * sent_bytes * nodes / (2 * (nodes - 1)))
@@ -405,14 +366,3 @@ def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Lin
         return 0.0
     transfer_s = HEADERS * max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)
     return transfer_s / link.efficiency + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
-
-
-_BUILDERS: Mapping[Method, Callable[[Job, Link, Sequence[str]], Iterator[Forecast]]] = {
-    "ddp": _ddp,
-    "diloco": _diloco,
-    "streaming": _streaming,
-    "eager": _eager,
-    "sparseloco": _sparseloco,
-    "demo": _demo,
-}
-"""Methods in the order in which they are preferred where they serve equally well: the fewest known losses first."""

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from zeroband.checks.finding import size_text
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config
-from zeroband.config.model import LlamaConfig
-from zeroband.config.model_size import flops_per_token
+from zeroband.config.model import LlamaConfig, flops_per_token
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokenizer import NoTokenizer, tokenizer_of
 from zeroband.errors import ConfigError
+from zeroband.observe.words import human_bytes
 
 _ANY_STORE = ("--store.url", "redis://localhost")
 """A plan of a run between nodes needs none."""
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of one node, one for each rank."""
-
-    count: int
-    memory_bytes: int
 
 
 def planned_config(argv: Sequence[str]) -> RunConfig:
@@ -50,7 +40,7 @@ def vocabulary_of(config: RunConfig) -> int:
 
 
 def step_seconds(config: RunConfig, vocab_size: int, *, gpus: int, flops: float, mfu: float) -> float:
-    """Seconds of one inner step of a node, whose GPUs make so many FLOP/s, at this part of them."""
+    """Seconds of one inner step of a node, whose GPUs make `flops` FLOP/s each, used in part (`mfu`)."""
     length = config.data.seq_length
     model = config.model
     if not isinstance(model, LlamaConfig):
@@ -61,40 +51,32 @@ def step_seconds(config: RunConfig, vocab_size: int, *, gpus: int, flops: float,
     return config.train.batch_size * length * each / (gpus * flops * mfu)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What a run takes on a machine."""
+def memory_plan(config: RunConfig, vocab_size: int, *, ranks: int, gpu_bytes: int) -> tuple[str, bool]:
+    """Predict what a run takes with a GPU of `gpu_bytes` for each of its ranks, as a table, and whether it fits.
 
-    text: str
-    params: int
-    fits: bool
-    """Into the GPUs."""
-
-
-def memory_plan(config: RunConfig, vocab_size: int, gpus: Gpus) -> MemoryPlan:
-    """Predict what a run takes, and with which settings it fits where it does not. Raises ConfigError. Loads torch."""
+    Where it does not, the table says with which settings it does. Raises ConfigError. Loads torch.
+    """
     from zeroband.checks.gpu_prediction import GpuRun, knobs, predict_gpu
 
-    ranks, room = gpus.count, gpus.memory_bytes
-    run, needs = GpuRun(config, vocab_size, ranks, room), Needs(config, vocab_size)
+    run, needs = GpuRun(config, vocab_size, ranks, gpu_bytes), Needs(config, vocab_size)
     found = predict_gpu(run)
-    fits = found.peak_bytes <= room
+    fits, peak = found.peak_bytes <= gpu_bytes, human_bytes(found.peak_bytes)
     lines = [
-        f"{needs.params / 1e9:.3g} B parameters on {ranks} x {size_text(room)}, predicted:",
+        f"{needs.params / 1e9:.3g} B parameters on {ranks} x {human_bytes(gpu_bytes)}, predicted:",
         "",
         *_block("each GPU", found.parts),
         *_block("host memory", {**needs.host_parts(ranks), "shared memory": needs.shared_bytes}),
         *_block("shared memory", needs.shared_parts),
-        f"{'fits' if fits else 'DOES NOT FIT'}: {size_text(found.peak_bytes)} of {size_text(room)} on each GPU",
+        f"{'fits' if fits else 'DOES NOT FIT'}: {peak} of {human_bytes(gpu_bytes)} on each GPU",
     ]
     if not fits:
         lines.append("each of these by itself, and what it needs:")
-        for knob in knobs(run, room):
-            mark = "fits" if knob.peak_bytes <= room else ""
-            lines.append(f"  {size_text(knob.peak_bytes):>8}  {mark:<4}  {knob}")
-    return MemoryPlan("\n".join(lines), needs.params, fits)
+        for knob in knobs(run, gpu_bytes):
+            mark = "fits" if knob.peak_bytes <= gpu_bytes else ""
+            lines.append(f"  {human_bytes(knob.peak_bytes):>8}  {mark:<4}  {knob}")
+    return "\n".join(lines), fits
 
 
 def _block(title: str, parts: dict[str, int]) -> list[str]:
-    rows = [f"  {purpose:<20}{size_text(size):>8}" for purpose, size in parts.items() if size]
-    return [f"{title:<22}{size_text(sum(parts.values())):>8}", *rows, ""]
+    rows = [f"  {purpose:<20}{human_bytes(size):>8}" for purpose, size in parts.items() if size]
+    return [f"{title:<22}{human_bytes(sum(parts.values())):>8}", *rows, ""]

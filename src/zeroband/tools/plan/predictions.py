@@ -6,24 +6,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeroband.checks.finding import size_text
 from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
 from zeroband.observe.hardware import peak_flops_of
+from zeroband.observe.words import human_bytes
 from zeroband.tools.plan.memory import planned_config, step_seconds
 
 MFU = 0.4
+"""As docs/gpu.md says above the table."""
 
 _CARDS = {"RTX 4090": 24, "A100": 80, "H100": 80}
 """Gigabytes of memory."""
 
-_HEAD = f"""\
-## Predicted
-
-Not measured: what `zeroband plan` says of the presets. Memory is that of each GPU at its peak, found by a rehearsal of
-a step on fake tensors, uncompiled; context, NCCL and a margin of the allocator are assumed
-(`src/zeroband/checks/gpu_prediction.py`). Step and tokens/s of one node follow from the FLOPs at an assumed MFU of
-{100 * MFU:g} %. Printed by `python -m zeroband.tools.plan.predictions`.
-
+_HEAD = """\
 | preset | GPUs | settings | memory of each | fits | inner step | tokens/s |
 |---|---|---|---|---|---|---|
 """
@@ -35,7 +29,7 @@ class _Case:
     vocab_size: int
     gpus: int
     settings_24_gb: tuple[str, ...]
-    """What a card of 24 GB needs beside the preset."""
+    """What a card of 24 GB needs on top of the preset."""
 
 
 _CASES = (
@@ -46,7 +40,7 @@ _CASES = (
 
 
 def document(*presets: str) -> str:
-    """Return the section of docs/gpu.md with the rows of these presets; none: of all."""
+    """Return the table of docs/gpu.md with the rows of these presets; none: of all."""
     cases = [case for case in _CASES if not presets or case.preset in presets]
     return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in cases for row in _rows(case))
 
@@ -66,7 +60,7 @@ def _rows(case: _Case) -> Iterator[tuple[str, ...]]:
             f"`{case.preset}`",
             f"{case.gpus} x {card}, {size} GB",
             f"`{' '.join(settings)}`" if settings else "its own",
-            size_text(peaks[size]),
+            human_bytes(peaks[size]),
             "yes" if peaks[size] <= size * 10**9 else "no",
             f"{step_s:.3g} s",
             f"{tokens / step_s:,.0f}",

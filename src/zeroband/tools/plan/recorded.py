@@ -13,12 +13,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, cast
 
-from zeroband.config.cautions import method_of, overlap_steps, round_steps
-from zeroband.config.stability import Method
+from zeroband.config.stability import Method, method_of, overlap_steps, round_steps
 from zeroband.errors import ConfigError
-from zeroband.observe.facts import FolderFacts
+from zeroband.observe.facts import CONFIG_FILE, FolderFacts
 from zeroband.observe.status import find_run_dir
-from zeroband.runtime.run_folder import CONFIG_FILE
 from zeroband.tools.plan.forecast import HEADERS, STORE_TRIPS, Forecast, Job, Link, forecast_of
 
 _USUAL_RTT_S = 1e-3
@@ -110,12 +108,13 @@ def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tupl
     mbits = [link["mbit_s"] for link in links if link.get("mbit_s")]
     parts = [_of(one.line, "wide_bytes") / _of(one.line, "sent_bytes") for one in rounds if _of(one.line, "wide_bytes")]
     wide = median(parts or [1.0])  # what moves inside a site says nothing of the links between them
+    last_waits_s = median(map(min, _waits(rounds)))  # the last member of a round waits for the store alone
     each_byte = wide * HEADERS / max(_usual(rounds, "transfer_s"), _SHORTEST_S)
     reached = Link(
         up_bytes_per_s=max(1.0, _usual(rounds, "sent_bytes") * each_byte),
         down_bytes_per_s=max(1.0, _usual(rounds, "received_bytes") * each_byte),
         rtt_s=min(rtts_ms) / 1e3 if rtts_ms else _USUAL_RTT_S,
-        store_rtt_s=max(_last_waits_s(rounds), _SHORTEST_S) / STORE_TRIPS,
+        store_rtt_s=max(last_waits_s, _SHORTEST_S) / STORE_TRIPS,
     )
     return reached, min(mbits, default=None)
 
@@ -143,18 +142,13 @@ def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequen
 
 
 def _own_s(rounds: Sequence[_Round]) -> float:
-    """Seconds of own work in a round: of its end at least, where the rest passes beside training."""
+    """Seconds of own work in a round: of its end at least, where the rest overlaps training."""
     others_s = (_of(one.line, "blocked_s") - _of(one.line, "wait_s") - _of(one.line, "transfer_s") for one in rounds)
     return max(_usual(rounds, "apply_s"), median(others_s))
 
 
-def _last_waits_s(rounds: Iterable[_Round]) -> float:
-    """Seconds that the last member of a round waits, which is for the store."""
-    return median(map(min, _waits(rounds)))
-
-
 def _straggling_s(rounds: Sequence[_Round], outer: Mapping[str, Any]) -> float:
-    """Seconds of a round in which training stands still for slower members; it does not where waits pass beside it."""
+    """Seconds of a round in which training stands still for slower members; it does not where waits overlap it."""
     if overlap_steps(outer):
         return fmean(max(0.0, _of(one.line, "blocked_s") - _of(one.line, "apply_s")) for one in rounds)
     return fmean(fmean(waits) - min(waits) for waits in _waits(rounds))

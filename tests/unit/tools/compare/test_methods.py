@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroband.config import load_config
-from zeroband.config.cautions import cautions_of, method_of
+from zeroband.config.stability import cautions_of, method_of
 from zeroband.errors import ConfigError
 from zeroband.tools.compare import methods
 from zeroband.tools.compare.methods import (

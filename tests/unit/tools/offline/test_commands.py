@@ -22,7 +22,7 @@ from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import prepare
 from zeroband.export import directory
 from zeroband.export.directory import TrainedModel
-from zeroband.tools.offline import continuation, evaluate, export, sample
+from zeroband.tools.offline import evaluate, export, sample
 
 HELD_OUT = 0.05
 
@@ -142,7 +142,7 @@ def test_sample_repeats_itself_and_begins_with_the_prompt(run: str, capsys: pyte
 
 
 def test_sample_sees_the_prompt_behind_the_end_of_a_document(run: str, trained: TrainedModel) -> None:
-    text = continuation.continuation(trained, "ab", torch.device("cpu"), tokens=1, temperature=0.0, seed=0)
+    text = sample.continuation(trained, "ab", torch.device("cpu"), tokens=1, temperature=0.0, seed=0)
     with torch.no_grad():
         likeliest = trained.build(torch.device("cpu"))(torch.tensor([[256, 97, 98]]))[0, -1].argmax().item()
     assert text == trained.tokenizer.decode([likeliest])
@@ -155,8 +155,8 @@ def test_sample_ends_with_the_document(trained: TrainedModel, monkeypatch: pytes
         asked.append(prompt.tolist())
         return torch.cat((prompt, torch.tensor([*b"hi", 256, *b"more"])))
 
-    monkeypatch.setattr(continuation, "generate", generate)
-    assert continuation.continuation(trained, "x", torch.device("cpu"), tokens=7, temperature=1.0, seed=0) == "hi"
+    monkeypatch.setattr("zeroband.model.generate", generate)
+    assert sample.continuation(trained, "x", torch.device("cpu"), tokens=7, temperature=1.0, seed=0) == "hi"
     assert asked == [[256, ord("x")]]
 
 
@@ -252,7 +252,7 @@ def test_sample_asks_as_a_user_and_ends_with_the_answer(
         asked.append(bytes(prompt.tolist()))
         return torch.cat((prompt, torch.tensor([*b"four", 256, *b"more"])))
 
-    monkeypatch.setattr(continuation, "generate", generate)
+    monkeypatch.setattr("zeroband.model.generate", generate)
     assert sample.main([chats, "--prompt", "2+2", "--device", "cpu"]) == 0
     assert asked == [b"<|user|>\n2+2\n<|assistant|>\n"]
     assert capsys.readouterr().out.rstrip().endswith("four")

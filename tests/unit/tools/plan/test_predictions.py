@@ -20,5 +20,5 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "gpu.md"
 )
 def test_predictions_of_the_document_are_those_of_the_code(presets: list[str]) -> None:
     assert document(*presets) in DOCUMENT.read_text(encoding="utf-8"), (
-        "run: python -m zeroband.tools.plan.predictions, and put it in place of the section in docs/gpu.md"
+        "run: python -m zeroband.tools.plan.predictions, and put it in place of the table in docs/gpu.md"
     )

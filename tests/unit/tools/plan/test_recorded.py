@@ -11,9 +11,9 @@ import pytest
 
 from zeroband import cli
 from zeroband.errors import ConfigError
+from zeroband.tools.plan.command import human_time
 from zeroband.tools.plan.forecast import forecast_of
 from zeroband.tools.plan.recorded import Recorded, read_run
-from zeroband.tools.plan.units import human_time
 
 PARAMS, STEPS, TWICE = 935_040, 10, 2.0
 
