@@ -21,8 +21,6 @@ from zeroband.checkpoint.layout import PARTS
 from zeroband.checkpoint.manifest import FILES, StoredFile
 from zeroband.checkpoint.storage import Storage
 
-SILENT = "nothing was heard of its share"
-"""Why a member was not waited for any longer: the beginning of the words."""
 _LONGEST_WHY = 500
 """Characters."""
 
@@ -182,7 +180,7 @@ class Peers:
         if files:
             return files, ""
         is_silent = self._is_silent(member, self._peer_wait_s, counts_waiting=False)
-        silence = f"{SILENT} for {self._peer_wait_s:g} s" if is_silent else ""
+        silence = f"nothing was heard of its share for {self._peer_wait_s:g} s" if is_silent else ""
         return {}, self._why_out(member, files) or silence
 
     def have_ended(self) -> bool:

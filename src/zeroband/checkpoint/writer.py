@@ -78,7 +78,7 @@ class SaveOrder:
     stamp: Stamp
     members: tuple[str, ...]
     """Node ids that share the work."""
-    node_state: Mapping[str, Any]
+    node_state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_left_out: bool = False
     """This node does not take part: nothing is staged, and the others need not wait for it."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])

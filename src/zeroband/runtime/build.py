@@ -36,9 +36,8 @@ from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, gather_json,
 from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node_parts import NodeParts, TrainedOn
+from zeroband.runtime.node_parts import HeldPort, NodeParts, TrainedOn
 from zeroband.runtime.profile import StepProfiler
-from zeroband.runtime.transport_setup import HeldPort
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)

@@ -47,9 +47,11 @@ from zeroband.runtime.evaluation import (
     EvaluationSet,
     HeldOutEvaluations,
     open_evaluation_sets,
+    open_scorer,
 )
 from zeroband.runtime.join import Joiner, open_runtime
 from zeroband.runtime.late_reports import FailedSteps, LateReports
+from zeroband.runtime.node_parts import HeldPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
     EXPORT_DIR,
@@ -62,10 +64,7 @@ from zeroband.runtime.report import (
     open_report,
 )
 from zeroband.runtime.run_rules import scoring_of
-from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
-from zeroband.runtime.training_run import TrainingRun
-from zeroband.runtime.transport_setup import HeldPort
 
 SHOWN_S = 1.0
 """Pause between two signs of life while samples are waited for."""

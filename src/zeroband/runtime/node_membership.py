@@ -67,7 +67,7 @@ class NodeMembership:
         self.flags = SharedFlags(self.folder / "flags", create=False)
         stack.callback(self.flags.close)
         self._pids = _pids_of_ranks(local)
-        self.transport = self._open_transport()
+        self.transport = TransportSetup(node, self.store, self.flags, self._keys, self._tell_impostor)
         stack.callback(self.transport.close)
         self.mesh = ElasticDeviceMesh(
             local.twin(),
@@ -143,19 +143,6 @@ class NodeMembership:
         )
         stack.callback(lambda: folder.close(is_left=self.is_left))
         SharedFlags(folder.path / "flags", create=True).close()
-
-    def _open_transport(self) -> TransportSetup:
-        node = self._node
-        return TransportSetup(
-            node.config,
-            self.store,
-            self.flags,
-            node.local,
-            node.faults,
-            key=self._keys,
-            on_poser=self._tell_impostor,
-            port=node.port,
-        )
 
     def _transfer_bytes(self, layout: FlatLayout) -> int:
         """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from zeroband.elastic.rounds.interfaces import (
     Schedule,
     Scorer,
     Scoring,
+    verify,
 )
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
@@ -39,14 +40,15 @@ from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_membership import NodeMembership
-from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.node_parts import NodeParts, StateParts, Staying
 from zeroband.runtime.run_rules import phase_length_of, scoring_of, shape_of
-from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.runtime.transport_setup import codec_of
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 from zeroband.state.round_state import RoundState, RoundUpdate
+
+S = TypeVar("S", bound=RoundState | None)
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
@@ -76,13 +78,38 @@ class StateSources:
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:
         """As `StateSource` says."""
 
-        def stage() -> dict[str, Any]:
+        def stage() -> RoundState:
             if self.restorer is None:
                 raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
-            saved = self.restorer.stage(step, sections)
-            return {"round": saved.round, "record": saved.record, "state_digest": saved.state_digest}
+            return self.restorer.stage(step, sections)
 
-        return RoundState(**on_first_rank(self.local, stage))
+        return state_on_all(self.local, RoundState, stage)
+
+
+def state_on_all(local: LocalMesh, kind: type[RoundState], get: Callable[[], S]) -> S:
+    """Return a state that local rank 0 gets, if any, on all local ranks; its sections are there on rank 0 alone.
+
+    Raises what `get` raises, on all of them.
+    """
+    got: list[S] = []
+
+    def told() -> dict[str, Any] | None:
+        got.append(state := get())
+        names = [one.name for one in fields(kind) if one.name != "sections"]
+        return None if state is None else {name: getattr(state, name) for name in names}
+
+    said = on_first_rank(local, told)
+    return got[0] if got else cast(S, None if said is None else kind(**said))
+
+
+def take_over(outer: OuterAlgorithm, state: RoundState, what: str, local: LocalMesh) -> str:
+    """Take over a state, from the section buffers or else from its own sections; returns its digest.
+
+    `what`: it is in an error. Raises RecoveryFailed where the digest is not the one that the state claims.
+    """
+    digest = outer.adopt(state.round, state.record, state.sections or None)
+    verify(digest, state.state_digest, what, local)
+    return digest
 
 
 class NodeRuntime:

@@ -28,7 +28,8 @@ from zeroband.errors import ConfigError, Leaving, RunOver, StoreLost
 from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
-from zeroband.runtime.transport_setup import HeldPort, address_towards, is_loopback, listen_address_of
+from zeroband.runtime.node_parts import HeldPort
+from zeroband.runtime.transport_setup import address_towards, is_loopback, listen_address_of
 
 _LAST_WORDS_S = 2.0
 """In which the others see the round with which a node left."""
@@ -147,20 +148,19 @@ class OwnStore:
             self._folder.close()
 
     def outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
-        """Wait until nobody is in a run that uses this store; where that is not over, until the others have seen it."""
-        with suppress(StoreLost, ConfigError):
-            self._outlast_others(run_id, is_over)
-
-    def _outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
+        """Wait until no node is in a run that uses this store; where it is not over, until the others have seen it."""
         lease_s = self._config.fault.time_outs.lease_s
         ends_ms, moved_at_s, began_at_s, has_said = dict[str, int](), time.monotonic(), time.monotonic(), False
         url = f"unix://{self._folder.socket}"
-        with closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store:
+        with (
+            suppress(StoreLost, ConfigError),
+            closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store,
+        ):
             while _is_in_use(store.look_at_candidate("", None)):
                 view, now_s = store.view(FOUNDING_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:
                     ends_ms, moved_at_s = newest, now_s
-                if not view.alive or now_s > moved_at_s + lease_s:  # nobody is there, or all were killed
+                if not view.alive or now_s > moved_at_s + lease_s:  # no member is there, or all were killed
                     return
                 others_go_on = not is_over(view) or self._departure.is_hurried
                 if others_go_on and now_s > began_at_s + _LAST_WORDS_S:

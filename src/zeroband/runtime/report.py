@@ -209,14 +209,11 @@ class NodeReport(Report):
         )
 
     def entered(self, round: RoundReport) -> None:
-        self._round_event(round)
+        self.committed(round)
         self._steps_since_round = 0
 
     def belongs_to(self, session: str) -> None:
         self._folder.belongs_to(session)
-
-    def committed(self, round: RoundReport) -> None:
-        self._round_event(round)
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         self._keep_folder()
@@ -224,7 +221,7 @@ class NodeReport(Report):
         if synced:
             values = {**values, **self._round_values(synced)}
         for report in synced:
-            self._round_event(report)
+            self.committed(report)
         self._metrics.record(step, values)
         for name, value in values.items():
             if name.startswith(_AT_THE_END) and value is not None:
@@ -272,7 +269,7 @@ class NodeReport(Report):
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
         }
 
-    def _round_event(self, round: RoundReport) -> None:
+    def committed(self, round: RoundReport) -> None:
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
         lost = [member for member in self._members if member not in (*round.members, *round.late)]

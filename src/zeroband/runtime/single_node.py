@@ -6,14 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zeroband.checkpoint.folder import read_owner
-from zeroband.checkpoint.restorer import Restorer, source_for
+from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.checkpoint.writer_process import PeerWriters
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
@@ -25,9 +23,10 @@ from zeroband.observe.events import Events
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.join import Outcome
+from zeroband.runtime.node_parts import StateParts, Staying
+from zeroband.runtime.node_runtime import state_on_all
 from zeroband.runtime.restart import say_new
 from zeroband.runtime.run_rules import shape_of
-from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 PARAMS = "params"
@@ -124,24 +123,24 @@ class SingleNode:
         data = node.trained_on().data
         restorer = Restorer(source, node.node_id, layout, node.faults, shared=node.shared, data=data)
 
-        def read() -> dict[str, Any] | None:
+        def read() -> SavedState | None:
             saved = restorer.restore(targets)
             if saved is not None and saved.step >= config.train.total_steps:
                 raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
-            return None if saved is None else asdict(saved)
+            return saved
 
-        saved = on_first_rank(local, read)
+        saved = state_on_all(local, SavedState, read)
         if saved is None:
             if local.rank == 0:
                 say_new(source.own.url)
             return False
         if local.rank != 0:
-            restorer.restore(targets, saved["step"])
+            restorer.restore(targets, saved.step)
         ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.parameters), targets[PARAMS])
-        self.outer.adopt(saved["round"], saved["record"])
-        node.inner.seek(saved["step"])
-        has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
-        place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
+        self.outer.adopt(saved.round, saved.record)
+        node.inner.seek(saved.step)
+        has_inner = all_ok(restorer.load_inner(saved.step, node.inner, local), local)
+        place = {"round": saved.round, "step": saved.step, "digest": saved.state_digest}
         took_s = round(time.monotonic() - from_s, 3)
-        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
+        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=list(saved.rejected))
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
@@ -28,57 +27,36 @@ from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.node.faults import FaultPoints
-from zeroband.node.mesh import LocalMesh
 from zeroband.node.processors import usable_processors
 from zeroband.node.shared_flags import SharedFlags
-from zeroband.observe.log import get_logger
-
-_log = get_logger(__name__)
-
-
-class HeldPort(NamedTuple):
-    """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
-
-    door: str
-    """Unix socket at which that process hands over the calls for the guardian."""
-    number: int
-    """The port under which others reach it."""
+from zeroband.runtime.node_parts import HeldPort, NodeParts
 
 
 class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
     `on_poser`: told of a call in the name of a member whose key the caller does not have, and from where it came.
-    `port`: is open already; None: the guardian opens it. Raises ConfigError, StoreLost.
+    Raises ConfigError, StoreLost.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        node: NodeParts,
         store: RedisStore,
         flags: SharedFlags,
-        local: LocalMesh,
-        faults: FaultPoints,
-        *,
         key: RunKey,
         on_poser: Callable[[str, str], object],
-        port: HeldPort | None = None,
     ) -> None:
+        config = node.config
         assert config.store.address is not None
-        self._config = config
-        self._store = store
-        self._flags = flags
-        self._local = local
-        self._faults = faults
-        self._port = port
+        self._node, self._config = node, config
+        self._store, self._flags, self._key = store, flags, key
         self._host = config.node.advertise_host or address_towards(config.store.address)
         self.inbox: Inbox | None = None
         self._links: Links | None = None
-        self._key = key
         if config.comm.backend == "native":
             require_native(is_sealed=config.comm.encryption)
-        if local.rank != 0:
+        if node.local.rank != 0:
             return
         require_descriptors(config)
 
@@ -97,7 +75,7 @@ class TransportSetup:
     @property
     def listen(self) -> ListenAddress:
         """Where local rank 0 listens."""
-        return listen_address_of(self._config, self._host, self._key, self._port)
+        return listen_address_of(self._config, self._host, self._key, self._node.port)
 
     def serve_state(self, take: Callable[[socket.socket, StreamKeys], object]) -> None:
         """Have connections of nodes that ask for this one's state answered from now on. On local rank 0."""
@@ -120,7 +98,7 @@ class TransportSetup:
                 self._flags,
                 codec_of(self._config),
                 reach,
-                self._faults,
+                self._node.faults,
                 streams=comm.streams,
                 paced=comm.rate_control,
                 bounds=TransferBounds.of(time_outs),
@@ -128,8 +106,8 @@ class TransportSetup:
         return LaneGroups(
             self._store,
             self._flags,
-            LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
-            self._faults,
+            LaneOwnership(comm.lanes, self._node.local.rank, self._node.local.world_size),
+            self._node.faults,
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
             transfer_s=time_outs.transfer_s,

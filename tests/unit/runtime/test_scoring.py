@@ -11,8 +11,7 @@ from tests.unit.runtime.conftest import Build
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import evaluate
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.evaluation import open_evaluation_sets
-from zeroband.runtime.scoring import HeldOutScorer, open_scorer
+from zeroband.runtime.evaluation import HeldOutScorer, open_evaluation_sets, open_scorer
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 SCORED = {"data.hold_out": 0.1, "outer.type": "sparseloco", "outer.score": "{}", "store.url": "redis://host:6379"}
