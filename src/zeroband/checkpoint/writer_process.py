@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeroband.checkpoint.peers import LOST, PeerWord
-from zeroband.checkpoint.writer import IDLE, PEERS, PROGRESS, UNAVAILABLE, SaveOrder, WriterSpec
+from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, PeerWord
+from zeroband.checkpoint.saving import SaveOrder
+from zeroband.checkpoint.writer import PEERS, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.log import get_logger
 

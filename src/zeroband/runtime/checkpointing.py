@@ -19,9 +19,9 @@ from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.own_state import OWN_FILE, gather_random_states
-from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import open_storage
-from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer import WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport

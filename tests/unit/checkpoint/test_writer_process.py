@@ -18,9 +18,9 @@ from tests.unit.checkpoint.saves import RULES, SECTIONS, buffers_of, layout, own
 
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.peers import PeerWord
-from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage
-from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer import WriterSpec
 from zeroband.checkpoint.writer_process import PeerWriters, WriterProcess
 from zeroband.elastic.recovery.state_chunks import bytes_of
 
