@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -64,6 +63,8 @@ _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 """Pauses between two looks for what the other members wrote."""
 _HEALS_S = 3.0
 """A storage that fails for longer is not waited for by the others."""
+
+_NO_FILES: Mapping[str, memoryview] = {}
 
 T = TypeVar("T")
 
@@ -125,9 +126,7 @@ class SaveContext:
 class Save:
     """One checkpoint as this node writes it. `files`: the content of those that the order names, by their names."""
 
-    def __init__(
-        self, context: SaveContext, order: SaveOrder, files: Mapping[str, memoryview] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, context: SaveContext, order: SaveOrder, files: Mapping[str, memoryview] = _NO_FILES) -> None:
         self._context, self._order, self._own_files = context, order, files
         self._storage, self._stamp, self._node_id = context.storage, order.stamp, context.node_id
         self._plan, self._rules, self._line = context.plan, context.rules, context.line
