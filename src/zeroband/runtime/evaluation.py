@@ -23,11 +23,11 @@ from zeroband.data.loader import Loader, MicroBatch
 from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate
-from zeroband.node.mesh import all_ok, compiles, sum_over_ranks
+from zeroband.node.mesh import all_ok, sum_over_ranks
 from zeroband.node.sharding import Parameters
 from zeroband.observe.events import Events
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.build import TrainerParts, loader_of
 from zeroband.runtime.node_parts import TrainingRun
 from zeroband.runtime.run_rules import scoring_of
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
@@ -217,15 +217,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
             )
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error
-        loader = Loader(
-            dataset,
-            batch_size=node.config.train.batch_size,
-            micro_bs=node.config.train.micro_bs,
-            local_rank=rank,
-            local_world_size=world_size,
-            document_mask=data.document_mask,
-            even_micro_batches=compiles(node.config.train, node.local),
-        )
+        loader = loader_of(dataset, data, node.config.train, node.local)
         sets.append(_set_of(node, wanted, source, loader))
     return sets
 

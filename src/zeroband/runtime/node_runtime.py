@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -52,38 +52,6 @@ S = TypeVar("S", bound=RoundState | None)
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
-
-
-@dataclass(frozen=True)
-class StateSources:
-    """Where a node gets states and rounds that it does not hold. All local ranks call the methods together."""
-
-    recovery: RecoveryClient
-    restorer: Restorer | None
-    """None: this node has no ckpt.path."""
-    local: LocalMesh
-
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `StateSource` says."""
-        updates = [torch.empty(0, dtype=torch.uint8)]
-
-        def fetch() -> dict[str, Any]:
-            entry = self.recovery.fetch_entry(round, room)
-            updates.append(entry.update)
-            return {"record": entry.record, "state_digest": entry.state_digest}
-
-        said = on_first_rank(self.local, fetch)
-        return RoundUpdate(round, updates[-1], **said)
-
-    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
-        """As `StateSource` says."""
-
-        def stage() -> RoundState:
-            if self.restorer is None:
-                raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
-            return self.restorer.stage(step, sections)
-
-        return state_on_all(self.local, RoundState, stage)
 
 
 def state_on_all(local: LocalMesh, kind: type[RoundState], get: Callable[[], S]) -> S:
@@ -186,8 +154,7 @@ class NodeRuntime:
         if rollback is not None:
             assert restorer is not None, "the configuration has seen to it"
             auto_rollback = AutoRollback(rollback, self.store, restorer, local, on_event)
-        sources = StateSources(self.recovery, restorer, local)
-        return History(self.journal, sources, auto_rollback, self.memory if local.rank == 0 else None)
+        return History(self.journal, self, auto_rollback, self.memory if local.rank == 0 else None)
 
     def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
@@ -260,6 +227,30 @@ class NodeRuntime:
             if self._node.local.rank == 0:
                 self.buffers[name].zero_()
         barrier(self._node.local)
+
+    # -- as its outer algorithm sees it: states and rounds that this node does not hold -------------------------------
+
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch what a round did from a peer, into the room that local rank 0 has for it. Called by all local ranks."""
+        updates = [torch.empty(0, dtype=torch.uint8)]
+
+        def fetch() -> dict[str, Any]:
+            entry = self.recovery.fetch_entry(round, room)
+            updates.append(entry.update)
+            return {"record": entry.record, "state_digest": entry.state_digest}
+
+        said = on_first_rank(self._node.local, fetch)
+        return RoundUpdate(round, updates[-1], **said)
+
+    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
+        """Read and verify a checkpoint, and keep it until it is taken. Called by all local ranks."""
+
+        def stage() -> RoundState:
+            if self.restorer is None:
+                raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
+            return self.restorer.stage(step, sections)
+
+        return state_on_all(self._node.local, RoundState, stage)
 
     # -- as the training loop sees it ---------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class Served:
             yield self._hashes[name, index]
 
     def chunk(self, name: str, index: int, room: Tensor) -> Tensor | None:
-        """(nbytes,) uint8, which may lie in `room`, of a chunk's size; None where there is none, or the state is gone."""
+        """(nbytes,) uint8, perhaps in `room`, which holds a chunk; None where there is none, or the state is gone."""
         size = self._hasher.chunk_bytes
         part = self._bytes.get(name, _NOTHING)[index * size : (index + 1) * size]
         return self.state.read(part, room) if part.numel() else None
