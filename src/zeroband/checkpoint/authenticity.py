@@ -1,7 +1,7 @@
 """Who made a checkpoint: the hashes of its files, and the MAC by which a run's token vouches for its manifest.
 
-The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which nobody can meet with
-other bytes, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but does
+The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which no other
+bytes can meet, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but does
 not know the token, cannot make a checkpoint. Knows no storage.
 """
 
@@ -42,7 +42,7 @@ class FileHash:
             self._strong.update(piece)
 
     def of(self, size: int) -> StoredFile:
-        """What to note of a file of so many bytes that has passed."""
+        """What to note of a file of this size that has passed."""
         return StoredFile(size, self._fast.hexdigest(), "" if self._strong is None else self._strong.hexdigest())
 
     def require(self, file: StoredFile) -> None:

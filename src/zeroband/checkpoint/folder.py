@@ -23,7 +23,7 @@ _REMOVED = ".removed"
 
 
 def require_place(path: str, run_id: str) -> None:
-    """Raise ConfigError where checkpoints cannot be below this path: a file, a folder that nobody made, no permission.
+    """Raise ConfigError where checkpoints cannot be below this path: a file, a missing folder, no permission.
 
     A folder is made where its parent exists: one more level that is missing is most likely a slip, or a mount that is
     not there. Other storages are asked when the run begins.
@@ -75,7 +75,7 @@ def read_owner(storage: Storage) -> Owner | None:
 def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = False) -> None:
     """Make a folder this run's before it trains; again and by all its nodes, as often as they like.
 
-    `takes_over`: the run goes on from what is there, so the folder becomes its own, and whoever saved there before is
+    `takes_over`: the run goes on from what is there, so the folder becomes its own, and the run that saved there before is
     refused from now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another
     run's or out of reach.
     """

@@ -1,6 +1,6 @@
 """What the writers of one save's members tell each other, and what a save makes of it.
 
-Each leaves a record of the files that it wrote, or that it wrote none, beside the files, under a name of this attempt,
+Each leaves a record of the files that it wrote, or that it wrote none, next to the files, under a name of this attempt,
 so that what an earlier one left does not count. Where the run has a token the record carries a MAC: what a member
 commits on another's word must be that member's. Meanwhile they say through the run's store whether they work, wait or
 fail; their trainers carry that, and add which nodes the run has lost.
@@ -42,7 +42,7 @@ class PeerWord:
     out: str | None = None
     """Why no member needs to wait for it; None: it is at work, for all that is known."""
     is_lost: bool = False
-    """The run goes on without it, as this node's trainer knows; nobody says that of itself."""
+    """The run goes on without it, as this node's trainer knows; no member says that of itself."""
 
     def to_json(self) -> str:
         """What is said through the store."""
@@ -118,7 +118,7 @@ class WriterLine:
             self._say({"kind": IDLE})
 
     def count(self, written_bytes: int) -> None:
-        """Take note that so many bytes more were handed to the storage."""
+        """Take note that this many bytes more were handed to the storage."""
         with self._lock:
             self._written += written_bytes
             self._show()
@@ -167,7 +167,7 @@ class Shares:
         self.storage.write(self._path(member), (_text({**record, **({"mac": mac} if mac else {})}),))
 
     def leave_out(self, member: str) -> None:
-        """Say that a member does not take part, so that nobody waits for it; never raises."""
+        """Say that a member does not take part, so that it is not waited for; never raises."""
         with contextlib.suppress(OSError):
             self.publish(member, {})
 
@@ -193,7 +193,7 @@ class Shares:
 class Peers:
     """The members of one save, as one of them sees them. `leave_out` in any thread, all else in that of the save.
 
-    `members`: sorted; they commit in this order. `peer_wait_s`: after which silence whoever commits waits no longer.
+    `members`: sorted; they commit in this order. `peer_wait_s`: after which silence of another member this one commits without it.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ class Restorer:
             _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
 
     def stage(self, step: int, sections: Sequence[str]) -> SavedState:
-        """Read a checkpoint of this run into memory of its own; the run's state stays as it is until it is taken.
+        """Read a checkpoint of this run into other memory; the run's state stays as it is until it is taken.
 
         Raises RecoveryFailed. Local rank 0.
         """
@@ -291,7 +291,7 @@ class Restorer:
         return staged
 
     def point_latest(self, step: int) -> None:
-        """The run went back to this step: whoever resumes begins there, and not with what was left behind."""
+        """The run went back to this step: a resumed run begins there, and not with what was left behind."""
         try:
             self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
         except OSError as error:

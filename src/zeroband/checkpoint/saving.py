@@ -114,7 +114,7 @@ class SaveContext:
     slots: Sequence[Slot]
     plan: OuterPlan
     outer: Mapping[str, memoryview]
-    """The staged bytes of the flat float32 buffers of the outer state, by section: nobody writes to them in a save."""
+    """The staged bytes of the flat float32 buffers of the outer state, by section: not written to in a save."""
     inner: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
     """Those of the node's inner optimizer; none where the outer state holds them."""
     key: CheckpointKey | None = None
@@ -399,7 +399,7 @@ class Save:
             self._line.tell("checkpoints_removed", steps=removed)
 
     def _give_up(self, reason: str) -> None:
-        """Say why, and give back the space: of this node's files, or of everybody's when nobody is left to commit."""
+        """Say why, and give back the space: of this node's files, or of all files when no member is left to commit."""
         self._line.tell("checkpoint_failed", **self._place(), reason=reason)
         is_last = self._peers.have_ended()
         with contextlib.suppress(OSError):

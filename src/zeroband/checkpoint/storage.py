@@ -1,6 +1,6 @@
 """Where checkpoints lie: a local folder or any fsspec URL, behind the few operations that saving and loading need.
 
-Local files are written beside their place, synced and renamed; objects of a store appear whole when their upload ends.
+Local files are written next to their place, synced and renamed; objects of a store appear whole when their upload ends.
 So a path either holds all that was written to it or what it held before. Any process and thread.
 """
 
@@ -108,7 +108,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """A folder of this machine, or of a network mount. `node_id`: whose files are beside their places meanwhile."""
+    """A folder of this machine, or of a network mount. `node_id`: whose files are next to their places meanwhile."""
 
     renames = True
 
@@ -313,9 +313,9 @@ def open_storage(path: str, run_id: str, node_id: str = "reader") -> Storage:
 
 
 def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage:
-    """A folder at a path or URL, or one below it, for whoever writes files there whole and in one go.
+    """A folder at a path or URL, or one below it, for files that are written whole and in one go.
 
-    writer: in whose name files lie beside their places meanwhile; key: what the user calls the path.
+    writer: in whose name files lie next to their places meanwhile; key: what the user calls the path.
     Raises ConfigError where its kind of URL cannot be used here.
     """
     core: Any = importlib.import_module("fsspec.core")  # has no types

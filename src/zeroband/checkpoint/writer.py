@@ -1,4 +1,4 @@
-"""The writer: a process of its own that hashes, writes and uploads what the trainer staged in shared memory.
+"""The writer: a process that hashes, writes and uploads what the trainer staged in shared memory.
 
     python -m zeroband.checkpoint.writer, started by the trainer's local rank 0
 
@@ -87,7 +87,7 @@ class Writer:
         self._orders: queue.Queue[Save | None] = queue.Queue()
 
     def listen(self, lines: TextIO) -> None:
-        """Take orders from a stream until it ends; a thread of its own, so that a save in hand does not hold it up."""
+        """Take orders from a stream until it ends; in another thread than the save in hand, which does not hold it up."""
         for line in lines:
             said = json.loads(line)
             if PEERS in said:

@@ -69,7 +69,7 @@ class StoreWriters(PeerWriters):
 
 
 class WriterProcess:
-    """One writer at a time, in a session of its own; one that died is replaced with the next order.
+    """One writer at a time, in a new session; one that died is replaced with the next order.
 
     `on_event`: is given the events of a save, from the thread that listens. Owns the process and that thread.
     `fellows`: carries what the writers of one save tell each other.

@@ -189,7 +189,7 @@ def _from_json(said: str | bytes) -> Card | None:
 
 
 def _stay_on_this_machine() -> None:
-    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another is nobody else's business.
+    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another stays on this machine.
 
     Left to themselves they listen where the host's name leads. Network cards that the environment names are for groups
     over several machines, which torch has none of here, and may not be there: the groups between nodes choose an
@@ -398,7 +398,7 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
     """Return the global norm of the gradient over all shards; scale the gradient to `max_norm` where it is larger.
 
     None only measures. A gradient whose norm is not finite is left alone: the caller decides. Shapes: the norm ()
-    float32, on the gradient's device, which nobody waits for here. `beside`: (k,) float32 there, numbers of this
+    float32, on the gradient's device, which is not waited for here. `beside`: (k,) float32 there, numbers of this
     rank, each of which becomes its sum over the ranks in the same exchange.
     Every local rank calls this; all get the same number.
     """
@@ -420,6 +420,6 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
 
 
 def sum_over_ranks(value: Tensor, mesh: LocalMesh) -> None:
-    """Replace a tensor of this rank by its sum over the ranks, on its device, which nobody waits for here."""
+    """Replace a tensor of this rank by its sum over the ranks, on its device, which is not waited for here."""
     if mesh.world_size > 1:
         dist.all_reduce(value, group=mesh.mesh.get_group())  # pyright: ignore[reportUnknownMemberType]

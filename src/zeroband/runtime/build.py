@@ -155,7 +155,7 @@ def _corpus_of(config: RunConfig, fingerprint: str) -> str:
     """Name of this node's corpus among those of the run.
 
     The name of a private one tells other documents from those that the node had before. It is a hash under a key of
-    run.token, so whoever does not have that cannot tell by it whether the documents are some that they know.
+    run.token: without that it does not tell whether the documents are known ones.
     """
     if not config.data.private:
         return SHARED

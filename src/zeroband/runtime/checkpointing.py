@@ -83,7 +83,7 @@ class Staging:
         return buffer[start:stop]
 
     def put(self, packed: bytes | None) -> dict[str, str]:
-        """Lay this rank's own file beside the buffers; the paths of all ranks' files, by name."""
+        """Put this rank's own file next to the buffers; returns the paths of all ranks' files, by name."""
         path = self._folder / f"{_STAGED}{OWN_FILE.format(rank=self._local.rank)}"
         if packed is None:
             return {}

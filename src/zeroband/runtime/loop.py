@@ -144,7 +144,7 @@ def train(
 def leave_if_asked(training: Training) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
 
-    If nobody goes on with the run, it saves what it holds first.
+    If it is the last node of the run, it saves what it holds first.
     """
     node, outer, report = training.node, training.world.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
@@ -159,7 +159,7 @@ def leave_if_asked(training: Training) -> None:
 
 
 def save_if_last(training: Training) -> None:
-    """Take a checkpoint if nobody goes on with the run when this node leaves."""
+    """Take a checkpoint if no other node goes on with the run when this one leaves."""
     if (staying := training.world.announce_leaving()) != "others":
         training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
@@ -170,7 +170,7 @@ def open_world(
     """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
         single = SingleNode(node, report.events)
-        return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
+        return single, Joiner(single, node.local, node.departure, NoEvents())  # no other node waits for it
     return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
@@ -264,7 +264,7 @@ def is_round_over(training: Training, steps: int) -> bool:
 
 
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
-    """Have the optimizer step by the gradients of this node, for which nobody waits, or by those of all nodes.
+    """Have the optimizer step by the gradients of this node, which are not waited for, or by those of all nodes.
 
     A gradient of this node's own that is not finite, or of no target, moves the schedule of the optimizer alone.
     """

@@ -1,4 +1,4 @@
-"""The store that a node holds beside its trainer, in a run whose members hold the stores themselves.
+"""The store that a node holds, in a run whose members hold the stores themselves.
 
 It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by
 itself comes back empty. Others reach it through the node's one port. Local rank 0 owns it.

@@ -1,4 +1,4 @@
-"""How a run that nobody holds any more begins again: after which wait, and on which checkpoint of all nodes.
+"""How a run whose members are all gone begins again: after which wait, and on which checkpoint of all nodes.
 
 Leases decide, by the store's clock. Nodes tell one another what they have at their ckpt.path; the one with the newest
 checkpoint names it, and all take that over. Whatever keeps one of them from it is an event of the join
@@ -49,7 +49,7 @@ _log = get_logger(__name__)
 class AbandonedRunWait:
     """The wait for members of a run that hold no lease.
 
-    A member without a lease that still answers on its port is only cut off from the store, so nobody begins without it.
+    A member without a lease that still answers on its port is only cut off from the store: the run is not begun without it.
     """
 
     def __init__(self, node: NodeParts, events: Events) -> None:
@@ -164,7 +164,7 @@ class AgreedState(SavedState):
 
 
 class Restart:
-    """This node's part in beginning its run on a checkpoint, whether it was asked to resume or nobody is left."""
+    """This node's part in beginning its run on a checkpoint, whether it was asked to resume or no member is left."""
 
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
@@ -208,7 +208,7 @@ class Restart:
         return Holding() if restorer is None else restorer.holding(step, self._rejected)
 
     def may_begin(self, view: View) -> bool:
-        """Whether this node may found the run again on a checkpoint: as asked, with others, or since nobody is left.
+        """Whether this node may found the run again on a checkpoint: as asked, with others, or since no member is left.
 
         Without being asked, only where the checkpoints are those of this very run, and its members had time to come
         back. Raises RecoveryFailed where they did not, and there is no checkpoint.

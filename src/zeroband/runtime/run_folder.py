@@ -210,10 +210,10 @@ class RunFolder:
     def belongs_to(self, session: str | None) -> None:
         """Note whose files these are; None: of a start that is in no run yet."""
         self._session = session
-        record, beside = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
+        record, fresh = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
         try:
-            beside.write_text(json.dumps({"session": session}), encoding="utf-8")
-            beside.replace(record)
+            fresh.write_text(json.dumps({"session": session}), encoding="utf-8")
+            fresh.replace(record)
         except OSError as error:  # a disk that is full later on ends no training
             _log.warning("cannot note whose files these are", extra={"fields": {"path": record, "why": str(error)}})
 

@@ -1,4 +1,4 @@
-"""A run of one node: no store, no shared memory of its own; it is in its run as soon as it has found its state."""
+"""A run of one node: no store, no outer state in shared memory; it is in its run as soon as it has found its state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SingleNode:
         return None
 
     def show_progress(self) -> None:
-        """Nobody watches."""
+        """Do nothing: no guardian watches."""
 
     def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset({self._node.node_id}), frozenset()

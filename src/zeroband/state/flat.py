@@ -163,7 +163,7 @@ class SharedBuffers:
             )
 
     def open_bytes(self, name: str, size: int) -> None:
-        """Make and map a buffer of so many zero bytes. Raises ConfigError as `open` does."""
+        """Make and map a buffer of `size` zero bytes. Raises ConfigError as `open` does."""
         if name not in self._bytes:
             path = self._folder / f"{name}.u8"
             self._reserve_all([path], size)
@@ -174,7 +174,7 @@ class SharedBuffers:
         return self._bytes[name]
 
     def renew_bytes(self, name: str, size: int) -> Tensor:
-        """Make a buffer of so many zero bytes in place of one that something left behind may still write to."""
+        """Make a buffer of `size` zero bytes in place of one that something left behind may still write to."""
         if self._bytes.pop(name, None) is not None:
             barrier(self._local)
             if self._local.rank == 0:

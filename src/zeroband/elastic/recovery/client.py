@@ -173,7 +173,7 @@ class StateFetch:
         self._missing = tuple(sorted(chunks, key=lambda chunk: chunk.index))
 
     def _can_mix(self, before: StateManifest, manifest: StateManifest) -> bool:
-        """Whether what came before is of use beside a newer round's."""
+        """Whether what came before is of use with a newer round's."""
         is_alike = before.chunk_bytes == manifest.chunk_bytes and manifest.chunk_bytes % _VALUE_BYTES == 0
         return self._mixes and bool(self._missing) and is_alike and before.round < manifest.round
 
@@ -199,8 +199,8 @@ def fetch_entry(
 ) -> RoundUpdate:
     """Fetch what a committed round did, as the first donor claims that serves it.
 
-    `room`: gives (nbytes,) uint8 on CPU for an update of so many bytes, half written where this fails, or raises
-    RecoveryFailed where no update has so many. Raises RecoveryFailed when no donor is left.
+    `room`: gives (nbytes,) uint8 on CPU for an update of this size, half written where this fails, or raises
+    RecoveryFailed where no update has this size. Raises RecoveryFailed when no donor is left.
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)

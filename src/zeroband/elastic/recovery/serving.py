@@ -53,7 +53,7 @@ _AWAITED_S = 2.0
 
 YIELD_S = 1.0
 KEEPALIVE_BYTES = 1 << 10
-"""While a round needs the link a connection sends so many bytes in so long: the joiner sees that its donor lives."""
+"""While a round needs the link a connection sends this much in each pause: the joiner sees that its donor lives."""
 
 _UNSENT_BYTES = 1 << 17
 """What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
@@ -69,7 +69,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _room(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 in pages of its own: from malloc, each thread that serves would keep some more."""
+    """(nbytes,) uint8 in new pages: from malloc, each thread that serves would keep some more."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
@@ -152,7 +152,7 @@ def _yield_the_cores() -> None:
 
 
 class Hasher:
-    """Computes hashes in a thread of its own, one stretch after the other. `close()` ends that early."""
+    """Computes hashes in one thread, one stretch after the other. `close()` ends that early."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -310,7 +310,7 @@ class StateServer:
         self._sweeper.start()
 
     def take(self, connection: socket.socket, keys: StreamKeys) -> None:
-        """Answer a connected socket, in a thread of its own; after `close()`, hang up. Any thread."""
+        """Answer a connected socket, in another thread; after `close()`, hang up. Any thread."""
         if self._stop.is_set():
             connection.close()
             return

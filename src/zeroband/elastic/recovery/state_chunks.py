@@ -22,7 +22,7 @@ CHUNK_BYTES = 8 << 20
 """Large enough that a request's round trip does not count, small enough to be lost without regret."""
 
 STRETCH = 8
-"""So many chunks of each section are hashed at a time, when a joiner is about to fetch them: a state may change before
+"""Chunks of each section that are hashed at a time, when a joiner is about to fetch them: a state may change before
 the others are asked for."""
 
 MAX_CHUNK_BYTES = 64 << 20

@@ -134,7 +134,7 @@ class StateTransfer:
     """One fetch of chunks. `run` is for one thread, which also gets the calls of `on_chunk`.
 
     `lead`: made the claim `manifest`, which lists the hashes of the first of `missing`. Those are fetched in their
-    order, and their hashes stretch by stretch beside them.
+    order, and their hashes stretch by stretch meanwhile.
     """
 
     def __init__(
