@@ -1,8 +1,8 @@
 """Who made a checkpoint: the hashes of its files, and the MAC by which a run's token vouches for its manifest.
 
 The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which no other
-bytes can meet, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but does
-not know the token, cannot make a checkpoint. Knows no storage.
+bytes can meet, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but
+does not know the token, cannot make a checkpoint. Knows no storage.
 """
 
 from __future__ import annotations

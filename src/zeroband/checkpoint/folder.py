@@ -75,9 +75,9 @@ def read_owner(storage: Storage) -> Owner | None:
 def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = False) -> None:
     """Make a folder this run's before it trains; again and by all its nodes, as often as they like.
 
-    `takes_over`: the run goes on from what is there, so the folder becomes its own, and the run that saved there before is
-    refused from now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another
-    run's or out of reach.
+    `takes_over`: the run goes on from what is there, so the folder becomes its own, and the run before is refused from
+    now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another run's or out
+    of reach.
     """
     try:
         if storage.create(OWNER, _to_json(owner)):

@@ -193,7 +193,7 @@ class Shares:
 class Peers:
     """The members of one save, as one of them sees them. `leave_out` in any thread, all else in that of the save.
 
-    `members`: sorted; they commit in this order. `peer_wait_s`: after which silence of another member this one commits without it.
+    `members`: sorted; they commit in this order. `peer_wait_s`: longest silence of another member.
     """
 
     def __init__(

@@ -124,24 +124,24 @@ class LocalStorage(Storage):
 
     def write(self, path: str, pieces: Iterable[Data]) -> None:
         place = self._root / path
-        with self._written_beside(place, pieces) as beside:
-            beside.replace(place)
+        with self._written_next_to(place, pieces) as fresh:
+            fresh.replace(place)
         _sync_folder(place.parent)
 
     @contextlib.contextmanager
-    def _written_beside(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
+    def _written_next_to(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
         """A synced file in the same folder, gone afterwards unless it was moved."""
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f".{place.name}.{self._node_id}")
+        fresh = place.with_name(f".{place.name}.{self._node_id}")
         try:
-            with beside.open("wb", buffering=0) as file:
+            with fresh.open("wb", buffering=0) as file:
                 for piece in pieces:
                     _write_all(file, memoryview(piece))
                 os.fsync(file.fileno())
-            yield beside
+            yield fresh
         finally:
             with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+                fresh.unlink(missing_ok=True)
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
@@ -164,8 +164,8 @@ class LocalStorage(Storage):
     def create(self, path: str, data: bytes) -> bool:
         place = self._root / path
         try:
-            with self._written_beside(place, (data,)) as beside:
-                _put_unless_there(beside, place, data)
+            with self._written_next_to(place, (data,)) as fresh:
+                _put_unless_there(fresh, place, data)
         except FileExistsError:
             return False
         _sync_folder(place.parent)
@@ -186,10 +186,10 @@ def _device_of(folder: Path) -> int:
     return next(place.stat().st_dev for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def _put_unless_there(beside: Path, place: Path, data: bytes) -> None:
+def _put_unless_there(fresh: Path, place: Path, data: bytes) -> None:
     """Have a file at its place, whole from the start where the mount knows hard links. Raises FileExistsError."""
     try:
-        os.link(beside, place)
+        os.link(fresh, place)
     except FileExistsError:
         raise
     except OSError:

@@ -87,7 +87,7 @@ class Writer:
         self._orders: queue.Queue[Save | None] = queue.Queue()
 
     def listen(self, lines: TextIO) -> None:
-        """Take orders from a stream until it ends; in another thread than the save in hand, which does not hold it up."""
+        """Take orders from a stream until it ends; its thread is not held up by the save in hand."""
         for line in lines:
             said = json.loads(line)
             if PEERS in said:

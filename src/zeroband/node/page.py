@@ -166,4 +166,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _warn(why: str, way_out: str) -> None:
-    _log.warning("no page beside this run", extra={"fields": {"why": why, "way_out": way_out}})
+    _log.warning("this run has no page", extra={"fields": {"why": why, "way_out": way_out}})

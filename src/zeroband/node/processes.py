@@ -41,7 +41,7 @@ def start_leashed(
     """Start a command in a new session; it gets `death_signal` from the kernel when this thread ends.
 
     So it must be called from a thread that lives as long as the process shall. Output is appended to a file, so that
-    nothing is lost and nothing has to read it; None leaves it where this process's goes. `pass_fds`: descriptors that it
+    nothing is lost and no reader is needed; None leaves it where this process's goes. `pass_fds`: descriptors that it
     inherits under the same numbers. Raises ConfigError where the system is not Linux.
     """
     if sys.platform != "linux":

@@ -455,7 +455,7 @@ class NodeRuntimeSteps:
         return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 
     def _tell_of_other_documents(self, progress: Progress) -> None:
-        """Warn where this node had other documents before: their samples stay as they are, and no other node owes them."""
+        """Warn where this node had other documents before: their samples stay as they are, owed by no other node."""
         for corpus, ledger in progress.ledgers.items():
             is_own = corpus.startswith(f"{self._node.node_id}/") and self._node.corpus != SHARED
             if is_own and corpus != self._node.corpus and self._local.rank == 0:

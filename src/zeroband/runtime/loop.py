@@ -234,11 +234,11 @@ def train_round(training: Training) -> None:
             made.progress, made.is_commit = outer.progress, outer.progress is not before
             if made.is_commit:
                 checkpoints.take_if_due(made.synced)
-            made.blocked_s, made.beside = blocked.total_s, checkpoints.measured()
+            made.blocked_s, made.measured = blocked.total_s, checkpoints.measured()
             if is_evaluated := training.evaluations.is_due(before, outer.progress):
                 if not is_boundary:
                     reports.learn(made)
-                made.beside = {**made.beside, **training.evaluations.run(outer.progress.inner_step)}
+                made.measured = {**made.measured, **training.evaluations.run(outer.progress.inner_step)}
             reports.end(made, is_late=not (is_boundary or is_evaluated))
             node.profiler.end(step + 1)
 
@@ -279,8 +279,8 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         common_norm = outer.sync_gradients(step, passed.tokens)
     if common_norm is None:
         with node.departure.in_step():
-            beside = passed.nats if has_own_steps else None
-            norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, beside=beside)
+            also = passed.nats if has_own_steps else None
+            norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, also=also)
         found_inf = (~norm.isfinite() | (passed.tokens == 0)).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"

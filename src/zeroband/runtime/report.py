@@ -113,7 +113,7 @@ class InnerStep:
     """That of the run after its newest committed round."""
     is_commit: bool = False
     """Whether that round ended with this step."""
-    beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
+    measured: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
     """What checkpoints and an evaluation measured."""
     ended_at_s: float = 0.0
     """When the device was done with it, by the process's monotonic clock."""
@@ -364,7 +364,7 @@ class TrainerReport(NodeReport):
 
     def stepped(self, made: InnerStep) -> None:
         """Tell of a step. What an evaluation took is no part of its duration."""
-        tokens, evaluated_s = made.passed.tokens, float(made.beside.get("eval/took_s") or 0.0)
+        tokens, evaluated_s = made.passed.tokens, float(made.measured.get("eval/took_s") or 0.0)
         step_s, self._step_from_s = made.ended_at_s - self._step_from_s - evaluated_s, made.ended_at_s
         self._uncommitted_tokens += tokens
         if made.is_commit:
@@ -386,7 +386,7 @@ class TrainerReport(NodeReport):
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
             **_source_values(made.sources),
-            **made.beside,
+            **made.measured,
         }
         if made.synced:
             values |= _ledger_values(made.progress.ledgers.values())

@@ -49,7 +49,7 @@ _log = get_logger(__name__)
 class AbandonedRunWait:
     """The wait for members of a run that hold no lease.
 
-    A member without a lease that still answers on its port is only cut off from the store: the run is not begun without it.
+    A member without a lease that still answers on its port is only cut off from the store: the run waits for it.
     """
 
     def __init__(self, node: NodeParts, events: Events) -> None:

@@ -118,7 +118,7 @@ def test_page_that_cannot_start_leaves_the_run_without_one(
     monkeypatch.setattr(page, "start_leashed", fail)
     with ExitStack() as stack:
         assert page.open_page(tmp_path, tmp_path, port=8420, stack=stack) is None
-    assert [record.message for record in caplog.records] == ["no page beside this run"]
+    assert [record.message for record in caplog.records] == ["this run has no page"]
 
 
 def test_those_who_share_a_folder_have_one_page_and_the_next_one_takes_it_over(
