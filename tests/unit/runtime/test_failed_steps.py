@@ -14,7 +14,7 @@ import pytest
 
 import zeroband
 from zeroband.errors import LearnsNothing
-from zeroband.runtime.late_reports import FailedSteps
+from zeroband.runtime.loop import FailedSteps
 
 NAN = math.nan
 
