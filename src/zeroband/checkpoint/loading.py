@@ -122,10 +122,8 @@ class Checkpoint:
 
     def node_state(self, node_id: str) -> dict[str, Any] | None:
         """What a node recorded of itself, counters and random states; None where it was not in this checkpoint."""
-        path = f"nodes/{node_id}/state.json"
-        if path not in self.manifest.files:
-            return None
-        return self._reading(path, partial(self._read_json, path, self.manifest.files[path]))
+        data = self.read_file(node_id, "state.json")
+        return None if data is None else cast("dict[str, Any]", json.loads(data))
 
     def read_inner(self, node_id: str, tensors: Mapping[str, Tensor]) -> bool:
         """Fill a node's inner optimizer: `buffer.parameter` by name, DTensors of any mesh too.
@@ -147,9 +145,6 @@ class Checkpoint:
         if path not in self.manifest.files:
             return None
         return self._reading(path, partial(self._read_whole, path, self.manifest.files[path]))
-
-    def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self._read_whole(path, file)))
 
     def _read_whole(self, path: str, file: StoredFile) -> bytes:
         data = self.storage.read(f"{self.folder}/{path}")

@@ -289,10 +289,9 @@ def train_round(training: Training) -> None:
 
 
 class LateReports:
-    """Tells outer algorithm and report of each inner step, in order: at a boundary at once, else when the next step was
-    given to the device, which so always has work.
+    """Tells outer algorithm and report of each inner step, in order; as a context, of the last one at its end.
 
-    As a context: tells of the last step at the end, too.
+    At a boundary at once, else when the next step was given to the device, which so always has work.
     """
 
     def __init__(self, training: Training) -> None:

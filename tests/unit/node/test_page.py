@@ -92,13 +92,6 @@ def test_page_is_elsewhere_where_the_port_is_taken(tmp_path: Path, children: lis
         assert address == f"http://localhost:{children[0].port}" != f"http://localhost:{port}"
 
 
-def test_page_is_served_until_its_owner_is_done(tmp_path: Path, children: list[Started]) -> None:
-    with ExitStack() as stack:
-        page.open_page(tmp_path, tmp_path, port=free_port(), stack=stack)
-        assert children[0].process.poll() is None
-    assert children[0].process.returncode == -signal.SIGTERM
-
-
 def test_missing_packages_leave_the_run_without_a_page(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
