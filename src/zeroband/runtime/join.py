@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
 
 from torch import Tensor
 
@@ -86,25 +85,13 @@ class Outcome:
     cause: ZerobandError | None = None
     """What was raised, where that is the event."""
     rounds: Sequence[RoundReport] = ()
-    """With which this node became a member; none where it has no others."""
-
-
-class JoinSteps(Protocol):
-    """What a node does on its way in. All local ranks call the methods together."""
-
-    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
-        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
-        ...
-
-    def is_fenced(self) -> bool:
-        """Whether the run went on without this node, so that its membership has ended."""
-        ...
+    """With which this node became a member."""
 
 
 class Joiner:
     """Brings a node into its run, and back into it. All local ranks call the methods together."""
 
-    def __init__(self, steps: JoinSteps, local: LocalMesh, departure: Departure, events: Events) -> None:
+    def __init__(self, steps: NodeRuntimeSteps, local: LocalMesh, departure: Departure, events: Events) -> None:
         self._steps = steps
         self._local = local
         self._departure = departure
@@ -117,8 +104,8 @@ class Joiner:
     def enter(self) -> Sequence[RoundReport]:
         """Found the run, or join it where others did. Returns the round with which this node became a member.
 
-        That is none where a node trains without others. Raises ConfigError where another machine is in the run under
-        this node's name, RecoveryFailed where it came no nearer to a state for too long, RunOver, Leaving, StoreLost.
+        Raises ConfigError where another machine is in the run under this node's name, RecoveryFailed where it came no
+        nearer to a state for too long, RunOver, Leaving, StoreLost.
         """
         return self._go(JoinState.OUTSIDE, Outcome(JoinEvent.STARTED))
 
@@ -179,7 +166,7 @@ def open_runtime(
 
 
 class NodeRuntimeSteps:
-    """The steps of a node that trains with others."""
+    """What a node that trains with others does on its way in. All local ranks call the methods together."""
 
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
@@ -210,9 +197,11 @@ class NodeRuntimeSteps:
         self._said = ""
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
         return self._steps[state](cause)
 
     def is_fenced(self) -> bool:
+        """Whether the run went on without this node, so that its membership has ended."""
         return self._run.mesh.is_fenced
 
     # -- with what this node has --------------------------------------------------------------------------------

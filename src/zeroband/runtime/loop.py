@@ -38,7 +38,7 @@ from zeroband.node.mesh import (
     sum_over_ranks,
     widest_float,
 )
-from zeroband.observe.events import NoEvents, noop
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
@@ -50,8 +50,8 @@ from zeroband.runtime.evaluation import (
     open_evaluation_sets,
     open_scorer,
 )
-from zeroband.runtime.join import Joiner, open_runtime
-from zeroband.runtime.node_parts import HeldPort, TrainingRun
+from zeroband.runtime.join import open_runtime
+from zeroband.runtime.node_parts import Entry, HeldPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
     EXPORT_DIR,
@@ -144,7 +144,7 @@ class Training:
 
     node: TrainerParts
     world: TrainingRun
-    joiner: Joiner
+    entry: Entry
     checkpoints: Checkpointing
     report: Report
     evaluations: Evaluations = field(default_factory=Evaluations)
@@ -162,13 +162,13 @@ def train(
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     compile_model(node)
-    world, joiner = open_world(node, report, stack, sets)
-    joined = joiner.enter()
+    world, entry = open_world(node, report, stack, sets)
+    joined = entry.enter()
     note_entry(world, report, joined)
     checkpoints = open_checkpoints(node, world, report.events, stack)
     failed = FailedSteps(config.train.non_finite_steps, has_learned=world.outer.inner_step > 0)
     evaluations = open_evaluations(node, world, sets, report)
-    training = Training(node, world, joiner, checkpoints, report, evaluations, failed)
+    training = Training(node, world, entry, checkpoints, report, evaluations, failed)
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
@@ -211,11 +211,10 @@ def save_if_last(training: Training) -> None:
 
 def open_world(
     node: TrainerParts, report: Report, stack: ExitStack, sets: Sequence[EvaluationSet] = ()
-) -> tuple[TrainingRun, Joiner]:
+) -> tuple[TrainingRun, Entry]:
     """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
-        single = SingleNode(node, report.events)
-        return single, Joiner(single, node.local, node.departure, NoEvents())  # no other node waits for it
+        return (single := SingleNode(node, report.events)), single
     return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
@@ -240,7 +239,7 @@ def come_back(training: Training, why: Fenced | RolledBack) -> None:
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
         leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
-    joined = training.joiner.come_back(why)
+    joined = training.entry.come_back(why)
     note_entry(training.world, training.report, joined)
     if isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
     from zeroband.checkpoint.own_state import OwnState
     from zeroband.checkpoint.writer_process import PeerWriters
     from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts, SyncHooks
+    from zeroband.elastic.rounds.rollback import RolledBack
+    from zeroband.elastic.rounds.round_report import RoundReport
+    from zeroband.errors import Fenced
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
 
@@ -145,4 +148,16 @@ class TrainingRun(Protocol):
 
     def announce_leaving(self) -> Staying:
         """Say that this node leaves, once; who goes on then. Unless others do, it must save what it holds."""
+        ...
+
+
+class Entry(Protocol):
+    """A node's way into its run, and back into it. All local ranks call the methods together."""
+
+    def enter(self) -> Sequence[RoundReport]:
+        """Found or join the run; returns the round with which this node became a member, if it has others."""
+        ...
+
+    def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
+        """Become a member again: the run went on without this node, or went back to a checkpoint. As `enter`."""
         ...
