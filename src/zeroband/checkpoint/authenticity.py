@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 from cryptography.hazmat.primitives import hashes
@@ -76,7 +76,7 @@ class CheckpointKey:
 
     def sign(self, manifest: Manifest) -> Manifest:
         """The manifest with its MAC."""
-        return manifest.with_mac(self.mac("manifest", manifest.content()))
+        return replace(manifest, mac=self.mac("manifest", manifest.content()))
 
 
 class Trust:

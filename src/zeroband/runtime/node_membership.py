@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-import torch
-import torch.distributed as dist
-
 from zeroband.config.outer import CustomConfig, DilocoConfig
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.records import View, view_to_record
@@ -19,7 +16,7 @@ from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import JoinRefused, Leaving
-from zeroband.node.mesh import LocalMesh
+from zeroband.node.mesh import gather_json
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.observe.log import get_logger
@@ -66,7 +63,7 @@ class NodeMembership:
         on_first_rank(local, lambda: self._claim_folder(stack))
         self.flags = SharedFlags(self.folder / "flags", create=False)
         stack.callback(self.flags.close)
-        self._pids = _pids_of_ranks(local)
+        self._pids: tuple[int, ...] = tuple(gather_json(os.getpid(), local))
         self.transport = TransportSetup(node, self.store, self.flags, self._keys, self._tell_impostor)
         stack.callback(self.transport.close)
         self.mesh = ElasticDeviceMesh(
@@ -195,10 +192,3 @@ class NodeMembership:
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
-
-
-def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
-    """Process ids of all local ranks, on all of them."""
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
-    return tuple(int(pid) for pid in pids)
