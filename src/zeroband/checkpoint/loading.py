@@ -20,10 +20,9 @@ from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
-from zeroband.state.slot import Slot
+from zeroband.state.slot import Slot, bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,17 +10,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 import xxhash
 from torch import Tensor
-from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
-from zeroband.state.slot import Slot
+from zeroband.state.slot import Slot, bytes_of
 
 
 @dataclass(frozen=True)
@@ -221,5 +219,5 @@ def digest_of(*buffers: Tensor) -> str:
     """One value for the bytes of CPU buffers, in order."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
-        state.update(memoryview(cast(Buffer, buffer.numpy())).cast("B"))
+        state.update(bytes_of(buffer))
     return state.hexdigest()

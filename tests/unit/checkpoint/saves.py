@@ -22,8 +22,8 @@ from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.peers import PeerWord, WriterLine
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage, Storage
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
+from zeroband.state.slot import bytes_of
 
 SHAPES = {
     "embed_tokens.weight": (7, 4),

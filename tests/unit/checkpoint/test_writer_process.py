@@ -22,7 +22,7 @@ from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import WriterSpec
 from zeroband.checkpoint.writer_process import PeerWriters, WriterProcess
-from zeroband.elastic.recovery.state_chunks import bytes_of
+from zeroband.state.slot import bytes_of
 
 AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")

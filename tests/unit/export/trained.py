@@ -16,11 +16,11 @@ from zeroband.config.data import DataConfig, SyntheticSource
 from zeroband.config.model import LlamaConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import Corpus
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.state.flat import FlatLayout, digest_of
+from zeroband.state.slot import bytes_of
 
 TINY = LlamaConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123", "byte/1")

@@ -21,7 +21,7 @@ from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
 from zeroband.elastic.membership.resume_rules import pending
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry
-from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.sealed import Dialler
@@ -33,6 +33,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 from zeroband.state.flat import SharedBuffers
 from zeroband.state.round_state import RoundState, RoundUpdate
+from zeroband.state.slot import bytes_of
 
 _SAY_S = 1.0
 _UPDATE = "update"

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash, stretch_of
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.state.round_state import RoundState, RoundUpdate
+from zeroband.state.slot import bytes_of
 
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202: the joiner asks again."""
