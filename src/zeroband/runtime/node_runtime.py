@@ -98,8 +98,8 @@ class NodeRuntime:
             )
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(member.folder, layout.numel, self.mesh.local)
-            dialler = member.transport.dialler(node.node_id)
-            self.recovery = RecoveryClient(self.store, dialler, self.buffers, member.flags, node.faults, on_event)
+            dialler, flags = member.dialler(), member.flags
+            self.recovery = RecoveryClient(self.store, dialler, self.buffers, flags, node.faults, on_event)
             self.restorer = self._build_restorer(layout)
             """Reads checkpoints; None: there is no folder of them."""
             self.outer = self._build_outer(layout, on_event)
@@ -169,8 +169,7 @@ class NodeRuntime:
             needs_link=lambda: has_phases and outer.needs_link,
         )
         stack.callback(server.close)
-        self.membership.transport.serve_state(server.take)
-        self.membership.flags.set_serves_state(True)
+        self.membership.serve_state(server.take)
 
     # -- the state ----------------------------------------------------------------------------------------------
 
