@@ -267,10 +267,12 @@ class Restart:
         """Look at what the others have, with a checkpoint in the section buffers if one was read."""
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
-        agreed = way if isinstance(way, RestartPoint) else None
-        if way is JoinEvent.BEGIN and not self.may_begin(view):
-            way = JoinEvent.JOIN  # whom it followed is gone
-        if way in (JoinEvent.WAIT, JoinEvent.JOIN):
+        agreed = None
+        if isinstance(way, RestartPoint):
+            agreed = way
+        elif way is JoinEvent.BEGIN and not self.may_begin(view):
+            return JoinEvent.JOIN  # whom it followed is gone
+        elif way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return way
         asked = agreed.step if agreed is not None else ordered_step(self._told)
         if asked is None:
