@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -44,6 +44,8 @@ class Checkpoint:
     manifest: Manifest
     on_piece: Callable[[], object] = lambda: None
     """Called after every few megabytes that were read, in the thread that read them."""
+    rejected: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Steps of checkpoints that come before it and could not be taken, and why, which names the file."""
 
     @property
     def folder(self) -> str:
@@ -246,15 +248,6 @@ def steps_in_order(storage: Storage) -> list[int]:
     return [step for step in steps if step <= latest] + [step for step in reversed(steps) if step > latest]
 
 
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint whose outer state lies in the buffers now."""
-
-    checkpoint: Checkpoint
-    rejected: Mapping[int, str]
-    """Steps of checkpoints that were there and could not be taken, and why, which names the file."""
-
-
 def restore(
     storage: Storage,
     slots: Sequence[Slot],
@@ -263,7 +256,7 @@ def restore(
     step: int | None = None,
     on_piece: Callable[[], object] = lambda: None,
     trust: Trust = ANYBODY,
-) -> Restored | None:
+) -> Checkpoint | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
     Verified are the outer state, by hash of each file and by digest of the whole, and the sizes of all else. None where
@@ -287,7 +280,7 @@ def restore(
             continue
         if (remark := trust.remark(checkpoint.manifest)) is not None:
             _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
-        return Restored(checkpoint, rejected)
+        return replace(checkpoint, rejected=rejected)
     if not rejected:
         return None
     reasons = "; ".join(rejected.values())

@@ -204,9 +204,9 @@ class Restorer:
         found = restore(storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
         if found is None:
             return None
-        self._require_same_base(found.checkpoint)
-        self._warn_of_other_samples(found.checkpoint)
-        stamp, rejected = found.checkpoint.manifest.stamp, tuple(found.rejected.values())
+        self._require_same_base(found)
+        self._warn_of_other_samples(found)
+        stamp, rejected = found.manifest.stamp, tuple(found.rejected.values())
         return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)
 
     def _require_same_base(self, checkpoint: Checkpoint) -> None:

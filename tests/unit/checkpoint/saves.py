@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import OWNER, plan_outer
+from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.peers import PeerWord, WriterLine
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
@@ -155,6 +156,18 @@ def saved(storage: Storage, *steps: int, **options: Any) -> None:
     for step in steps:
         around = Around()
         assert save_of(storage, step, around, **options).run(), around.told
+
+
+def restored_step(storage: Storage) -> int | None:
+    """The step that a restore takes; its state must be that step's in every bit."""
+    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
+    found = restore(storage, layout().slots, buffers)
+    if found is None:
+        return None
+    step = found.manifest.stamp.inner_step
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
+    assert not found.rejected
+    return step
 
 
 @cache

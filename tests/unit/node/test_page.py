@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.servers import until
+from tests.stores import free_port
 
 from zeroband.config import RunConfig, load_config
 from zeroband.errors import ConfigError, way_to_extra
@@ -70,11 +71,6 @@ def share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def config_of(*arguments: str) -> RunConfig:
     return load_config([*(arguments or [f"--observe.board-port={free_port()}"])], {})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_address_is_that_of_the_socket_which_the_page_gets(tmp_path: Path, children: list[Started]) -> None:
