@@ -79,6 +79,8 @@ class HeldOutEvaluations(Evaluations):
         self._events = events
         self._text_bytes: dict[str | None, int] = {}
         """Bytes of the text of each set, which are counted once."""
+        self._is_cut_short = False
+        """Whether the node was asked to leave during the newest evaluation."""
         layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap.of(layout, node.parameters, node.local)
 
@@ -105,28 +107,20 @@ class HeldOutEvaluations(Evaluations):
         """Evaluate one set, over all ranks; None on all of them where this node was asked to leave meanwhile."""
         node, is_counted = self._node, one.source in self._text_bytes
         batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs, one.number)
-        stays = _Stay(node, self._world)
-        part = evaluate(node.model, stays.through(batches), None if is_counted else node.tokenizer, node.local.device)
-        if not stays.to_the_end:
+        self._is_cut_short = False
+        part = evaluate(node.model, self._follow(batches), None if is_counted else node.tokenizer, node.local.device)
+        if self._is_cut_short:
             return None
         samples, targets, text_bytes, nats = _summed(node, part.samples, part.targets, part.text_bytes, part.nats)
         text_bytes = self._text_bytes.setdefault(one.source, int(text_bytes))
         return replace(part, samples=int(samples), targets=int(targets), text_bytes=text_bytes, nats=nats)
 
-
-class _Stay:
-    """Follows a node through its batches: shows that it is alive, and ends where one of its ranks is to leave."""
-
-    def __init__(self, node: TrainerParts, world: TrainingRun) -> None:
-        self._node = node
-        self._world = world
-        self.to_the_end = True
-
-    def through(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _follow(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Show with each batch that the node is alive; end where one of its ranks is to leave."""
         for batch in batches:
             self._world.show_progress()
-            self.to_the_end = all_ok(not self._node.departure.is_hurried, self._node.local)
-            if not self.to_the_end:
+            self._is_cut_short = not all_ok(not self._node.departure.is_hurried, self._node.local)
+            if self._is_cut_short:
                 return
             yield batch
 

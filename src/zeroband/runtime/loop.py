@@ -80,8 +80,8 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.push(partial(end_ranks, local, departure))
-        opened = open_own_store(config, local, departure, stack)
-        train(opened.config, local, departure, stack, opened.port)
+        config, port = open_own_store(config, local, departure, stack)
+        train(config, local, departure, stack, port)
 
 
 def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] | None, *_: object) -> None:

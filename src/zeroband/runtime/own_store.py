@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
-from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import NODE_PORT, place_of
@@ -40,23 +39,17 @@ _AGAIN_S = 1.0
 _log = get_logger(__name__)
 
 
-class Opened(NamedTuple):
-    """What a node goes on with."""
-
-    config: RunConfig
-    """In which its own store is one of those that it knows."""
-    port: HeldPort | None
-    """The node's port, which is open already; None: the node holds no store, and its guardian opens it."""
-
-
-def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> Opened:
+def open_own_store(
+    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack
+) -> tuple[RunConfig, HeldPort | None]:
     """Start this node's store where the run asks for one; `stack` ends it. All local ranks.
 
-    Raises ConfigError, StoreLost.
+    Returns the configuration, in which it is one of the stores that the node knows, and the node's port, which is open
+    already; None: the node holds no store, and its guardian opens the port. Raises ConfigError, StoreLost.
     """
     address = config.store.address
     if address is None or not config.store.are_of_nodes or not config.node.dialable:
-        return Opened(config, None)
+        return config, None
 
     def start() -> tuple[str, str, int]:
         host = config.node.advertise_host or address_towards(address)
@@ -66,7 +59,7 @@ def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, st
 
     place, door, number = on_first_rank(local, start)
     with_own = config.model_copy(update={"store": config.store.with_peer(place)})
-    return Opened(with_own, HeldPort(door, number))
+    return with_own, HeldPort(door, number)
 
 
 class OwnStore:
