@@ -140,7 +140,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     norms: list[float] = []
     for step in range(STEPS):
         beside = torch.cat([torch.tensor([mesh.rank + 1.0]), backward(model, placed, mesh, scenario, step)])
-        norms.append(clip_grad_norm_(model, OPTIM.clip_norm, beside=beside).item())
+        norms.append(clip_grad_norm_(model, OPTIM.clip_norm, also=beside).item())
         optimizer.step()
         optimizer.zero_grad()
     backward(model, placed, mesh, scenario, STEPS)

@@ -1,15 +1,15 @@
 """Who made a checkpoint: the hashes of its files, and the MAC by which a run's token vouches for its manifest.
 
-The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which nobody can meet with
-other bytes, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but does
-not know the token, cannot make a checkpoint. Knows no storage.
+The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which no other
+bytes can meet, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but
+does not know the token, cannot make a checkpoint. Knows no storage.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 from cryptography.hazmat.primitives import hashes
@@ -42,7 +42,7 @@ class FileHash:
             self._strong.update(piece)
 
     def of(self, size: int) -> StoredFile:
-        """What to note of a file of so many bytes that has passed."""
+        """What to note of a file of this size that has passed."""
         return StoredFile(size, self._fast.hexdigest(), "" if self._strong is None else self._strong.hexdigest())
 
     def require(self, file: StoredFile) -> None:
@@ -76,7 +76,7 @@ class CheckpointKey:
 
     def sign(self, manifest: Manifest) -> Manifest:
         """The manifest with its MAC."""
-        return manifest.with_mac(self.mac("manifest", manifest.content()))
+        return replace(manifest, mac=self.mac("manifest", manifest.content()))
 
 
 class Trust:

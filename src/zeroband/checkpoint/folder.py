@@ -23,7 +23,7 @@ _REMOVED = ".removed"
 
 
 def require_place(path: str, run_id: str) -> None:
-    """Raise ConfigError where checkpoints cannot be below this path: a file, a folder that nobody made, no permission.
+    """Raise ConfigError where checkpoints cannot be below this path: a file, a missing folder, no permission.
 
     A folder is made where its parent exists: one more level that is missing is most likely a slip, or a mount that is
     not there. Other storages are asked when the run begins.
@@ -75,9 +75,9 @@ def read_owner(storage: Storage) -> Owner | None:
 def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = False) -> None:
     """Make a folder this run's before it trains; again and by all its nodes, as often as they like.
 
-    `takes_over`: the run goes on from what is there, so the folder becomes its own, and whoever saved there before is
-    refused from now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another
-    run's or out of reach.
+    `takes_over`: the run goes on from what is there, so the folder becomes its own, and the run before is refused from
+    now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another run's or out
+    of reach.
     """
     try:
         if storage.create(OWNER, _to_json(owner)):
@@ -129,15 +129,6 @@ def _to_json(owner: Owner) -> bytes:
     return json.dumps(asdict(owner), indent=1).encode()
 
 
-def surplus(steps: list[int], current: int, keep_last: int) -> list[int]:
-    """Steps beyond the newest `keep_last` up to the current one, which was committed a moment ago and stays.
-
-    Newer ones are what a rollback left behind; they are replaced when the run comes to them again.
-    """
-    past = sorted(step for step in steps if step <= current)
-    return past[: -max(keep_last, 1)]
-
-
 def clean_up(
     storage: Storage, current: int, *, keep_last: int, keep_every: int | None, at: Callable[[str], None]
 ) -> list[int]:
@@ -148,13 +139,14 @@ def clean_up(
     committed = [current]
     for name in storage.names():
         step = step_of(name.removesuffix(TEMPORARY).removesuffix(_REMOVED))
-        if step is None or step >= current:
+        if step is None or step >= current:  # a newer one is left of a rollback, and replaced when the run gets there
             continue
         if name.endswith(TEMPORARY) or MANIFEST not in storage.sizes(name):
             storage.remove(name)
         else:
             committed.append(step)
-    removed = [step for step in surplus(committed, current, keep_last) if not _is_kept(storage, step, keep_every)]
+    surplus = sorted(committed)[:-keep_last]
+    removed = [step for step in surplus if not _is_kept(storage, step, keep_every)]
     for step in removed:
         remove_checkpoint(storage, step, at)
     return removed

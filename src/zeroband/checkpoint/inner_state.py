@@ -31,9 +31,8 @@ from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.layout import StoredTensor, read_header
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged
-from zeroband.state.slot import Slot
+from zeroband.state.slot import Slot, bytes_of
 
 _PIECE_ELEMENTS = 4 << 20
 

@@ -133,7 +133,7 @@ def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: 
 
 
 def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
-    """Slots of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
+    """Slots of each file: in order, as many as fit; a tensor that is larger alone is a file by itself."""
     cuts: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -20,10 +20,9 @@ from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
-from zeroband.state.slot import Slot
+from zeroband.state.slot import Slot, bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +44,8 @@ class Checkpoint:
     manifest: Manifest
     on_piece: Callable[[], object] = lambda: None
     """Called after every few megabytes that were read, in the thread that read them."""
+    rejected: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Steps of checkpoints that come before it and could not be taken, and why, which names the file."""
 
     @property
     def folder(self) -> str:
@@ -122,10 +123,8 @@ class Checkpoint:
 
     def node_state(self, node_id: str) -> dict[str, Any] | None:
         """What a node recorded of itself, counters and random states; None where it was not in this checkpoint."""
-        path = f"nodes/{node_id}/state.json"
-        if path not in self.manifest.files:
-            return None
-        return self._reading(path, partial(self._read_json, path, self.manifest.files[path]))
+        data = self.read_file(node_id, "state.json")
+        return None if data is None else cast("dict[str, Any]", json.loads(data))
 
     def read_inner(self, node_id: str, tensors: Mapping[str, Tensor]) -> bool:
         """Fill a node's inner optimizer: `buffer.parameter` by name, DTensors of any mesh too.
@@ -147,9 +146,6 @@ class Checkpoint:
         if path not in self.manifest.files:
             return None
         return self._reading(path, partial(self._read_whole, path, self.manifest.files[path]))
-
-    def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self._read_whole(path, file)))
 
     def _read_whole(self, path: str, file: StoredFile) -> bytes:
         data = self.storage.read(f"{self.folder}/{path}")
@@ -252,15 +248,6 @@ def steps_in_order(storage: Storage) -> list[int]:
     return [step for step in steps if step <= latest] + [step for step in reversed(steps) if step > latest]
 
 
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint whose outer state lies in the buffers now."""
-
-    checkpoint: Checkpoint
-    rejected: Mapping[int, str]
-    """Steps of checkpoints that were there and could not be taken, and why, which names the file."""
-
-
 def restore(
     storage: Storage,
     slots: Sequence[Slot],
@@ -269,7 +256,7 @@ def restore(
     step: int | None = None,
     on_piece: Callable[[], object] = lambda: None,
     trust: Trust = ANYBODY,
-) -> Restored | None:
+) -> Checkpoint | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
     Verified are the outer state, by hash of each file and by digest of the whole, and the sizes of all else. None where
@@ -293,7 +280,7 @@ def restore(
             continue
         if (remark := trust.remark(checkpoint.manifest)) is not None:
             _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
-        return Restored(checkpoint, rejected)
+        return replace(checkpoint, rejected=rejected)
     if not rejected:
         return None
     reasons = "; ".join(rejected.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import xxhash
@@ -86,9 +86,6 @@ class Manifest:
     def nodes(self) -> tuple[str, ...]:
         """Nodes whose own state is here."""
         return tuple(sorted({path.split("/")[1] for path in self.files if path.startswith("nodes/")}))
-
-    def with_mac(self, mac: str) -> Manifest:
-        return replace(self, mac=mac)
 
     def content(self) -> bytes:
         """Return everything but hash and MAC, which stand under it; one text for equal manifests."""

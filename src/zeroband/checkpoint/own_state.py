@@ -1,4 +1,4 @@
-"""What a node saves of itself beside the sections of the state: its inner optimizer, whoever trains on it, and draws.
+"""What a node saves besides the sections of the state: its inner optimizer, and its random states.
 
 Torch's random states of the local ranks are saved, so that a resumed node draws the numbers that it would have drawn.
 Nothing else in a trainer draws numbers that training depends on: the order of the data is a function of the seed. They
@@ -43,7 +43,7 @@ class OwnState(Protocol):
         ...
 
     def pack(self) -> bytes | None:
-        """What else this rank has, as a file of its own; None: nothing."""
+        """What else this rank has, as a file; None: nothing."""
         ...
 
     def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
-from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
@@ -106,6 +106,7 @@ class Restorer:
         self._faults = faults
         self._on_piece = on_piece
         self._storage = source.own
+        """From which a checkpoint was read last."""
         self.passed_over: Mapping[int, str] = {}
         """Steps of checkpoints that `holding` did not name though they come first, and why not."""
         self.staged: Mapping[str, Tensor] | None = None
@@ -178,10 +179,9 @@ class Restorer:
 
     def read(self, step: int, targets: Mapping[str, Tensor]) -> SavedState:
         """Read a checkpoint of this run into the targets, verified. Raises RecoveryFailed."""
-        self._storage = self._source.own
-        restored = self._read(targets, step)
-        assert restored is not None, "of a step there is one, or an error"
-        return _saved(restored)
+        saved = self._read(self._source.own, targets, step)
+        assert saved is not None, "of a step there is one, or an error"
+        return saved
 
     def restore(self, targets: Mapping[str, Tensor], step: int | None = None) -> SavedState | None:
         """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
@@ -189,23 +189,25 @@ class Restorer:
         None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
         """
         source, wanted = self._source, step if step is not None else self._source.step
-        self._storage = self._place()
+        place = self._place()
         self._faults.at("restoring", 0)
-        restored = self._read(targets, wanted)
+        saved = self._read(place, targets, wanted)
         self._faults.at("restored", 0)
         if step is None:
             self.warn_of_newer()
-        if restored is None and (source.other is not None or wanted is not None):
-            raise ConfigError(f"there is no checkpoint in {self._storage.url}")
-        return None if restored is None else _saved(restored)
+        if saved is None and (source.other is not None or wanted is not None):
+            raise ConfigError(f"there is no checkpoint in {place.url}")
+        return saved
 
-    def _read(self, targets: Mapping[str, Tensor], step: int | None) -> Restored | None:
-        trust = self._source.trust
-        found = restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
-        if found is not None:
-            self._require_same_base(found.checkpoint)
-            self._warn_of_other_samples(found.checkpoint)
-        return found
+    def _read(self, storage: Storage, targets: Mapping[str, Tensor], step: int | None) -> SavedState | None:
+        self._storage, trust = storage, self._source.trust
+        found = restore(storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
+        if found is None:
+            return None
+        self._require_same_base(found)
+        self._warn_of_other_samples(found)
+        stamp, rejected = found.manifest.stamp, tuple(found.rejected.values())
+        return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)
 
     def _require_same_base(self, checkpoint: Checkpoint) -> None:
         """Raise ConfigError where what is not trained differs: it is in no checkpoint."""
@@ -242,18 +244,16 @@ class Restorer:
             _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
 
     def stage(self, step: int, sections: Sequence[str]) -> SavedState:
-        """Read a checkpoint of this run into memory of its own; the run's state stays as it is until it is taken.
+        """Read a checkpoint of this run into other memory; the run's state stays as it is until it is taken.
 
         Raises RecoveryFailed. Local rank 0.
         """
-        self._storage = self._source.own
         self._faults.at("restoring", 0)
         targets = {name: torch.empty(self._layout.numel) for name in sections}
-        restored = self._read(targets, step)
-        assert restored is not None, "of a step there is one, or an error"
+        saved = self.read(step, targets)
         self.staged = targets
         self._faults.at("restored", 0)
-        return _saved(restored)
+        return saved
 
     def load_inner(
         self, step: int, inner: OwnState, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
@@ -291,7 +291,7 @@ class Restorer:
         return staged
 
     def point_latest(self, step: int) -> None:
-        """The run went back to this step: whoever resumes begins there, and not with what was left behind."""
+        """The run went back to this step: a resumed run begins there, and not with what was left behind."""
         try:
             self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
         except OSError as error:
@@ -302,8 +302,3 @@ def _held(stamp: Stamp, *, is_own: bool) -> Held:
     progress = stamp.record.get("progress", {})
     line, (after, _) = progress.get("founding", ""), progress.get("follows") or ("", 0)
     return Held(stamp.inner_step, stamp.round, stamp.state_digest, line, after, is_own)
-
-
-def _saved(restored: Restored) -> SavedState:
-    stamp, rejected = restored.checkpoint.manifest.stamp, tuple(restored.rejected.values())
-    return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)

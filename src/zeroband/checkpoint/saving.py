@@ -16,9 +16,11 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
 from zeroband.checkpoint.folder import Owner, clean_up, reclaim, remove_checkpoint
@@ -35,7 +37,7 @@ from zeroband.checkpoint.layout import (
 )
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
-from zeroband.checkpoint.peers import Peers, SaveContext, Shares
+from zeroband.checkpoint.peers import Peers, Shares, WriterLine
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
 from zeroband.node.backoff import Backoff
@@ -62,6 +64,8 @@ _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 _HEALS_S = 3.0
 """A storage that fails for longer is not waited for by the others."""
 
+_NO_FILES: Mapping[str, memoryview] = {}
+
 T = TypeVar("T")
 
 
@@ -79,54 +83,58 @@ class SaveRules:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """The copies that a save reads. Nobody writes to them until it is over."""
+class SaveOrder:
+    """One checkpoint to write; JSON."""
 
+    stamp: Stamp
+    members: tuple[str, ...]
+    """Node ids that share the work."""
+    node_state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_left_out: bool = False
+    """This node does not take part: nothing is staged, and the others need not wait for it."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Paths in shared memory of what else this node saves of itself, by name; they stay until the save is over."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> SaveOrder:
+        return TypeAdapter(SaveOrder).validate_json(text)
+
+
+@dataclass(frozen=True)
+class SaveContext:
+    """What the saves of one writer have in common."""
+
+    storage: Storage
+    node_id: str
+    rules: SaveRules
+    line: WriterLine
     slots: Sequence[Slot]
     plan: OuterPlan
     outer: Mapping[str, memoryview]
-    """The bytes of the flat float32 buffers of the outer state, by section."""
-    inner: Mapping[str, memoryview]
-    """Buffers of the node's inner optimizer; none where the outer state holds them."""
-    node_state: Mapping[str, Any]
-    """Counters and random states; JSON."""
-    files: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
-    """What else the node saves of itself, by file name."""
+    """The staged bytes of the flat float32 buffers of the outer state, by section: not written to in a save."""
+    inner: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
+    """Those of the node's inner optimizer; none where the outer state holds them."""
+    key: CheckpointKey | None = None
+    """Key made of the run's token; None: it has none."""
+    trust: Trust = ANYBODY
+    """Tells this run's checkpoints from others that lie in their place."""
 
 
 class Save:
-    """One checkpoint as this node writes it.
+    """One checkpoint as this node writes it. `files`: the content of those that the order names, by their names."""
 
-    `members`: the node ids that share the work, sorted; this one among them. `key`: of the run's token; None: it has
-    none. `trust`: tells this run's checkpoints from others that lie in their place.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        stamp: Stamp,
-        staged: Staged,
-        node_id: str,
-        members: Sequence[str],
-        rules: SaveRules,
-        around: SaveContext,
-        key: CheckpointKey | None = None,
-        trust: Trust = ANYBODY,
-    ) -> None:
-        self._storage = storage
-        self._key = key
-        self._trust = trust
-        self._stamp = stamp
-        self._staged = staged
-        self._node_id = node_id
-        self._members = tuple(members)
-        self._rules = rules
-        self._around = around
-        self._final = folder_of(stamp.inner_step)
-        self._folder = f"{self._final}{TEMPORARY}" if storage.renames else self._final
+    def __init__(self, context: SaveContext, order: SaveOrder, files: Mapping[str, memoryview] = _NO_FILES) -> None:
+        self._context, self._order, self._own_files = context, order, files
+        self._storage, self._stamp, self._node_id = context.storage, order.stamp, context.node_id
+        self._plan, self._rules, self._line = context.plan, context.rules, context.line
+        self._final = folder_of(self._stamp.inner_step)
+        self._folder = f"{self._final}{TEMPORARY}" if self._storage.renames else self._final
         self._files: dict[str, StoredFile] = {}
-        self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths, key)
-        self._peers = Peers(self._shares, around, node_id, self._members, rules.peer_wait_s)
+        self._shares = Shares(self._storage, self._folder, self._stamp.attempt, self._plan.paths, context.key)
+        self._peers = Peers(self._shares, self._line, self._node_id, order.members, self._rules.peer_wait_s)
         self._is_published = False
         """Whether others may build on this node's files."""
         self._failing: set[str] = set()
@@ -146,47 +154,47 @@ class Save:
             return False
         if manifest is not None and stands and self._node_id not in manifest.nodes:
             reason = failure or manifest.missing.get(self._node_id, "the others did not wait for it")
-            self._around.tell("checkpoint_left_out", **self._place(), reason=reason)
+            self._line.tell("checkpoint_left_out", **self._place(), reason=reason)
         return True
 
     def _run(self) -> None:
-        from_s = self._around.now_s()
-        self._around.at("staged")
+        from_s = self._line.now_s()
+        self._line.at("staged")
         self._keep_folder()
         if self._is_done():
             return
-        self._write_share(self._staged.plan.share(self._members)[self._node_id], with_indices=not self._peers.ahead)
+        self._write_share(self._plan.share(self._order.members)[self._node_id], with_indices=not self._peers.ahead)
         self._write_node()
-        self._around.at("share_written")
+        self._line.at("share_written")
         self._publish()
-        self._around.at("published")
+        self._line.at("published")
         if self._peers.ahead:
             stored = sum(file.size for file in self._files.values())
-            self._around.tell("checkpoint_share_written", **self._place(), bytes=stored, took_s=self._since(from_s))
-        written_at_s = self._around.now_s()
+            self._line.tell("checkpoint_share_written", **self._place(), bytes=stored, took_s=self._since(from_s))
+        written_at_s = self._line.now_s()
         if not self._await_turn(written_at_s):
             return
         self._commit(self._gather(written_at_s))
         total = sum(file.size for file in self._files.values())
-        self._around.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
+        self._line.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
         self._tidy()
 
     def _keep_folder(self) -> None:
         """Go on only in a folder that is this run's; in a new one where somebody removed it."""
         owner = Owner(self._stamp.run_id, self._stamp.session, self._stamp.layout)
         if self._retry(OWNER, partial(reclaim, self._storage, owner)):
-            self._around.tell("checkpoints_lost", folder=self._storage.url)
+            self._line.tell("checkpoints_lost", folder=self._storage.url)
 
     def _place(self) -> dict[str, Any]:
         return {"round": self._stamp.round, "step": self._stamp.inner_step}
 
     def _since(self, from_s: float) -> float:
-        return round(self._around.now_s() - from_s, 3)
+        return round(self._line.now_s() - from_s, 3)
 
     def _committed(self) -> Manifest | None:
         """Which save of this step is committed; None: there is none to be seen."""
         try:
-            return open_checkpoint(self._storage, self._stamp.inner_step, trust=self._trust).manifest
+            return open_checkpoint(self._storage, self._stamp.inner_step, trust=self._context.trust).manifest
         except CheckpointDamaged:
             return None
 
@@ -205,7 +213,7 @@ class Save:
         return False
 
     def _write_share(self, files: Sequence[OuterFile], *, with_indices: bool) -> None:
-        for path, data in self._staged.plan.indices.items() if with_indices else ():
+        for path, data in self._plan.indices.items() if with_indices else ():
             self._write(path, lambda data=data: iter((data,)))
         with ThreadPoolExecutor(self._rules.files_at_once, thread_name_prefix="checkpoint-write") as pool:
             for done in [pool.submit(self._write, file.path, partial(self._pieces, file)) for file in files]:
@@ -213,22 +221,22 @@ class Save:
 
     def _pieces(self, file: OuterFile) -> Iterator[Data]:
         yield file.header()
-        for piece in _cut(self._staged.outer[file.section][4 * file.start : 4 * file.stop]):
+        for piece in _cut(self._context.outer[file.section][4 * file.start : 4 * file.stop]):
             yield piece
-            self._around.at("mid_write")
+            self._line.at("mid_write")
 
     def _inner_pieces(self) -> Iterator[Data]:
-        yield inner_header(self._staged.slots, tuple(self._staged.inner))
-        for buffer in self._staged.inner.values():
+        yield inner_header(self._context.slots, tuple(self._context.inner))
+        for buffer in self._context.inner.values():
             yield from _cut(buffer)
 
     def _write_node(self) -> None:
         folder = f"nodes/{self._node_id}"
-        state = json.dumps(self._staged.node_state, sort_keys=True).encode()
+        state = json.dumps(self._order.node_state, sort_keys=True).encode()
         self._write(f"{folder}/state.json", lambda: iter((state,)))
-        if self._staged.inner:
+        if self._context.inner:
             self._write(f"{folder}/inner.safetensors", self._inner_pieces)
-        for name, data in self._staged.files.items():
+        for name, data in self._own_files.items():
             self._write(f"{folder}/{name}", lambda data=data: _cut(data))
 
     def _write(self, path: str, pieces: Callable[[], Iterable[Data]]) -> None:
@@ -236,7 +244,7 @@ class Save:
 
     def _store(self, path: str, pieces: Iterable[Data]) -> None:
         """Write a file of the checkpoint, and note its size and hash."""
-        seen, size = FileHash(is_sealed=self._key is not None), 0
+        seen, size = FileHash(is_sealed=self._context.key is not None), 0
 
         def passing() -> Iterator[Data]:
             nonlocal size
@@ -244,23 +252,23 @@ class Save:
                 seen.update(piece)
                 yield piece
                 size += memoryview(piece).nbytes
-                self._around.count(memoryview(piece).nbytes)
+                self._line.count(memoryview(piece).nbytes)
 
         self._storage.write(f"{self._folder}/{path}", passing())
         self._files[path] = seen.of(size)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Try again with growing pauses. Raises CheckpointFailed when the patience is over, or the others went on."""
-        from_s, pauses = self._around.now_s(), Backoff(0.5, _LONGEST_PAUSE_S)
+        from_s, pauses = self._line.now_s(), Backoff(0.5, _LONGEST_PAUSE_S)
         while True:
             try:
                 result = action()
             except OSError as error:
                 reason = f"{self._storage.url}/{self._folder}/{what}: {reason_of(error)}"
-                failing_s = self._around.now_s() - from_s
+                failing_s = self._line.now_s() - from_s
                 if failing_s + pauses.longest_s > self._rules.retry_s:
                     raise CheckpointFailed(reason) from error
-                self._around.tell("checkpoint_retrying", **self._place(), reason=reason)
+                self._line.tell("checkpoint_retrying", **self._place(), reason=reason)
                 if is_lasting(error) or failing_s > _HEALS_S:
                     self._note_failing(what, reason)
             else:
@@ -279,9 +287,9 @@ class Save:
 
     def _pause(self, seconds: float, reason: str) -> None:
         """Wait before another attempt. Raises CheckpointFailed once the others have committed without this node."""
-        until_s = self._around.now_s() + seconds
-        while (left_s := until_s - self._around.now_s()) > 0:
-            self._around.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._peers.others else left_s)
+        until_s = self._line.now_s() + seconds
+        while (left_s := until_s - self._line.now_s()) > 0:
+            self._line.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._peers.others else left_s)
             if self._failing and self._peers.others and self._stands():
                 raise CheckpointFailed(reason)
 
@@ -323,18 +331,17 @@ class Save:
                 break
             next(pauses)
         if missing:
-            self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing), why=missing)
-        plan = self._staged.plan
-        left = [file for file in plan.files if file.path not in self._files]
-        self._write_share(left, with_indices=not plan.indices.keys() <= self._files.keys())
+            self._line.tell("checkpoint_without", **self._place(), nodes=sorted(missing), why=missing)
+        left = [file for file in self._plan.files if file.path not in self._files]
+        self._write_share(left, with_indices=not self._plan.indices.keys() <= self._files.keys())
         return missing
 
     def _pauses(self) -> Iterator[None]:
         """Sleeps between two looks at the storage: short ones first."""
         pauses = Backoff(_SHORTEST_LOOK_S, _LONGEST_LOOK_S)
         while True:
-            self._around.working(is_waiting=True)
-            self._around.sleep(pauses.pause_s())
+            self._line.working(is_waiting=True)
+            self._line.sleep(pauses.pause_s())
             yield
 
     # -- the commit ----------------------------------------------------------------------------------------------------
@@ -342,17 +349,17 @@ class Save:
     def _commit(self, missing: Mapping[str, str]) -> None:
         self._require_stored(self._folder)
         self._keep_folder()
-        self._around.at("before_manifest")
-        manifest = Manifest(self._stamp, self._files, missing)
-        data = (manifest if self._key is None else self._key.sign(manifest)).to_json()
+        self._line.at("before_manifest")
+        manifest, key = Manifest(self._stamp, self._files, missing), self._context.key
+        data = (manifest if key is None else key.sign(manifest)).to_json()
         self._retry(MANIFEST, lambda: self._storage.write(f"{self._folder}/{MANIFEST}", (data,)))
-        self._around.at("before_rename")
+        self._line.at("before_rename")
         is_ours = not self._storage.renames or self._retry(self._final, self._rename)
-        self._around.at("renamed")
+        self._line.at("renamed")
         if is_ours:
             self._require_whole()
         self._retry(LATEST, lambda: self._storage.write(LATEST, (f"{self._final}\n".encode(),)))
-        self._around.at("latest")
+        self._line.at("latest")
 
     def _require_stored(self, folder: str) -> None:
         """What the storage lists is what was written."""
@@ -384,16 +391,16 @@ class Save:
         step = self._stamp.inner_step
         try:
             self._storage.remove(f"{self._final}/{PARTS}")
-            removed = clean_up(self._storage, step, keep_last=keep_last, keep_every=keep_every, at=self._around.at)
+            removed = clean_up(self._storage, step, keep_last=keep_last, keep_every=keep_every, at=self._line.at)
         except OSError as error:
-            self._around.tell("checkpoint_retrying", **self._place(), reason=f"clean-up: {reason_of(error)}")
+            self._line.tell("checkpoint_retrying", **self._place(), reason=f"clean-up: {reason_of(error)}")
             return
         if removed:
-            self._around.tell("checkpoints_removed", steps=removed)
+            self._line.tell("checkpoints_removed", steps=removed)
 
     def _give_up(self, reason: str) -> None:
-        """Say why, and give back the space: of this node's files, or of everybody's when nobody is left to commit."""
-        self._around.tell("checkpoint_failed", **self._place(), reason=reason)
+        """Say why, and give back the space: of this node's files, or of all files when no member is left to commit."""
+        self._line.tell("checkpoint_failed", **self._place(), reason=reason)
         is_last = self._peers.have_ended()
         with contextlib.suppress(OSError):
             if is_last and self._storage.renames:

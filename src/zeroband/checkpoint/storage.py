@@ -1,6 +1,6 @@
 """Where checkpoints lie: a local folder or any fsspec URL, behind the few operations that saving and loading need.
 
-Local files are written beside their place, synced and renamed; objects of a store appear whole when their upload ends.
+Local files are written next to their place, synced and renamed; objects of a store appear whole when their upload ends.
 So a path either holds all that was written to it or what it held before. Any process and thread.
 """
 
@@ -108,7 +108,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """A folder of this machine, or of a network mount. `node_id`: whose files are beside their places meanwhile."""
+    """A folder of this machine, or of a network mount. `node_id`: whose files are next to their places meanwhile."""
 
     renames = True
 
@@ -124,24 +124,24 @@ class LocalStorage(Storage):
 
     def write(self, path: str, pieces: Iterable[Data]) -> None:
         place = self._root / path
-        with self._written_beside(place, pieces) as beside:
-            beside.replace(place)
+        with self._written_next_to(place, pieces) as fresh:
+            fresh.replace(place)
         _sync_folder(place.parent)
 
     @contextlib.contextmanager
-    def _written_beside(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
+    def _written_next_to(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
         """A synced file in the same folder, gone afterwards unless it was moved."""
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f".{place.name}.{self._node_id}")
+        fresh = place.with_name(f".{place.name}.{self._node_id}")
         try:
-            with beside.open("wb", buffering=0) as file:
+            with fresh.open("wb", buffering=0) as file:
                 for piece in pieces:
                     _write_all(file, memoryview(piece))
                 os.fsync(file.fileno())
-            yield beside
+            yield fresh
         finally:
             with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+                fresh.unlink(missing_ok=True)
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
@@ -164,8 +164,8 @@ class LocalStorage(Storage):
     def create(self, path: str, data: bytes) -> bool:
         place = self._root / path
         try:
-            with self._written_beside(place, (data,)) as beside:
-                _put_unless_there(beside, place, data)
+            with self._written_next_to(place, (data,)) as fresh:
+                _put_unless_there(fresh, place, data)
         except FileExistsError:
             return False
         _sync_folder(place.parent)
@@ -186,10 +186,10 @@ def _device_of(folder: Path) -> int:
     return next(place.stat().st_dev for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def _put_unless_there(beside: Path, place: Path, data: bytes) -> None:
+def _put_unless_there(fresh: Path, place: Path, data: bytes) -> None:
     """Have a file at its place, whole from the start where the mount knows hard links. Raises FileExistsError."""
     try:
-        os.link(beside, place)
+        os.link(fresh, place)
     except FileExistsError:
         raise
     except OSError:
@@ -313,9 +313,9 @@ def open_storage(path: str, run_id: str, node_id: str = "reader") -> Storage:
 
 
 def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage:
-    """A folder at a path or URL, or one below it, for whoever writes files there whole and in one go.
+    """A folder at a path or URL, or one below it, for files that are written whole and in one go.
 
-    writer: in whose name files lie beside their places meanwhile; key: what the user calls the path.
+    writer: in whose name files lie next to their places meanwhile; key: what the user calls the path.
     Raises ConfigError where its kind of URL cannot be used here.
     """
     core: Any = importlib.import_module("fsspec.core")  # has no types

@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeroband.checkpoint.peers import LOST, SILENT, PeerWord
-from zeroband.checkpoint.writer import IDLE, PEERS, PROGRESS, UNAVAILABLE, SaveOrder, WriterSpec
+from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, PeerWord
+from zeroband.checkpoint.saving import SaveOrder
+from zeroband.checkpoint.writer import PEERS, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.log import get_logger
 
@@ -28,8 +29,6 @@ _QUIET = 9
 
 _STORE_PATIENCE_S = 2.0
 """ElapsedWaits for what writers tell each other; it is said again a second later."""
-
-_MUTE = PeerWord(out="it said nothing of the checkpoint before either; has it a ckpt.path?")
 
 _log = get_logger(__name__)
 
@@ -70,7 +69,7 @@ class StoreWriters(PeerWriters):
 
 
 class WriterProcess:
-    """One writer at a time, in a session of its own; one that died is replaced with the next order.
+    """One writer at a time, in a new session; one that died is replaced with the next order.
 
     `on_event`: is given the events of a save, from the thread that listens. Owns the process and that thread.
     `fellows`: carries what the writers of one save tell each other.
@@ -91,8 +90,6 @@ class WriterProcess:
         """What the other members of the save in hand said."""
         self._lost: frozenset[str] = frozenset()
         """Those that the run has lost."""
-        self._mute: set[str] = set()
-        """Nodes that said nothing of the save before, and left no record of it: they most likely do not save at all."""
         self._spec = spec
         self._descriptors = descriptors
         self._log_path = log
@@ -218,7 +215,6 @@ class WriterProcess:
             elif kind == UNAVAILABLE:
                 self._fellows.say(message["attempt"], PeerWord(out=message["why"]).to_json())
             else:
-                self._note_mute(kind, message)
                 self._on_event(kind, message)
         process.wait()
         self._died(process)
@@ -237,17 +233,9 @@ class WriterProcess:
         own = heard.pop(self._spec.node_id, PeerWord())
         if own.out is None:  # an excuse stands until it is taken back
             self._fellows.say(attempt, PeerWord(self._beats, is_waiting).to_json())
-        self._mute -= heard.keys()
         self._quiet_until_s = time.monotonic() + _QUIET * (time.monotonic() - from_s)
-        self._peers = {**dict.fromkeys(self._mute, _MUTE), **heard}
+        self._peers = heard
         self._tell_of_peers(process)
-
-    def _note_mute(self, kind: str, message: Mapping[str, Any]) -> None:
-        with self._changed:
-            order = self._order
-        if kind == "checkpoint_without" and order is not None:
-            silent = {node for node, why in message["why"].items() if why.startswith(SILENT)}
-            self._mute |= silent - self._fellows.hear(order.stamp.attempt).keys()
 
     def _died(self, process: subprocess.Popen[str]) -> None:
         """Say what became of the save that a writer had in hand; the first call counts."""

@@ -1,4 +1,4 @@
-"""Copies that go on beside training: from host memory in a thread, from a GPU on a stream of its own.
+"""Copies that go on during training: from host memory in a thread, from a GPU on a separate stream.
 
 Who begins one leaves its sources as they are until `finish`; forward and backward passes do, they only read parameters.
 A few numbers that a device has still to compute are read with `Reading`.
@@ -171,7 +171,7 @@ def _pieces_of(ranges: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 class Reading:
-    """Numbers of a device, on their way to the host behind what it was given before: whoever asks late does not wait.
+    """Numbers of a device, on their way to the host behind what it was given before: to ask late is not to wait.
 
     `values`: (n,) of any float type.
     """

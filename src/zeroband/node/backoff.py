@@ -1,4 +1,4 @@
-"""Pauses between attempts: whoever asks again for what is away does so ever more seldom. How long it tries is its own.
+"""Pauses between attempts, each longer than the one before. The caller decides how long it tries.
 
 One thread at a time.
 """

@@ -188,7 +188,7 @@ def _from_json(said: str | bytes) -> Card | None:
 
 
 def _stay_on_this_machine() -> None:
-    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another is nobody else's business.
+    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another stays on this machine.
 
     Left to themselves they listen where the host's name leads. Network cards that the environment names are for groups
     over several machines, which torch has none of here, and may not be there: the groups between nodes choose an
@@ -393,11 +393,11 @@ def set_gradient_sync(model: nn.Module, on: bool) -> None:
         model.set_requires_gradient_sync(on)
 
 
-def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor | None = None) -> Tensor:
+def clip_grad_norm_(model: Parameters, max_norm: float | None, *, also: Tensor | None = None) -> Tensor:
     """Return the global norm of the gradient over all shards; scale the gradient to `max_norm` where it is larger.
 
     None only measures. A gradient whose norm is not finite is left alone: the caller decides. Shapes: the norm ()
-    float32, on the gradient's device, which nobody waits for here. `beside`: (k,) float32 there, numbers of this
+    float32, on the gradient's device, which is not waited for here. `also`: (k,) float32 there, numbers of this
     rank, each of which becomes its sum over the ranks in the same exchange.
     Every local rank calls this; all get the same number.
     """
@@ -406,11 +406,11 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
     norm = torch.nn.utils.get_total_norm(local)
     if gradients and is_sharded(gradients[0]) and gradients[0].device_mesh.size() > 1:
         square = norm.square().view(1)
-        shares = square if beside is None else torch.cat([square, beside])
+        shares = square if also is None else torch.cat([square, also])
         dist.all_reduce(shares, group=gradients[0].device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
         norm = shares[0].sqrt()
-        if beside is not None:
-            beside.copy_(shares[1:])
+        if also is not None:
+            also.copy_(shares[1:])
     if max_norm is not None and local:
         limit = torch.full_like(norm, max_norm, dtype=widest_float(norm.device))  # one rounding, to float32
         scale = torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0).to(norm.dtype), 1.0)
@@ -419,6 +419,6 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
 
 
 def sum_over_ranks(value: Tensor, mesh: LocalMesh) -> None:
-    """Replace a tensor of this rank by its sum over the ranks, on its device, which nobody waits for here."""
+    """Replace a tensor of this rank by its sum over the ranks, on its device, which is not waited for here."""
     if mesh.world_size > 1:
         dist.all_reduce(value, group=mesh.mesh.get_group())  # pyright: ignore[reportUnknownMemberType]

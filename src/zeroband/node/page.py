@@ -1,6 +1,6 @@
-"""The page of a run beside its processes: `zeroband board` as a child that ends with its owner and fails alone.
+"""The page of a run: `zeroband board` as a child that ends with its owner and fails alone.
 
-Those who share a run's folder have one page between them: whoever holds the lock on the folder serves it.
+Those who share a run's folder have one page between them: the holder of the lock on the folder serves it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULE = "zeroband.tools.board"
 _NEEDED = ("starlette", "uvicorn", "youplot")
 
 _PORTS = 8
-"""So many ports are tried, from the one that was asked for on; then any."""
+"""Number of ports that are tried, from the one that was asked for on; then any."""
 _LOOK_S = 1.0
 _END_S = 3.0
 
@@ -58,7 +58,7 @@ def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack) -> st
 class SharedPage:
     """The page of a node's run, which this node serves while no other one that shares the run's folder does.
 
-    It shows what lies in that folder and, where the run has a store, what nodes elsewhere record. A thread of its own
+    It shows what lies in that folder and, where the run has a store, what nodes elsewhere record. A thread
     looks once a second whether the page is another one's; `close()` ends it and the page.
     """
 
@@ -166,4 +166,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _warn(why: str, way_out: str) -> None:
-    _log.warning("no page beside this run", extra={"fields": {"why": why, "way_out": way_out}})
+    _log.warning("this run has no page", extra={"fields": {"why": why, "way_out": way_out}})

@@ -14,7 +14,7 @@ from pathlib import Path
 from zeroband.errors import ConfigError
 
 MARK = "ZEROBAND_OWNER"
-"""Environment variable that every process of a node inherits, whatever session it moves to and whoever adopts it."""
+"""Environment variable that every process of a node inherits, whatever its session and its parent."""
 
 _KILL_S = 10.0
 _EMPTY_LOOKS = 3
@@ -38,10 +38,10 @@ def start_leashed(
     death_signal: signal.Signals,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; it gets `death_signal` from the kernel when this thread ends.
+    """Start a command in a new session; it gets `death_signal` from the kernel when this thread ends.
 
     So it must be called from a thread that lives as long as the process shall. Output is appended to a file, so that
-    nothing is lost and nobody has to read it; None leaves it where this process's goes. `pass_fds`: descriptors that it
+    nothing is lost and no reader is needed; None leaves it where this process's goes. `pass_fds`: descriptors that it
     inherits under the same numbers. Raises ConfigError where the system is not Linux.
     """
     if sys.platform != "linux":

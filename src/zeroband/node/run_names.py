@@ -1,4 +1,4 @@
-"""Names for runs that nobody named: a date and two words, such as 2026-11-24-brave-otter."""
+"""Names for runs without one: a date and two words, such as 2026-11-24-brave-otter."""
 
 from __future__ import annotations
 

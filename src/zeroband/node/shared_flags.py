@@ -57,7 +57,7 @@ class SharedFlags:
     def count_only(self, thread: int | None) -> None:
         """Have only this thread of this process show the trainer alive, by its ident; None: all do.
 
-        A transfer beside training must not hide that training hangs.
+        A transfer during training must not hide that training hangs.
         """
         self._counts_only = thread
 

@@ -1,8 +1,8 @@
 """The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes.
 
-A trainer that crashed leaves it to the one that its launcher starts in its place: nobody sweeps it while that lives.
+A trainer that crashed leaves it to the one that its launcher starts in its place: it is not swept while that lives.
 Everybody on the machine may write to /dev/shm, so what stands there under our name is looked at before it is used: only
-a folder that is this user's, with mode 0700, and no link. Once it is that, nobody else can put one in its place.
+a folder that is this user's, with mode 0700, and no link. Once it is that, no other user can put one in its place.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
 
 
 def remove_abandoned(folder: Path) -> bool:
-    """Remove a folder that nobody holds; its lock is held meanwhile.
+    """Remove a folder that no process holds; its lock is held meanwhile.
 
     Not one that is left to a trainer which a living launcher is about to start, nor one that is young
     and may be held in a moment.
@@ -187,7 +187,7 @@ def remove_abandoned(folder: Path) -> bool:
 
 
 def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
-    """This process's launcher, told from every other one; empty where it restarts nobody. `left`: any more."""
+    """This process's launcher, told from every other one; empty where it restarts no trainer. `left`: any more."""
     most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return "" if most == 0 or (left and done >= most) else _told_apart(os.getppid())
 

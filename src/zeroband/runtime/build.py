@@ -11,10 +11,11 @@ import torch
 
 from zeroband.checkpoint.own_state import seed_random_state
 from zeroband.checks.slow_fallbacks import slow_fallbacks
+from zeroband.config.data import DataConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_items
-from zeroband.config.training import Placement
+from zeroband.config.training import Placement, TrainConfig
 from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader
@@ -33,12 +34,10 @@ from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, gather_json, make_room, parallelize
-from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node_parts import NodeParts, TrainedOn
+from zeroband.runtime.node_parts import HeldPort, NodeParts, TrainedOn
 from zeroband.runtime.profile import StepProfiler
-from zeroband.runtime.transport_setup import HeldPort
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)
@@ -87,8 +86,9 @@ def build_trainer(
         local_rank=local.rank,
         local_world_size=local.world_size,
     )
-    loader = _build_loader(config, dataset, local)
-    built = _build_model(config, tokenizer, local)
+    loader = loader_of(dataset, config.data, config.train, local)
+    blueprint, model, placed, agreed = _build_model(config, tokenizer, local)
+    parameters = model.trained()
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
     is_exact = _has_common_steps(config, custom)
     return TrainerParts(
@@ -96,10 +96,8 @@ def build_trainer(
         node_id=node_id_of(config),
         node_dir=node_dir_of(config),
         shared={
-            **{key: str(value) for key, value in shared_items(config).items()},
-            **({} if config.data.private else dataset.fingerprints),
-            **_tokenizer_items(tokenizer),
-            **built.shared,
+            **_shared_items(config, dataset, tokenizer),
+            **agreed,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
             **({"train.device (rounds the nodes' common step)": local.device.type} if is_exact else {}),
         },
@@ -107,11 +105,18 @@ def build_trainer(
         tokenizer=tokenizer,
         loader=loader,
         data_fingerprint=dataset.fingerprint,
-        blueprint=built.blueprint,
-        model=built.model,
-        parameters=built.parameters,
-        placement=built.placement,
-        inner=_build_inner(config, built, is_exact=is_exact),
+        blueprint=blueprint,
+        model=model,
+        parameters=parameters,
+        placement=placed,
+        inner=InnerOptimizer(
+            parameters,
+            config.optim,
+            total_steps=config.train.total_steps,
+            module=model,
+            slice_exact=is_exact,
+            rule="sign" if isinstance(config.outer, DemoConfig) else "adamw",
+        ),
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         port=port,
@@ -120,30 +125,36 @@ def build_trainer(
     )
 
 
-def _build_loader(config: RunConfig, dataset: Dataset, local: LocalMesh) -> Loader:
+def loader_of(dataset: Dataset, data: DataConfig, train: TrainConfig, local: LocalMesh) -> Loader:
+    """What gives this rank its rows of a dataset. `data`: by which it was opened. Called by all local ranks."""
     return Loader(
         dataset,
-        batch_size=config.train.batch_size,
-        micro_bs=config.train.micro_bs,
+        batch_size=train.batch_size,
+        micro_bs=train.micro_bs,
         local_rank=local.rank,
         local_world_size=local.world_size,
-        document_mask=config.data.document_mask,
-        even_micro_batches=compiles(config.train, local),
+        document_mask=data.document_mask,
+        even_micro_batches=compiles(train, local),
         pins=local.device.type == "cuda",
     )
 
 
-def _tokenizer_items(tokenizer: Tokenizer) -> dict[str, str]:
-    """What nodes agree on of the tokenizer, and what they tell of it beside."""
-    key = "data.tokenizer (ids)"
-    return {key: tokenizer.fingerprint, **({f"{REMARK}{key}": tokenizer.release} if tokenizer.release else {})}
+def _shared_items(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer) -> dict[str, str]:
+    """What nodes agree on of configuration, data and tokenizer, and what they only tell of the last."""
+    ids = "data.tokenizer (ids)"
+    return {
+        **{key: str(value) for key, value in shared_items(config).items()},
+        **({} if config.data.private else dataset.fingerprints),
+        ids: tokenizer.fingerprint,
+        **({f"{REMARK}{ids}": tokenizer.release} if tokenizer.release else {}),
+    }
 
 
 def _corpus_of(config: RunConfig, fingerprint: str) -> str:
     """Name of this node's corpus among those of the run.
 
     The name of a private one tells other documents from those that the node had before. It is a hash under a key of
-    run.token, so whoever does not have that cannot tell by it whether the documents are some that they know.
+    run.token: without that it does not tell whether the documents are known ones.
     """
     if not config.data.private:
         return SHARED
@@ -161,18 +172,13 @@ def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool
     return isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
 
 
-@dataclass(frozen=True)
-class _BuiltModel:
-    blueprint: Blueprint
-    model: LanguageModel
-    parameters: NamedParameters
-    placement: Placement
-    shared: Mapping[str, str]
-    """What nodes must agree on of it, besides the configuration."""
+def _build_model(
+    config: RunConfig, tokenizer: Tokenizer, local: LocalMesh
+) -> tuple[Blueprint, LanguageModel, Placement, Mapping[str, str]]:
+    """The model, sharded over the local ranks and with its first values; what nodes must agree on of it.
 
-
-def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _BuiltModel:
-    """The model, sharded over the local ranks and with its first values. Called by all of them."""
+    Called by all local ranks.
+    """
     seed_random_state(config.run.seed, node_id_of(config), local.rank)
     blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
     model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
@@ -190,25 +196,13 @@ def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _
         assert isinstance(model, Transformer), "the configuration has seen to it"
         files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
         weights = on_first_rank(local, files.fingerprint)
-    parameters = model.trained()
-    shared = {
-        "model (names and shapes)": FlatLayout.of(parameters).digest(),
+    agreed = {
+        "model (names and shapes)": FlatLayout.of(model.trained()).digest(),
         "train.init_from (weights)": weights,
         **blueprint.shared,
         **values,
     }
-    return _BuiltModel(blueprint, model, parameters, placed, shared)
-
-
-def _build_inner(config: RunConfig, built: _BuiltModel, *, is_exact: bool) -> InnerOptimizer:
-    return InnerOptimizer(
-        built.parameters,
-        config.optim,
-        total_steps=config.train.total_steps,
-        module=built.model,
-        slice_exact=is_exact,
-        rule="sign" if isinstance(config.outer, DemoConfig) else "adamw",
-    )
+    return blueprint, model, placed, agreed
 
 
 def _log_progress(tokens: int) -> None:

@@ -19,9 +19,9 @@ from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.own_state import OWN_FILE, gather_random_states
-from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import open_storage
-from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer import WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -32,9 +32,9 @@ from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
+from zeroband.observe.view import node_id_of_member
 from zeroband.outer.registry import are_rounds_steps
-from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.training_run import StateParts, TrainingRun
+from zeroband.runtime.node_parts import NodeParts, StateParts, TrainingRun
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 _LOCK_FILE = "checkpoint_writer.lock"
@@ -54,8 +54,7 @@ class Staging:
         self.outer = state.common
         moments = () if state.has_moments else node.inner.moment_names
         self.inner = (*moments, *state.own)
-        folder = world.open_folder(stack)
-        self._folder = folder
+        self._folder = folder = world.open_folder(stack)
         # their places never change, and asking for them takes as long as copying a small model
         self._moments = node.inner.moments() if moments else {}
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
@@ -84,7 +83,7 @@ class Staging:
         return buffer[start:stop]
 
     def put(self, packed: bytes | None) -> dict[str, str]:
-        """Lay this rank's own file beside the buffers; the paths of all ranks' files, by name."""
+        """Put this rank's own file next to the buffers; returns the paths of all ranks' files, by name."""
         path = self._folder / f"{_STAGED}{OWN_FILE.format(rank=self._local.rank)}"
         if packed is None:
             return {}
@@ -116,10 +115,6 @@ class Staging:
             for name, shards in by_section.items()
             for parameter, part in self._shards.parts(self._staged(name), shards)
         ]
-
-
-def _node_of(member_id: str) -> str:
-    return member_id.rpartition("#")[0]
 
 
 class Checkpointing:
@@ -222,10 +217,10 @@ class Checkpoints(Checkpointing):
         After the last round of the run it is waited for here, and before it for the writer, if that has an earlier one.
         """
         for report in rounds[-1:]:
-            self._members = tuple(_node_of(member) for member in report.members)
+            self._members = tuple(node_id_of_member(member) for member in report.members)
             if self._writer is not None:
                 self._learn_sharing(report.members)
-                self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
+                self._writer.go_on_with([node_id_of_member(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
         is_new = not rounds or any(rounds[-1].weights)  # a run that goes on from a checkpoint is founded on its state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
@@ -239,7 +234,9 @@ class Checkpoints(Checkpointing):
         self._sharing, apart = self._world.sharing(members)
         self._is_apart = bool(apart)
         if self._is_apart and not was_apart:
-            self._emit("checkpoints_apart", folder=self._folder.url, nodes=sorted(self._sharing), apart=sorted(apart))
+            self._events.emit(
+                "checkpoints_apart", folder=self._folder.url, nodes=sorted(self._sharing), apart=sorted(apart)
+            )
 
     def take(self, members: Sequence[str], *, waits: bool) -> bool:
         """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
@@ -260,10 +257,10 @@ class Checkpoints(Checkpointing):
             self._is_copying = True
             randoms = gather_random_states(self._local)
             if self._writer is not None:
-                self._order = self._order_of(members, self._node_state(randoms), files)
+                self._order = self._order_of(members, node_state=self._node_state(randoms), files=files)
         elif self._writer is not None:
             self._writer.give(self._order_of(members, is_left_out=True))
-            self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
+            self._events.emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
         self._stalled_since(from_s)
         if waits:
             self.settle()
@@ -280,27 +277,16 @@ class Checkpoints(Checkpointing):
         if self._writer is not None and order is not None:
             self._writer.give(order)
             place = {"round": order.stamp.round, "step": order.stamp.inner_step}
-            self._emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
+            self._events.emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
         self._stalled_since(from_s)
 
     def _stalled_since(self, from_s: float) -> None:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
 
-    def _order_of(
-        self,
-        members: Sequence[str],
-        node_state: Mapping[str, Any] | None = None,
-        files: Mapping[str, str] | None = None,
-        *,
-        is_left_out: bool = False,
-    ) -> SaveOrder:
-        stamp = self._stamp(members)
-        savers = tuple(member for member in stamp.members if member in self._sharing) or (self._node.node_id,)
-        return SaveOrder(stamp, savers, node_state or {}, is_left_out, files or {})
-
-    def _stamp(self, members: Sequence[str]) -> Stamp:
+    def _order_of(self, members: Sequence[str], **staged: Any) -> SaveOrder:
+        """The order to save the newest round. `staged`: of what this node saves of itself, as SaveOrder calls it."""
         config, hooks, described = self._node.config, self._hooks, self._node.trained_on()
-        return Stamp(
+        stamp = Stamp(
             run_id=config.run.id,
             session=hooks.record["session"],
             round=hooks.round,
@@ -314,6 +300,8 @@ class Checkpoints(Checkpointing):
             tokenizer=described.tokenizer,
             data=described.data,
         )
+        savers = tuple(member for member in stamp.members if member in self._sharing) or (self._node.node_id,)
+        return SaveOrder(stamp, savers, **staged)
 
     def _node_state(self, randoms: list[str]) -> dict[str, Any]:
         return {
@@ -345,9 +333,6 @@ class Checkpoints(Checkpointing):
             self._durable_step = fields["step"]
         elif kind == "checkpoints_lost":
             self._durable_step = None
-        self._emit(kind, **fields)
-
-    def _emit(self, kind: str, **fields: Any) -> None:
         self._events.emit(kind, **fields)
 
     def close(self, *, waits: bool) -> None:

@@ -1,12 +1,16 @@
-"""Evaluation while a node trains: the outer parameters, on held-out samples, at round ends. Main thread of every rank.
+"""Held-out losses while a node trains: of the outer parameters at round ends, and of those that score a payload.
 
-Changes no bit of the training: where the model holds other parameters than the outer ones, they come back afterwards.
+Main thread of every rank. Changes no bit of the training: where the model holds other parameters, its own come back.
+
+Payloads are scored on the rows that `data.hold_out` keeps back of this node's data (with `data.private` its own
+documents), or else of `eval.sources`. No node trains on them. Each node draws its own for each scored round, as many as
+its batch has.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,12 +23,13 @@ from zeroband.data.loader import Loader, MicroBatch
 from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate
-from zeroband.node.mesh import all_ok, compiles, sum_over_ranks
+from zeroband.node.mesh import all_ok, sum_over_ranks
 from zeroband.node.sharding import Parameters
 from zeroband.observe.events import Events
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.training_run import TrainingRun
+from zeroband.runtime.build import TrainerParts, loader_of
+from zeroband.runtime.node_parts import TrainingRun
+from zeroband.runtime.run_rules import scoring_of
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 NOT_MIXED: Mapping[str, float] = {}
@@ -74,6 +79,8 @@ class HeldOutEvaluations(Evaluations):
         self._events = events
         self._text_bytes: dict[str | None, int] = {}
         """Bytes of the text of each set, which are counted once."""
+        self._is_cut_short = False
+        """Whether the node was asked to leave during the newest evaluation."""
         layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap.of(layout, node.parameters, node.local)
 
@@ -100,32 +107,20 @@ class HeldOutEvaluations(Evaluations):
         """Evaluate one set, over all ranks; None on all of them where this node was asked to leave meanwhile."""
         node, is_counted = self._node, one.source in self._text_bytes
         batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs, one.number)
-        stays = _Stay(node, self._world)
-        part = evaluate(node.model, stays.through(batches), None if is_counted else node.tokenizer, node.local.device)
-        if not stays.to_the_end:
+        self._is_cut_short = False
+        part = evaluate(node.model, self._follow(batches), None if is_counted else node.tokenizer, node.local.device)
+        if self._is_cut_short:
             return None
-        sums = torch.tensor(
-            [part.samples, part.targets, part.text_bytes, part.nats], dtype=torch.float64, device=exact_device(node)
-        )
-        sum_over_ranks(sums, node.local)
-        samples, targets, text_bytes, nats = sums.tolist()
+        samples, targets, text_bytes, nats = _summed(node, part.samples, part.targets, part.text_bytes, part.nats)
         text_bytes = self._text_bytes.setdefault(one.source, int(text_bytes))
         return replace(part, samples=int(samples), targets=int(targets), text_bytes=text_bytes, nats=nats)
 
-
-class _Stay:
-    """Follows a node through its batches: shows that it is alive, and ends where one of its ranks is to leave."""
-
-    def __init__(self, node: TrainerParts, world: TrainingRun) -> None:
-        self._node = node
-        self._world = world
-        self.to_the_end = True
-
-    def through(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _follow(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Show with each batch that the node is alive; end where one of its ranks is to leave."""
         for batch in batches:
             self._world.show_progress()
-            self.to_the_end = all_ok(not self._node.departure.is_hurried, self._node.local)
-            if not self.to_the_end:
+            self._is_cut_short = not all_ok(not self._node.departure.is_hurried, self._node.local)
+            if self._is_cut_short:
                 return
             yield batch
 
@@ -185,9 +180,12 @@ def _fields_of(
     }
 
 
-def exact_device(node: TrainerParts) -> torch.device:
-    """Return where sums in float64 are made: with other ranks on the device that they talk through."""
-    return node.local.device if node.local.world_size > 1 else torch.device("cpu")
+def _summed(node: TrainerParts, *values: float) -> list[float]:
+    """Return the sum of each value over the ranks, in float64."""
+    device = node.local.device if node.local.world_size > 1 else torch.device("cpu")  # that they talk through
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    sum_over_ranks(sums, node.local)
+    return sums.tolist()
 
 
 # -- what is evaluated ----------------------------------------------------------------------------------------------
@@ -213,15 +211,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
             )
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error
-        loader = Loader(
-            dataset,
-            batch_size=node.config.train.batch_size,
-            micro_bs=node.config.train.micro_bs,
-            local_rank=rank,
-            local_world_size=world_size,
-            document_mask=data.document_mask,
-            even_micro_batches=compiles(node.config.train, node.local),
-        )
+        loader = loader_of(dataset, data, node.config.train, node.local)
         sets.append(_set_of(node, wanted, source, loader))
     return sets
 
@@ -248,3 +238,45 @@ def _set_of(
             "lower it, leave it out to take what there is, or give more text"
         )
     return EvaluationSet(source, loader, samples, number)
+
+
+# -- scored payloads -------------------------------------------------------------------------------------------------
+
+
+class HeldOutScorer:
+    """Measures losses on rows that are drawn of `sources`: loaders, and the number of a source in each."""
+
+    def __init__(self, node: TrainerParts, sources: Sequence[tuple[Loader, int]]) -> None:
+        self._node = node
+        self._sources = sources
+
+    def loss(self, values: Iterable[tuple[str, Tensor]], lot: int) -> float:
+        """Return the mean loss in nats per token, the same on all local ranks; NaN where it is not known."""
+        node, config = self._node, self._node.config.train
+        place, lot = lot % len(self._sources), lot // len(self._sources)
+        loader, source = self._sources[place]
+        there = loader.n_held_out(source)
+        rows = min(config.batch_size, there)
+        batches = loader.held_out_batches(rows, config.micro_bs, source, first=lot % (there - rows + 1))
+        with holding(node.parameters, values):
+            part = evaluate(node.model, batches, None, node.local.device)
+        nats, targets = _summed(node, part.nats, part.targets)
+        return nats / targets if targets else float("nan")
+
+
+def open_scorer(node: TrainerParts, sets: Sequence[EvaluationSet]) -> HeldOutScorer | None:
+    """What scores payloads where the configuration asks for it. `sets`: those that [eval] evaluates on.
+
+    Raises ConfigError where too little text is kept back.
+    """
+    if scoring_of(node.config) is None:
+        return None
+    own = [(node.loader, number) for number in range(len(node.loader.dataset.sources))]
+    sources = [one for one in [*own, *((other.loader, other.number) for other in sets)] if one[0].n_held_out(one[1])]
+    if not sources:
+        raise ConfigError(
+            f"outer.score: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; give "
+            "more text, or name some in eval.sources"
+        )
+    kept_back = [one for one in sources if one[0] is node.loader]
+    return HeldOutScorer(node, kept_back or sources)

@@ -66,7 +66,7 @@ def _state_of(process: Path) -> str:
 def stalls(node_dir: Path) -> Iterator[str]:
     """Say that a node stalls where it is a member that shows nothing for `fault.hung_s`, as its guardian judges it.
 
-    On its way in, and at its end, each of its waits has a deadline of its own.
+    On its way in, and at its end, each of its waits has its own deadline.
     """
     view = _newest_view(node_dir)
     if view.join is not None or view.state in ("finished", "failed", "left"):

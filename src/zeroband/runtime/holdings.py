@@ -1,7 +1,7 @@
 """A node's word to the others of what it has at its ckpt.path, and theirs: told before it founds or joins a run.
 
-Whether two nodes see one folder they find out by marks: files that each of them makes there under a name that nobody
-knows before, and that the others then look for. Local rank 0, one thread.
+Whether two nodes see one folder they find out by marks: files that each of them makes there under a new random
+name, and that the others then look for. Local rank 0, one thread.
 """
 
 from __future__ import annotations

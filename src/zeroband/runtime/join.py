@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
 
 from torch import Tensor
 
-from zeroband.checkpoint.restorer import Restorer
+from zeroband.checkpoint.restorer import Restorer, SavedState
 from zeroband.data.ledger import SHARED, count
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import (
@@ -39,6 +38,7 @@ from zeroband.elastic.membership.resume_rules import (
     rounds_since,
     way_in,
 )
+from zeroband.elastic.recovery.client import FetchedState
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import Scorer, verify
 from zeroband.elastic.rounds.rollback import RolledBack
@@ -58,7 +58,7 @@ from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.outer.many_steps import ManySteps
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.node_runtime import NodeRuntime
+from zeroband.runtime.node_runtime import NodeRuntime, state_on_all, take_over
 from zeroband.runtime.restart import Restart
 from zeroband.state.round_state import RoundState
 
@@ -85,25 +85,13 @@ class Outcome:
     cause: ZerobandError | None = None
     """What was raised, where that is the event."""
     rounds: Sequence[RoundReport] = ()
-    """With which this node became a member; none where it has no others."""
-
-
-class JoinSteps(Protocol):
-    """What a node does on its way in. All local ranks call the methods together."""
-
-    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
-        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
-        ...
-
-    def is_fenced(self) -> bool:
-        """Whether the run went on without this node, so that its membership has ended."""
-        ...
+    """With which this node became a member."""
 
 
 class Joiner:
     """Brings a node into its run, and back into it. All local ranks call the methods together."""
 
-    def __init__(self, steps: JoinSteps, local: LocalMesh, departure: Departure, events: Events) -> None:
+    def __init__(self, steps: NodeRuntimeSteps, local: LocalMesh, departure: Departure, events: Events) -> None:
         self._steps = steps
         self._local = local
         self._departure = departure
@@ -116,8 +104,8 @@ class Joiner:
     def enter(self) -> Sequence[RoundReport]:
         """Found the run, or join it where others did. Returns the round with which this node became a member.
 
-        That is none where a node trains without others. Raises ConfigError where another machine is in the run under
-        this node's name, RecoveryFailed where it came no nearer to a state for too long, RunOver, Leaving, StoreLost.
+        Raises ConfigError where another machine is in the run under this node's name, RecoveryFailed where it came no
+        nearer to a state for too long, RunOver, Leaving, StoreLost.
         """
         return self._go(JoinState.OUTSIDE, Outcome(JoinEvent.STARTED))
 
@@ -178,7 +166,7 @@ def open_runtime(
 
 
 class NodeRuntimeSteps:
-    """The steps of a node that trains with others."""
+    """What a node that trains with others does on its way in. All local ranks call the methods together."""
 
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
@@ -209,9 +197,11 @@ class NodeRuntimeSteps:
         self._said = ""
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
         return self._steps[state](cause)
 
     def is_fenced(self) -> bool:
+        """Whether the run went on without this node, so that its membership has ended."""
         return self._run.mesh.is_fenced
 
     # -- with what this node has --------------------------------------------------------------------------------
@@ -226,31 +216,24 @@ class NodeRuntimeSteps:
         return Outcome(JoinEvent.FREE)
 
     def _recall(self, _cause: ZerobandError | None) -> Outcome:
-        from_s, held = time.monotonic(), list[RoundState]()
-
-        def recall() -> dict[str, Any] | None:
-            found = self._run.memory.recall(self._run.buffers.numel)
-            if found is None:
-                return None
-            held.append(found)
-            return {"round": found.round, "record": found.record, "state_digest": found.state_digest}
-
-        found = on_first_rank(self._local, recall)
+        from_s, run = time.monotonic(), self._run
+        found = state_on_all(self._local, RoundState, lambda: run.memory.recall(run.buffers.numel))
         if found is None:
             return Outcome(JoinEvent.NOTHING)
-        digest = self._run.outer.adopt(found["round"], found["record"], held.pop().sections if held else None)
-        on_first_rank(self._local, self._run.memory.drop_held)
-        verify(digest, found["state_digest"], "what this node had in memory", self._local)
-        self._taken = found["round"]
+        try:
+            digest = take_over(run.outer, found, "what this node had in memory", self._local)
+        finally:  # what does not verify is not taken again after a fence
+            on_first_rank(self._local, run.memory.drop_held)
+        self._taken = found.round
         took_s = round(time.monotonic() - from_s, 3)
         on_first_rank(self._local, lambda: self._tell_of(found))
-        self._events.emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
+        self._events.emit("recovered", round=found.round, digest=digest, took_s=took_s, source="memory")
         return Outcome(JoinEvent.RECALLED)
 
-    def _tell_of(self, found: Mapping[str, Any]) -> None:
+    def _tell_of(self, found: RoundState) -> None:
         """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
         verdict = self._run.store.view(FOUNDING_ROUND).committed
-        if verdict is None or verdict.round != found["round"]:
+        if verdict is None or verdict.round != found.round:
             return  # the others have said so
         opening = verdict.opening
         self._events.emit(
@@ -258,11 +241,11 @@ class NodeRuntimeSteps:
             round=verdict.round,
             epoch=opening.epoch,
             members=list(opening.members),
-            digest=found["state_digest"],
+            digest=found.state_digest,
             weights=list(opening.weights),
             samples=[steps * self._node.config.train.batch_size for steps in opening.steps],
             late=list(opening.late),
-            progress=found["record"]["progress"],
+            progress=found.record["progress"],
         )
 
     def _go_back(self, cause: ZerobandError | None) -> Outcome:
@@ -387,12 +370,12 @@ class NodeRuntimeSteps:
             if self._takes_checkpoint():
                 return Outcome(JoinEvent.FETCHED)
         self._had_bytes, self._taken = recovery.verified_bytes, None
-        fetched = on_first_rank(self._local, self._fetch_state)
-        newest = max((later[2] for later in fetched["later"]), default=fetched["round"])
-        digest = outer.adopt(fetched["round"], fetched["record"], later=fetched["later"])
+        fetched = state_on_all(self._local, FetchedState, recovery.fetch_state)
+        newest = max((later[2] for later in fetched.later), default=fetched.round)
+        digest = outer.adopt(fetched.round, fetched.record, later=fetched.later)
         try:
-            if newest == fetched["round"]:
-                verify(digest, fetched["state_digest"], f"the state of round {newest}", self._local)
+            if newest == fetched.round:
+                verify(digest, fetched.state_digest, f"the state of round {newest}", self._local)
             else:
                 outer.catch_up(newest)
                 digest = outer.state_digest
@@ -402,7 +385,7 @@ class NodeRuntimeSteps:
             raise
         self._taken = newest
         place = {"round": newest, "digest": digest}
-        self._events.emit("recovered", **place, took_s=fetched["took_s"], source="members")
+        self._events.emit("recovered", **place, took_s=fetched.took_s, source="members")
         return Outcome(JoinEvent.FETCHED)
 
     def _takes_checkpoint(self) -> bool:
@@ -412,9 +395,8 @@ class NodeRuntimeSteps:
             return False
         outer, step = self._run.outer, found["step"]
         try:
-            saved = on_first_rank(self._local, lambda: asdict(self._restorer.read(step, self._run.sections)))
-            digest = outer.adopt(saved["round"], saved["record"])
-            verify(digest, saved["state_digest"], f"the checkpoint of step {step}", self._local)
+            saved = state_on_all(self._local, SavedState, lambda: self._restorer.read(step, self._run.sections))
+            take_over(outer, saved, f"the checkpoint of step {step}", self._local)
             outer.catch_up(found["newest"])
         except RecoveryFailed as error:
             fields = {"step": step, "why": str(error)}
@@ -444,12 +426,6 @@ class NodeRuntimeSteps:
         is_taken = begins_on_checkpoint(missed, entry_bytes=entry_bytes, state_bytes=run.state_bytes)
         return {"step": stamp.inner_step, "newest": stamp.round + missed} if is_taken else None
 
-    def _fetch_state(self) -> dict[str, Any]:
-        """Local rank 0."""
-        fetched = self._run.recovery.fetch_state()
-        state = {"round": fetched.round, "record": fetched.record, "state_digest": fetched.state_digest}
-        return {**state, "later": fetched.later, "took_s": fetched.took_s}
-
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
         outcome = self._became_member(JoinEvent.ADMITTED, report := self._run.outer.join())
         if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
@@ -468,7 +444,7 @@ class NodeRuntimeSteps:
         return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 
     def _tell_of_other_documents(self, progress: Progress) -> None:
-        """Warn where this node had other documents before: their samples stay as they are, and owed by nobody else."""
+        """Warn where this node had other documents before: their samples stay as they are, owed by no other node."""
         for corpus, ledger in progress.ledgers.items():
             is_own = corpus.startswith(f"{self._node.node_id}/") and self._node.corpus != SHARED
             if is_own and corpus != self._node.corpus and self._local.rank == 0:

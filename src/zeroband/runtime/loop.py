@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from zeroband.data.loader import MicroBatch
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import Fenced, Leaving
+from zeroband.errors import Fenced, LearnsNothing, Leaving
 from zeroband.export.directory import (
     FolderInUse,
     TrainedModel,
@@ -43,7 +44,7 @@ from zeroband.node.mesh import (
     sum_over_ranks,
     widest_float,
 )
-from zeroband.observe.events import NoEvents, noop
+from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
@@ -53,9 +54,10 @@ from zeroband.runtime.evaluation import (
     EvaluationSet,
     HeldOutEvaluations,
     open_evaluation_sets,
+    open_scorer,
 )
-from zeroband.runtime.join import Joiner, open_runtime
-from zeroband.runtime.late_reports import FailedSteps, LateReports
+from zeroband.runtime.join import open_runtime
+from zeroband.runtime.node_parts import Entry, HeldPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
     EXPORT_DIR,
@@ -68,13 +70,13 @@ from zeroband.runtime.report import (
     open_report,
 )
 from zeroband.runtime.run_rules import scoring_of
-from zeroband.runtime.scoring import open_scorer
 from zeroband.runtime.single_node import SingleNode
-from zeroband.runtime.training_run import TrainingRun
-from zeroband.runtime.transport_setup import HeldPort
 
 SHOWN_S = 1.0
 """Pause between two signs of life while samples are waited for."""
+
+_ROUNDS = 3
+"""One round that is left out is an accident, whatever its length."""
 
 _log = get_logger(__name__)
 
@@ -84,8 +86,8 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.push(partial(end_ranks, local, departure))
-        opened = open_own_store(config, local, departure, stack)
-        train(opened.config, local, departure, stack, opened.port)
+        config, port = open_own_store(config, local, departure, stack)
+        train(config, local, departure, stack, port)
 
 
 def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] | None, *_: object) -> None:
@@ -100,13 +102,55 @@ def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] 
     local.close()
 
 
+class FailedSteps:
+    """Counts inner steps in a row from which a node learns nothing: gradients, or updates of rounds, are not finite.
+
+    limit: how many there may be, and at least three rounds; None: any number. `has_learned`: before this start.
+    Local ranks count the same.
+    """
+
+    def __init__(self, limit: int | None = None, *, has_learned: bool = False) -> None:
+        self._limit = math.inf if limit is None else limit
+        self._has_learned = has_learned
+        self._gradients = 0
+        self._steps, self._rounds = 0, 0
+        """Since the last round that this node's update counted in, and how many it was left out of."""
+        self._loss = 0.0
+
+    def note(self, step: int, norm: float, loss: float, rounds: Sequence[RoundReport]) -> None:
+        """Count a step. Raises LearnsNothing where it is one too many."""
+        self._gradients = 0 if math.isfinite(norm) else self._gradients + 1
+        self._steps, self._loss = self._steps + 1, loss
+        for round in rounds:
+            self._rounds = self._rounds + 1 if round.is_left_out else 0
+            if not round.is_left_out:
+                self._steps, self._has_learned = 0, True
+        lost = self._steps if self._rounds >= _ROUNDS else 0
+        if max(lost, self._gradients) >= self._limit:
+            raise LearnsNothing(
+                f"nothing was learned in {max(lost, self._gradients)} inner steps in a row (train.non_finite_steps), "
+                f"up to step {step}: their updates are not finite (gradient norm {norm}, loss {loss}); look at the "
+                "data and the rate, and go on from a checkpoint with --resume; where one node alone has this, look at "
+                "its hardware"
+            )
+
+    def require_something(self) -> None:
+        """Raise LearnsNothing at the end of a run that gave a model without a loss, or the one it began with."""
+        is_broken = self._gradients > 0 and not math.isfinite(self._loss)
+        if self._limit < math.inf and (is_broken or (self._rounds and not self._has_learned)):
+            raise LearnsNothing(
+                f"nothing was learned in the last {max(self._steps, self._gradients)} inner steps, whose updates are "
+                f"not finite (loss {self._loss}), so there is nothing to export; look at the data and the rate"
+            )
+
+
 @dataclass(frozen=True)
 class Training:
     """What the loop of this rank works with."""
 
     node: TrainerParts
     world: TrainingRun
-    joiner: Joiner
+    entry: Entry
     checkpoints: Checkpointing
     report: Report
     evaluations: Evaluations = field(default_factory=Evaluations)
@@ -124,13 +168,13 @@ def train(
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     compile_model(node)
-    world, joiner = open_world(node, report, stack, sets)
-    joined = joiner.enter()
+    world, entry = open_world(node, report, stack, sets)
+    joined = entry.enter()
     note_entry(world, report, joined)
     checkpoints = open_checkpoints(node, world, report.events, stack)
     failed = FailedSteps(config.train.non_finite_steps, has_learned=world.outer.inner_step > 0)
     evaluations = open_evaluations(node, world, sets, report)
-    training = Training(node, world, joiner, checkpoints, report, evaluations, failed)
+    training = Training(node, world, entry, checkpoints, report, evaluations, failed)
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
@@ -151,7 +195,7 @@ def train(
 def leave_if_asked(training: Training) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
 
-    If nobody goes on with the run, it saves what it holds first.
+    If it is the last node of the run, it saves what it holds first.
     """
     node, outer, report = training.node, training.world.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
@@ -166,18 +210,17 @@ def leave_if_asked(training: Training) -> None:
 
 
 def save_if_last(training: Training) -> None:
-    """Take a checkpoint if nobody goes on with the run when this node leaves."""
+    """Take a checkpoint if no other node goes on with the run when this one leaves."""
     if (staying := training.world.announce_leaving()) != "others":
         training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
 
 def open_world(
     node: TrainerParts, report: Report, stack: ExitStack, sets: Sequence[EvaluationSet] = ()
-) -> tuple[TrainingRun, Joiner]:
+) -> tuple[TrainingRun, Entry]:
     """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
-        single = SingleNode(node, report.events)
-        return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
+        return (single := SingleNode(node, report.events)), single
     return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
@@ -202,7 +245,7 @@ def come_back(training: Training, why: Fenced | RolledBack) -> None:
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
         leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
-    joined = training.joiner.come_back(why)
+    joined = training.entry.come_back(why)
     note_entry(training.world, training.report, joined)
     if isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
@@ -224,7 +267,7 @@ def train_round(training: Training) -> None:
     node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
     first, ends_round = outer.inner_step, False
     node.loader.assign(outer.upcoming())
-    with LateReports(outer, training.report, node.departure, training.failed) as reports:
+    with LateReports(training) as reports:
         for step in itertools.count(first):
             if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
                 break
@@ -241,13 +284,68 @@ def train_round(training: Training) -> None:
             made.progress, made.is_commit = outer.progress, outer.progress is not before
             if made.is_commit:
                 checkpoints.take_if_due(made.synced)
-            made.blocked_s, made.beside = blocked.total_s, checkpoints.measured()
+            made.blocked_s, made.measured = blocked.total_s, checkpoints.measured()
             if is_evaluated := training.evaluations.is_due(before, outer.progress):
                 if not is_boundary:
                     reports.learn(made)
-                made.beside = {**made.beside, **training.evaluations.run(outer.progress.inner_step)}
+                made.measured = {**made.measured, **training.evaluations.run(outer.progress.inner_step)}
             reports.end(made, is_late=not (is_boundary or is_evaluated))
             node.profiler.end(step + 1)
+
+
+class LateReports:
+    """Tells outer algorithm and report of each inner step, in order; as a context, of the last one at its end.
+
+    At a boundary at once, else when the next step was given to the device, which so always has work.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._outer = training.world.outer
+        self._late: InnerStep | None = None
+
+    def __enter__(self) -> LateReports:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Leaving):
+            self._tell_late()
+
+    def learn(self, made: InnerStep) -> None:
+        """Tell the algorithm of all steps up to this one, before the hook of a boundary. Waits for the device."""
+        self._tell_late()
+        self._learn(made)
+
+    def end(self, made: InnerStep, *, is_late: bool) -> None:
+        """The hooks of a step were called. `is_late`: it is told of with the next one."""
+        if is_late:
+            self._tell_late()
+            self._late = made
+        else:
+            self._tell(made, ended_at_s=time.monotonic())
+
+    def _tell_late(self) -> None:
+        made, self._late = self._late, None
+        if made is not None:
+            self._learn(made)
+            self._tell(made, ended_at_s=made.shown.ready_at_s)
+
+    def _learn(self, made: InnerStep) -> None:
+        if not self._outer.has_own_steps:  # told with the gradient
+            return
+        with self._training.node.departure.in_step():
+            made.read()
+        is_finite = math.isfinite(made.grad_norm)
+        if not is_finite:
+            fields = {"step": made.number, "norm": made.grad_norm, "loss": made.loss}
+            _log.warning("non-finite gradient: inner step left out", extra={"fields": fields})
+        self._outer.learned(made.passed.tokens if is_finite else 0, made.loss)
+
+    def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:
+        made.read()
+        made.ended_at_s = ended_at_s
+        self._training.report.stepped(made)
+        self._training.failed.note(made.number + 1, made.grad_norm, made.loss, made.synced)
 
 
 def make_gradients(training: Training) -> PassResult:
@@ -271,7 +369,7 @@ def is_round_over(training: Training, steps: int) -> bool:
 
 
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
-    """Have the optimizer step by the gradients of this node, for which nobody waits, or by those of all nodes.
+    """Have the optimizer step by the gradients of this node, which are not waited for, or by those of all nodes.
 
     A gradient of this node's own that is not finite, or of no target, moves the schedule of the optimizer alone.
     """
@@ -286,8 +384,8 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         common_norm = outer.sync_gradients(step, passed.tokens)
     if common_norm is None:
         with node.departure.in_step():
-            beside = passed.nats if has_own_steps else None
-            norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, beside=beside)
+            also = passed.nats if has_own_steps else None
+            norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, also=also)
         found_inf = (~norm.isfinite() | (passed.tokens == 0)).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-import torch
-import torch.distributed as dist
-
 from zeroband.config.outer import CustomConfig, DilocoConfig
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.records import View, view_to_record
+from zeroband.elastic.membership.reach import Ways, ways_to
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.transport.base import DataPlane
+from zeroband.elastic.transport.engine import Engine
+from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
+from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
+from zeroband.elastic.transport.handshake import Purpose, StreamKeys
+from zeroband.elastic.transport.links import Links
+from zeroband.elastic.transport.native_plane import NativePlane, Reach
+from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import JoinRefused, Leaving
-from zeroband.node.mesh import LocalMesh
+from zeroband.node.mesh import gather_json
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.observe.log import get_logger
@@ -27,7 +36,14 @@ from zeroband.observe.stall import write_bundle
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.run_folder import run_keys
 from zeroband.runtime.run_rules import rules_of
-from zeroband.runtime.transport_setup import TransportSetup, codec_of
+from zeroband.runtime.transport_setup import (
+    address_towards,
+    codec_of,
+    listen_address_of,
+    require_descriptors,
+    require_native,
+    transfer_threads,
+)
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.flat import FlatLayout
 
@@ -66,13 +82,16 @@ class NodeMembership:
         on_first_rank(local, lambda: self._claim_folder(stack))
         self.flags = SharedFlags(self.folder / "flags", create=False)
         stack.callback(self.flags.close)
-        self._pids = _pids_of_ranks(local)
-        self.transport = self._open_transport()
-        stack.callback(self.transport.close)
+        self._pids: tuple[int, ...] = tuple(gather_json(os.getpid(), local))
+        self._host = config.node.advertise_host or address_towards(self._store_url)
+        self._links: Links | None = None
+        self._inbox: Inbox | None = None
+        """Takes what other nodes send here; on local rank 0 only."""
+        self._open_port(stack)
         self.mesh = ElasticDeviceMesh(
             local.twin(),
             self._new_member(),
-            self.transport.open(),
+            self._open_data_plane(),
             self.flags,
             rules_of(config, self._transfer_bytes(layout), node.sample_tokens),
             start_timeout_s=config.elastic.start_timeout_s,
@@ -144,18 +163,68 @@ class NodeMembership:
         stack.callback(lambda: folder.close(is_left=self.is_left))
         SharedFlags(folder.path / "flags", create=True).close()
 
-    def _open_transport(self) -> TransportSetup:
-        node = self._node
-        return TransportSetup(
-            node.config,
+    def _open_port(self, stack: ExitStack) -> None:
+        """Take what other nodes send here from now on. On local rank 0."""
+        config = self._node.config
+        if config.comm.backend == "native":
+            require_native(is_sealed=config.comm.encryption)
+        if self._node.local.rank != 0:
+            return
+        require_descriptors(config)
+
+        def note_poser(connection: socket.socket, what: HandedOver) -> None:
+            connection.close()
+            self._tell_impostor(what.caller, what.session)
+
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {POSES: note_poser}
+        if config.comm.backend == "native":
+            engine = Engine(transfer_threads(config), beat_s=TransferBounds.of(config.fault.time_outs).beat_s)
+            self._links = Links(engine, self._keys, config.comm.encryption)
+            takers[Purpose.DATA] = self._links.accept
+        self._inbox = Inbox(takers)
+        stack.callback(self._inbox.close)
+
+    def serve_state(self, take: Callable[[socket.socket, StreamKeys], object]) -> None:
+        """Have connections of nodes that ask for this one's state answered from now on. On local rank 0."""
+        assert self._inbox is not None, "local rank 0 has it"
+        self._inbox.route(Purpose.STATE, lambda connection, what: take(connection, what.keys))
+        self.flags.set_serves_state(True)
+
+    def dialler(self) -> Dialler:
+        """For asking other nodes for their state in the name of this one."""
+        return Dialler(self._keys, self.own_key.name(self._node.node_id), self._node.config.comm.encryption)
+
+    def _open_data_plane(self) -> DataPlane:
+        """The data path that the configuration asks for."""
+        config, faults = self._node.config, self._node.faults
+        comm, bounds = config.comm, TransferBounds.of(config.fault.time_outs)
+        if comm.backend == "native":
+            tell_partners = NamesWriter(self.folder, PARTNERS_FILE).tell
+            reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
+            return NativePlane(
+                config.run.id,
+                self.flags,
+                codec_of(config),
+                reach,
+                faults,
+                streams=comm.streams,
+                paced=comm.rate_control,
+                bounds=bounds,
+            )
+        return LaneGroups(
             self.store,
             self.flags,
-            node.local,
-            node.faults,
-            key=self._keys,
-            on_poser=self._tell_impostor,
-            port=node.port,
+            LaneOwnership(comm.lanes, self._node.local.rank, self._node.local.world_size),
+            faults,
+            host=self._host,
+            chunk_bytes=int(comm.chunk_mb * 1e6),
+            transfer_s=config.fault.time_outs.transfer_s,
+            bounds=bounds,
         )
+
+    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, Ways]:
+        peers = self.store.view(FOUNDING_ROUND).peers
+        return {member: ways_to(own, member, peers) for member in members if member in peers}
 
     def _transfer_bytes(self, layout: FlatLayout) -> int:
         """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""
@@ -179,7 +248,7 @@ class NodeMembership:
         node, config = self._node, self._node.config
         identity = NodeIdentity(
             node_id=node.node_id,
-            listen=self.transport.listen,
+            listen=listen_address_of(config, self._host, self._keys, node.port),
             rank_pids=self._pids,
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self.folder,
@@ -193,7 +262,7 @@ class NodeMembership:
             run_id=config.run.id,
             shared=self._shared,
             on_stall=self._record_stall,
-            inbox=self.transport.inbox,
+            inbox=self._inbox,
             on_event=self._on_event,
             start_mover=self._start_mover,
             name_member=self.own_key.new_member_id,
@@ -208,10 +277,3 @@ class NodeMembership:
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
-
-
-def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
-    """Process ids of all local ranks, on all of them."""
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
-    return tuple(int(pid) for pid in pids)

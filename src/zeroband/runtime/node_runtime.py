@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from zeroband.elastic.rounds.interfaces import (
     Schedule,
     Scorer,
     Scoring,
+    verify,
 )
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
@@ -39,50 +40,44 @@ from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_membership import NodeMembership
-from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.node_parts import NodeParts, StateParts, Staying
 from zeroband.runtime.run_rules import phase_length_of, scoring_of, shape_of
-from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.runtime.transport_setup import codec_of
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 from zeroband.state.round_state import RoundState, RoundUpdate
 
+S = TypeVar("S", bound=RoundState | None)
+
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
 
 
-@dataclass(frozen=True)
-class StateSources:
-    """Where a node gets states and rounds that it does not hold. All local ranks call the methods together."""
+def state_on_all(local: LocalMesh, kind: type[RoundState], get: Callable[[], S]) -> S:
+    """Return a state that local rank 0 gets, if any, on all local ranks; its sections are there on rank 0 alone.
 
-    recovery: RecoveryClient
-    restorer: Restorer | None
-    """None: this node has no ckpt.path."""
-    local: LocalMesh
+    Raises what `get` raises, on all of them.
+    """
+    got: list[S] = []
 
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `StateSource` says."""
-        updates = [torch.empty(0, dtype=torch.uint8)]
+    def told() -> dict[str, Any] | None:
+        got.append(state := get())
+        names = [one.name for one in fields(kind) if one.name != "sections"]
+        return None if state is None else {name: getattr(state, name) for name in names}
 
-        def fetch() -> dict[str, Any]:
-            entry = self.recovery.fetch_entry(round, room)
-            updates.append(entry.update)
-            return {"record": entry.record, "state_digest": entry.state_digest}
+    said = on_first_rank(local, told)
+    return got[0] if got else cast(S, None if said is None else kind(**said))
 
-        said = on_first_rank(self.local, fetch)
-        return RoundUpdate(round, updates[-1], **said)
 
-    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
-        """As `StateSource` says."""
+def take_over(outer: OuterAlgorithm, state: RoundState, what: str, local: LocalMesh) -> str:
+    """Take over a state, from the section buffers or else from its own sections; returns its digest.
 
-        def stage() -> dict[str, Any]:
-            if self.restorer is None:
-                raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
-            saved = self.restorer.stage(step, sections)
-            return {"round": saved.round, "record": saved.record, "state_digest": saved.state_digest}
-
-        return RoundState(**on_first_rank(self.local, stage))
+    `what`: it is in an error. Raises RecoveryFailed where the digest is not the one that the state claims.
+    """
+    digest = outer.adopt(state.round, state.record, state.sections or None)
+    verify(digest, state.state_digest, what, local)
+    return digest
 
 
 class NodeRuntime:
@@ -103,8 +98,8 @@ class NodeRuntime:
             )
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(member.folder, layout.numel, self.mesh.local)
-            dialler = member.transport.dialler(node.node_id)
-            self.recovery = RecoveryClient(self.store, dialler, self.buffers, member.flags, node.faults, on_event)
+            dialler, flags = member.dialler(), member.flags
+            self.recovery = RecoveryClient(self.store, dialler, self.buffers, flags, node.faults, on_event)
             self.restorer = self._build_restorer(layout)
             """Reads checkpoints; None: there is no folder of them."""
             self.outer = self._build_outer(layout, on_event)
@@ -159,8 +154,7 @@ class NodeRuntime:
         if rollback is not None:
             assert restorer is not None, "the configuration has seen to it"
             auto_rollback = AutoRollback(rollback, self.store, restorer, local, on_event)
-        sources = StateSources(self.recovery, restorer, local)
-        return History(self.journal, sources, auto_rollback, self.memory if local.rank == 0 else None)
+        return History(self.journal, self, auto_rollback, self.memory if local.rank == 0 else None)
 
     def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
@@ -175,8 +169,7 @@ class NodeRuntime:
             needs_link=lambda: has_phases and outer.needs_link,
         )
         stack.callback(server.close)
-        self.membership.transport.serve_state(server.take)
-        self.membership.flags.set_serves_state(True)
+        self.membership.serve_state(server.take)
 
     # -- the state ----------------------------------------------------------------------------------------------
 
@@ -233,6 +226,30 @@ class NodeRuntime:
             if self._node.local.rank == 0:
                 self.buffers[name].zero_()
         barrier(self._node.local)
+
+    # -- as its outer algorithm sees it: states and rounds that this node does not hold -------------------------------
+
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch what a round did from a peer, into the room that local rank 0 has for it. Called by all local ranks."""
+        updates = [torch.empty(0, dtype=torch.uint8)]
+
+        def fetch() -> dict[str, Any]:
+            entry = self.recovery.fetch_entry(round, room)
+            updates.append(entry.update)
+            return {"record": entry.record, "state_digest": entry.state_digest}
+
+        said = on_first_rank(self._node.local, fetch)
+        return RoundUpdate(round, updates[-1], **said)
+
+    def stage(self, step: int, sections: Sequence[str]) -> RoundState:
+        """Read and verify a checkpoint, and keep it until it is taken. Called by all local ranks."""
+
+        def stage() -> RoundState:
+            if self.restorer is None:
+                raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
+            return self.restorer.stage(step, sections)
+
+        return state_on_all(self._node.local, RoundState, stage)
 
     # -- as the training loop sees it ---------------------------------------------------------------------------
 

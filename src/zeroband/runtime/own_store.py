@@ -1,4 +1,4 @@
-"""The store that a node holds beside its trainer, in a run whose members hold the stores themselves.
+"""The store that a node holds, in a run whose members hold the stores themselves.
 
 It is there from before the node looks for the run until the node ends, and keeps nothing on disk: one that ends by
 itself comes back empty. Others reach it through the node's one port. Local rank 0 owns it.
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
-from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import NODE_PORT, place_of
@@ -28,7 +27,8 @@ from zeroband.errors import ConfigError, Leaving, RunOver, StoreLost
 from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
-from zeroband.runtime.transport_setup import HeldPort, address_towards, is_loopback, listen_address_of
+from zeroband.runtime.node_parts import HeldPort
+from zeroband.runtime.transport_setup import address_towards, is_loopback, listen_address_of
 
 _LAST_WORDS_S = 2.0
 """In which the others see the round with which a node left."""
@@ -39,23 +39,17 @@ _AGAIN_S = 1.0
 _log = get_logger(__name__)
 
 
-class Opened(NamedTuple):
-    """What a node goes on with."""
-
-    config: RunConfig
-    """In which its own store is one of those that it knows."""
-    port: HeldPort | None
-    """The node's port, which is open already; None: the node holds no store, and its guardian opens it."""
-
-
-def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> Opened:
+def open_own_store(
+    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack
+) -> tuple[RunConfig, HeldPort | None]:
     """Start this node's store where the run asks for one; `stack` ends it. All local ranks.
 
-    Raises ConfigError, StoreLost.
+    Returns the configuration, in which it is one of the stores that the node knows, and the node's port, which is open
+    already; None: the node holds no store, and its guardian opens the port. Raises ConfigError, StoreLost.
     """
     address = config.store.address
     if address is None or not config.store.are_of_nodes or not config.node.dialable:
-        return Opened(config, None)
+        return config, None
 
     def start() -> tuple[str, str, int]:
         host = config.node.advertise_host or address_towards(address)
@@ -65,7 +59,7 @@ def open_own_store(config: RunConfig, local: LocalMesh, departure: Departure, st
 
     place, door, number = on_first_rank(local, start)
     with_own = config.model_copy(update={"store": config.store.with_peer(place)})
-    return Opened(with_own, HeldPort(door, number))
+    return with_own, HeldPort(door, number)
 
 
 class OwnStore:
@@ -147,20 +141,19 @@ class OwnStore:
             self._folder.close()
 
     def outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
-        """Wait until nobody is in a run that uses this store; where that is not over, until the others have seen it."""
-        with suppress(StoreLost, ConfigError):
-            self._outlast_others(run_id, is_over)
-
-    def _outlast_others(self, run_id: str, is_over: Callable[[View], bool]) -> None:
+        """Wait until no node is in a run that uses this store; where it is not over, until the others have seen it."""
         lease_s = self._config.fault.time_outs.lease_s
         ends_ms, moved_at_s, began_at_s, has_said = dict[str, int](), time.monotonic(), time.monotonic(), False
         url = f"unix://{self._folder.socket}"
-        with closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store:
+        with (
+            suppress(StoreLost, ConfigError),
+            closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store,
+        ):
             while _is_in_use(store.look_at_candidate("", None)):
                 view, now_s = store.view(FOUNDING_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:
                     ends_ms, moved_at_s = newest, now_s
-                if not view.alive or now_s > moved_at_s + lease_s:  # nobody is there, or all were killed
+                if not view.alive or now_s > moved_at_s + lease_s:  # no member is there, or all were killed
                     return
                 others_go_on = not is_over(view) or self._departure.is_hurried
                 if others_go_on and now_s > began_at_s + _LAST_WORDS_S:

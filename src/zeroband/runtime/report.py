@@ -113,7 +113,7 @@ class InnerStep:
     """That of the run after its newest committed round."""
     is_commit: bool = False
     """Whether that round ended with this step."""
-    beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
+    measured: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
     """What checkpoints and an evaluation measured."""
     ended_at_s: float = 0.0
     """When the device was done with it, by the process's monotonic clock."""
@@ -209,14 +209,11 @@ class NodeReport(Report):
         )
 
     def entered(self, round: RoundReport) -> None:
-        self._round_event(round)
+        self.committed(round)
         self._steps_since_round = 0
 
     def belongs_to(self, session: str) -> None:
         self._folder.belongs_to(session)
-
-    def committed(self, round: RoundReport) -> None:
-        self._round_event(round)
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         self._keep_folder()
@@ -224,7 +221,7 @@ class NodeReport(Report):
         if synced:
             values = {**values, **self._round_values(synced)}
         for report in synced:
-            self._round_event(report)
+            self.committed(report)
         self._metrics.record(step, values)
         for name, value in values.items():
             if name.startswith(_AT_THE_END) and value is not None:
@@ -272,7 +269,7 @@ class NodeReport(Report):
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
         }
 
-    def _round_event(self, round: RoundReport) -> None:
+    def committed(self, round: RoundReport) -> None:
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
         lost = [member for member in self._members if member not in (*round.members, *round.late)]
@@ -367,7 +364,7 @@ class TrainerReport(NodeReport):
 
     def stepped(self, made: InnerStep) -> None:
         """Tell of a step. What an evaluation took is no part of its duration."""
-        tokens, evaluated_s = made.passed.tokens, float(made.beside.get("eval/took_s") or 0.0)
+        tokens, evaluated_s = made.passed.tokens, float(made.measured.get("eval/took_s") or 0.0)
         step_s, self._step_from_s = made.ended_at_s - self._step_from_s - evaluated_s, made.ended_at_s
         self._uncommitted_tokens += tokens
         if made.is_commit:
@@ -389,7 +386,7 @@ class TrainerReport(NodeReport):
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
             **_source_values(made.sources),
-            **made.beside,
+            **made.measured,
         }
         if made.synced:
             values |= _ledger_values(made.progress.ledgers.values())

@@ -1,4 +1,4 @@
-"""How a run that nobody holds any more begins again: after which wait, and on which checkpoint of all nodes.
+"""How a run whose members are all gone begins again: after which wait, and on which checkpoint of all nodes.
 
 Leases decide, by the store's clock. Nodes tell one another what they have at their ckpt.path; the one with the newest
 checkpoint names it, and all take that over. Whatever keeps one of them from it is an event of the join
@@ -12,9 +12,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import steps_in_order
@@ -27,7 +26,6 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import verify
 from zeroband.elastic.transport.dial import Address, answers
 from zeroband.errors import ConfigError, RecoveryFailed, RunOver, ZerobandError
 from zeroband.node.shm import is_restart
@@ -35,7 +33,7 @@ from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.node_runtime import NodeRuntime
+from zeroband.runtime.node_runtime import NodeRuntime, state_on_all, take_over
 
 _LINGER_S = 2.0
 """A node stays for so long when the nodes cannot agree: else one that looks after it would miss the reason."""
@@ -51,7 +49,7 @@ _log = get_logger(__name__)
 class AbandonedRunWait:
     """The wait for members of a run that hold no lease.
 
-    A member without a lease that still answers on its port is only cut off from the store, so nobody begins without it.
+    A member without a lease that still answers on its port is only cut off from the store: the run waits for it.
     """
 
     def __init__(self, node: NodeParts, events: Events) -> None:
@@ -156,8 +154,17 @@ def _address(view: View, member: str) -> Address | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgreedState(SavedState):
+    """The state on which the nodes agreed to begin, as it lies in the section buffers."""
+
+    source: str
+    """`checkpoint`, or `members` where it was fetched."""
+    founding_round: int
+
+
 class Restart:
-    """This node's part in beginning its run on a checkpoint, whether it was asked to resume or nobody is left."""
+    """This node's part in beginning its run on a checkpoint, whether it was asked to resume or no member is left."""
 
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
@@ -166,6 +173,8 @@ class Restart:
         self._abandoned = AbandonedRunWait(node, events)
         self._saved: SavedState | None = None
         """The checkpoint that lies in the section buffers."""
+        self._found: AgreedState
+        """Set before the event is AGREED."""
         self._told: Mapping[str, Holding] = {}
         """What the living nodes said that they have at their ckpt.path, as of the last look."""
         self._standing: tuple[int | None, Holding] | None = None
@@ -199,7 +208,7 @@ class Restart:
         return Holding() if restorer is None else restorer.holding(step, self._rejected)
 
     def may_begin(self, view: View) -> bool:
-        """Whether this node may found the run again on a checkpoint: as asked, with others, or since nobody is left.
+        """Whether this node may found the run again on a checkpoint: as asked, with others, or since no member is left.
 
         Without being asked, only where the checkpoints are those of this very run, and its members had time to come
         back. Raises RecoveryFailed where they did not, and there is no checkpoint.
@@ -219,25 +228,29 @@ class Restart:
 
         Returns what came of it, and the round of the founding where that is AGREED.
         """
-        agreed = on_first_rank(self._run.mesh.local, self._agree)
-        event = JoinEvent(agreed["event"])
-        if event is JoinEvent.AGREED:
-            self._take_state(agreed)
-        return event, agreed.get("round", 0)
+        event = JoinEvent(on_first_rank(self._run.mesh.local, self._agree))
+        return event, self._take_state() if event is JoinEvent.AGREED else 0
 
-    def _take_state(self, agreed: Mapping[str, Any]) -> None:
-        run, step, has_inner = self._run, agreed["step"], False
-        digest = run.outer.adopt(agreed["after_round"], agreed["record"])
-        verify(digest, agreed["state_digest"], f"the checkpoint of step {step}", run.mesh.local)
-        if agreed["source"] == "checkpoint":
-            has_inner = run.load_inner(step)
-        else:
+    def _take_state(self) -> int:
+        """Take over what was agreed on; returns the round of the founding. Called by all local ranks."""
+        run, agreed = self._run, state_on_all(self._run.mesh.local, AgreedState, lambda: self._found)
+        digest = take_over(run.outer, agreed, f"the checkpoint of step {agreed.step}", run.mesh.local)
+        is_read = agreed.source == "checkpoint"
+        if not is_read:
             run.forget_inner()
-        took_s = round(time.monotonic() - self._from_s, 3)
-        fields = {name: agreed[name] for name in ("round", "step", "source", "rejected")}
-        self._events.emit("resumed_from", **fields, digest=digest, took_s=took_s, has_inner=has_inner)
+        self._events.emit(
+            "resumed_from",
+            round=agreed.founding_round,
+            step=agreed.step,
+            source=agreed.source,
+            rejected=list(agreed.rejected),
+            digest=digest,
+            has_inner=is_read and run.load_inner(agreed.step),
+            took_s=round(time.monotonic() - self._from_s, 3),
+        )
+        return agreed.founding_round
 
-    def _agree(self) -> dict[str, Any]:
+    def _agree(self) -> JoinEvent:
         """Look once. What ends this node is raised a moment later, so that the others see it, too."""
         try:
             looked = self._look()
@@ -250,28 +263,30 @@ class Restart:
         self._refusal = None
         return looked
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> JoinEvent:
         """Look at what the others have, with a checkpoint in the section buffers if one was read."""
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
-        agreed = way if isinstance(way, RestartPoint) else None
-        if way is JoinEvent.BEGIN and not self.may_begin(view):
-            way = JoinEvent.JOIN  # whom it followed is gone
-        if way in (JoinEvent.WAIT, JoinEvent.JOIN):
-            return {"event": way}
+        agreed = None
+        if isinstance(way, RestartPoint):
+            agreed = way
+        elif way is JoinEvent.BEGIN and not self.may_begin(view):
+            return JoinEvent.JOIN  # whom it followed is gone
+        elif way in (JoinEvent.WAIT, JoinEvent.JOIN):
+            return way
         asked = agreed.step if agreed is not None else ordered_step(self._told)
         if asked is None:
             self._require_unfinished(view)
         self.exchange(view, resumes=True, step=asked)
-        return self._choose(view) if agreed is None else self._take_over(view, agreed)
+        return self._choose(view) if agreed is None else self._take_over(agreed)
 
-    def _choose(self, view: View) -> dict[str, Any]:
+    def _choose(self, view: View) -> JoinEvent:
         """Read and name the newest checkpoint of all where this node has it, else wait for who has."""
         start_nodes = 1 if self._run.mesh.is_start_over else self._start_nodes
         is_over = time.monotonic() > self._from_s + self._patience_s
         chosen = choose(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
         if chosen is None:
-            return {"event": self._without_checkpoint(view)}
+            return self._without_checkpoint(view)
         if isinstance(chosen, Wait):
             if self._refusal is not None:
                 raise self._refusal[1]  # the others have left because of it
@@ -284,7 +299,7 @@ class Restart:
             return self._wait(f"the newest checkpoint is that of step {chosen.step}, which they read", named)
         if (saved := self._read(chosen)) is not None:
             self._propose(view, saved)
-        return {"event": JoinEvent.AGAIN}
+        return JoinEvent.AGAIN
 
     def _require_unfinished(self, view: View) -> None:
         """Raise RunOver where the run is complete, on whichever node its last checkpoint is."""
@@ -318,13 +333,13 @@ class Restart:
         point = restart_point_after(view, round=saved.round, step=saved.step, state_digest=digest, member=member_id)
         self._run.store.propose_restart_point(point, view)
 
-    def _take_over(self, view: View, agreed: RestartPoint) -> dict[str, Any]:
+    def _take_over(self, agreed: RestartPoint) -> JoinEvent:
         """Take the state that was agreed on: read it where this node has it, else fetch it from who named it."""
         held = self._told[self._run.mesh.member_id].held
         if held is not None and (held.step, held.state_digest) == (agreed.step, agreed.state_digest):
             saved, source = self._read(held), "checkpoint"
             if saved is None:
-                return {"event": JoinEvent.AGAIN}
+                return JoinEvent.AGAIN
         elif self._start_nodes == 1:
             return self._wait("they are about to begin the run again", (agreed.member,))
         else:
@@ -338,16 +353,24 @@ class Restart:
         for step, why in passed_over.items():
             if step not in self._rejected:  # those that were read have been said
                 _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
-        found = {**asdict(saved), "rejected": [*passed_over.values()], "source": source}
-        return {"event": JoinEvent.AGREED, **found, "round": agreed.round, "after_round": saved.round}
+        self._found = AgreedState(
+            saved.round,
+            saved.record,
+            saved.state_digest,
+            step=saved.step,
+            rejected=tuple(passed_over.values()),
+            source=source,
+            founding_round=agreed.round,
+        )
+        return JoinEvent.AGREED
 
-    def _wait(self, why: str, waits_for: Sequence[str]) -> dict[str, Any]:
+    def _wait(self, why: str, waits_for: Sequence[str]) -> JoinEvent:
         """Wait, and say once for what."""
         if why != self._said:
             self._said = why
             fields = {"why": why, "waits_for": [node_id_of_member(member) for member in waits_for]}
             _log.info("not begun again yet", extra={"fields": fields})
-        return {"event": JoinEvent.WAIT}
+        return JoinEvent.WAIT
 
     def _without_checkpoint(self, view: View) -> JoinEvent:
         if why := why_none(self._told):

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
@@ -209,10 +208,10 @@ class RunFolder:
     def belongs_to(self, session: str | None) -> None:
         """Note whose files these are; None: of a start that is in no run yet."""
         self._session = session
-        record, beside = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
+        record, fresh = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
         try:
-            beside.write_text(json.dumps({"session": session}), encoding="utf-8")
-            beside.replace(record)
+            fresh.write_text(json.dumps({"session": session}), encoding="utf-8")
+            fresh.replace(record)
         except OSError as error:  # a disk that is full later on ends no training
             _log.warning("cannot note whose files these are", extra={"fields": {"path": record, "why": str(error)}})
 
@@ -238,7 +237,7 @@ class RunFolder:
 
 def _continues(held: str, config: RunConfig, node_id: str) -> bool:
     """Whether the run that this start gets into is that of a session, or goes on from its state."""
-    newest = _newest_verdict(config) if config.outer is not None else None
+    newest = None if config.outer is None else _newest_verdict(config)
     if newest is not None and (newest.session == held or Progress.of_verdict(newest).follows is not None):
         return True
     return config.resume is not None and _has_saved(held, config, node_id)
@@ -263,11 +262,6 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
             time.sleep(_LOOK_S)
 
 
-def _has_begun_again(record: Mapping[str, object]) -> bool:
-    progress = Progress.from_record(cast("Mapping[str, object]", record["progress"]))
-    return progress.follows is not None
-
-
 def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
     """Whether there are checkpoints of this session, or of a run that itself went on from one."""
     if config.ckpt.path is None:
@@ -279,7 +273,8 @@ def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
             return False
         if owner is not None and owner.session == held:
             return True
-        return _has_begun_again(open_checkpoint(storage, steps[0]).manifest.stamp.record)
+        record = open_checkpoint(storage, steps[0]).manifest.stamp.record
+        return Progress.from_record(record["progress"]).follows is not None
     except OSError as error:
         raise ConfigError(f"ckpt.path: cannot look into {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged:

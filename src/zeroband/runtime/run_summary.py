@@ -86,7 +86,7 @@ def is_last_here(run_dir: Path, node_id: str) -> bool:
 
 
 def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str] = _WRITER) -> bool:
-    """Write the report in a process of its own, with low priority; wait for it, but not long.
+    """Write the report in another process, with low priority; wait for it, but not long.
 
     Returns whether it is written, or on its way.
     """

@@ -53,7 +53,7 @@ class Ending:
         self._code: int | None = None
         """With which it ends at once."""
         self._heard = LeaveRequests()
-        """Heard by the thread beside it."""
+        """Heard by the thread."""
         self._is_interrupted = False
         self._end_at_s = self._stuck_at_s = math.inf
 

@@ -1,4 +1,4 @@
-"""A run of one node: no store, no shared memory of its own; it is in its run as soon as it has found its state."""
+"""A run of one node: no store, no outer state in shared memory; it is in its run as soon as it has found its state."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zeroband.checkpoint.folder import read_owner
-from zeroband.checkpoint.restorer import Restorer, source_for
+from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.checkpoint.writer_process import PeerWriters
-from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.errors import RecoveryFailed, RunOver, ZerobandError
+from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.node.mesh import all_ok
 from zeroband.node.shm import NodeFolder, is_restart, launch_of
 from zeroband.observe.events import Events
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.join import Outcome
+from zeroband.runtime.node_parts import StateParts, Staying
+from zeroband.runtime.node_runtime import state_on_all
 from zeroband.runtime.restart import say_new
 from zeroband.runtime.run_rules import shape_of
-from zeroband.runtime.training_run import StateParts, Staying
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 PARAMS = "params"
@@ -35,14 +34,14 @@ PARAMS = "params"
 
 
 class SingleNode:
-    """The world of a node that trains alone, and its steps into it."""
+    """The run of a node that trains alone, and its way into it."""
 
     def __init__(self, node: TrainerParts, events: Events) -> None:
         self._node = node
         self.outer = NoAlgorithm(shape_of(node.config), launch_of(os.environ))
         self._events = events
 
-    # -- the world ----------------------------------------------------------------------------------------------
+    # -- its run ------------------------------------------------------------------------------------------------
 
     @property
     def state_digest(self) -> str:
@@ -57,7 +56,7 @@ class SingleNode:
         return None
 
     def show_progress(self) -> None:
-        """Nobody watches."""
+        """Do nothing: no guardian watches."""
 
     def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset({self._node.node_id}), frozenset()
@@ -78,27 +77,16 @@ class SingleNode:
     def announce_leaving(self) -> Staying:
         return "nobody"
 
-    # -- its steps ----------------------------------------------------------------------------------------------
+    # -- its way in ---------------------------------------------------------------------------------------------
 
-    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
-        match state:
-            case JoinState.WAIT_OLD_LEASE:
-                return Outcome(JoinEvent.FREE)
-            case JoinState.RESTORE_LOCAL:
-                return Outcome(JoinEvent.NOTHING)
-            case JoinState.DISCOVER:
-                resumes = self._node.config.resume is not None
-                goes_on = resumes or on_first_rank(self._node.local, self._goes_on_after_crash)
-                return Outcome(JoinEvent.BEGIN if goes_on else JoinEvent.FOUND)
-            case JoinState.PICK_CHECKPOINT:
-                return Outcome(JoinEvent.AGREED if self._begin_again() else JoinEvent.NOTHING)
-            case JoinState.FOUNDING:
-                return Outcome(JoinEvent.FOUNDED)
-            case _:
-                raise AssertionError(f"a node that trains alone is never {state}") from cause
+    def enter(self) -> Sequence[RoundReport]:
+        """Go on from a checkpoint if that was asked for, or after a crash; no round makes this node a member."""
+        if self._node.config.resume is not None or on_first_rank(self._node.local, self._goes_on_after_crash):
+            self._begin_again()
+        return ()
 
-    def is_fenced(self) -> bool:
-        return False
+    def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
+        raise AssertionError("a node that trains alone loses no run") from why
 
     def _goes_on_after_crash(self) -> bool:
         """Whether the trainer before this one has crashed, and saved of this very run. Local rank 0."""
@@ -112,8 +100,8 @@ class SingleNode:
             raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
         return owner is not None and owner.session == self.outer.record["session"]
 
-    def _begin_again(self) -> bool:
-        """Go on from a checkpoint; False where there is none. Every local rank reads it, and takes its shards.
+    def _begin_again(self) -> None:
+        """Go on from a checkpoint if there is one. Every local rank reads it, and takes its shards.
 
         Raises RecoveryFailed, ConfigError, RunOver.
         """
@@ -124,24 +112,23 @@ class SingleNode:
         data = node.trained_on().data
         restorer = Restorer(source, node.node_id, layout, node.faults, shared=node.shared, data=data)
 
-        def read() -> dict[str, Any] | None:
+        def read() -> SavedState | None:
             saved = restorer.restore(targets)
             if saved is not None and saved.step >= config.train.total_steps:
                 raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
-            return None if saved is None else asdict(saved)
+            return saved
 
-        saved = on_first_rank(local, read)
+        saved = state_on_all(local, SavedState, read)
         if saved is None:
             if local.rank == 0:
                 say_new(source.own.url)
-            return False
+            return
         if local.rank != 0:
-            restorer.restore(targets, saved["step"])
+            restorer.restore(targets, saved.step)
         ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.parameters), targets[PARAMS])
-        self.outer.adopt(saved["round"], saved["record"])
-        node.inner.seek(saved["step"])
-        has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
-        place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
+        self.outer.adopt(saved.round, saved.record)
+        node.inner.seek(saved.step)
+        has_inner = all_ok(restorer.load_inner(saved.step, node.inner, local), local)
+        place = {"round": saved.round, "step": saved.step, "digest": saved.state_digest}
         took_s = round(time.monotonic() - from_s, 3)
-        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
-        return True
+        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=list(saved.rejected))

@@ -1,148 +1,20 @@
-"""Builds a node's data path and its way to the other nodes, from its configuration."""
+"""What a node's port and data path take from its configuration and this machine: addresses, codec, limits."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
-from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.reach import Ways, ways_to
-from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
-from zeroband.elastic.transport.engine import Engine
-from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
-from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
-from zeroband.elastic.transport.handshake import Purpose, StreamKeys
-from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.native_plane import NativePlane, Reach
-from zeroband.elastic.transport.sealed import Dialler
-from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.node.faults import FaultPoints
-from zeroband.node.mesh import LocalMesh
 from zeroband.node.processors import usable_processors
-from zeroband.node.shared_flags import SharedFlags
-from zeroband.observe.log import get_logger
-
-_log = get_logger(__name__)
-
-
-class HeldPort(NamedTuple):
-    """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
-
-    door: str
-    """Unix socket at which that process hands over the calls for the guardian."""
-    number: int
-    """The port under which others reach it."""
-
-
-class TransportSetup:
-    """A node's port and data path. On local rank 0 it takes what other nodes send here.
-
-    `on_poser`: told of a call in the name of a member whose key the caller does not have, and from where it came.
-    `port`: is open already; None: the guardian opens it. Raises ConfigError, StoreLost.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        store: RedisStore,
-        flags: SharedFlags,
-        local: LocalMesh,
-        faults: FaultPoints,
-        *,
-        key: RunKey,
-        on_poser: Callable[[str, str], object],
-        port: HeldPort | None = None,
-    ) -> None:
-        assert config.store.address is not None
-        self._config = config
-        self._store = store
-        self._flags = flags
-        self._local = local
-        self._faults = faults
-        self._port = port
-        self._host = config.node.advertise_host or address_towards(config.store.address)
-        self.inbox: Inbox | None = None
-        self._links: Links | None = None
-        self._key = key
-        if config.comm.backend == "native":
-            require_native(is_sealed=config.comm.encryption)
-        if local.rank != 0:
-            return
-        require_descriptors(config)
-
-        def note_poser(connection: socket.socket, what: HandedOver) -> None:
-            connection.close()
-            on_poser(what.caller, what.session)
-
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {POSES: note_poser}
-        if config.comm.backend == "native":
-            beat_s = TransferBounds.of(config.fault.time_outs).beat_s
-            engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
-            self._links = Links(engine, self._key, config.comm.encryption)
-            takers[Purpose.DATA] = self._links.accept
-        self.inbox = Inbox(takers)
-
-    @property
-    def listen(self) -> ListenAddress:
-        """Where local rank 0 listens."""
-        return listen_address_of(self._config, self._host, self._key, self._port)
-
-    def serve_state(self, take: Callable[[socket.socket, StreamKeys], object]) -> None:
-        """Have connections of nodes that ask for this one's state answered from now on. On local rank 0."""
-        assert self.inbox is not None, "local rank 0 has it"
-        self.inbox.route(Purpose.STATE, lambda connection, what: take(connection, what.keys))
-
-    def dialler(self, node_id: str) -> Dialler:
-        """For asking other nodes for their state in the name of this one."""
-        name = node_id if self._key.node is None else self._key.node.name(node_id)
-        return Dialler(self._key, name, self._config.comm.encryption)
-
-    def open(self) -> DataPlane:
-        """The data path that the configuration asks for."""
-        comm, time_outs = self._config.comm, self._config.fault.time_outs
-        if comm.backend == "native":
-            tell_partners = NamesWriter(self._flags.path.parent, PARTNERS_FILE).tell
-            reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
-            return NativePlane(
-                self._config.run.id,
-                self._flags,
-                codec_of(self._config),
-                reach,
-                self._faults,
-                streams=comm.streams,
-                paced=comm.rate_control,
-                bounds=TransferBounds.of(time_outs),
-            )
-        return LaneGroups(
-            self._store,
-            self._flags,
-            LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
-            self._faults,
-            host=self._host,
-            chunk_bytes=int(comm.chunk_mb * 1e6),
-            transfer_s=time_outs.transfer_s,
-            bounds=TransferBounds.of(time_outs),
-        )
-
-    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, Ways]:
-        peers = self._store.view(FOUNDING_ROUND).peers
-        return {member: ways_to(own, member, peers) for member in members if member in peers}
-
-    def close(self) -> None:
-        if self.inbox is not None:
-            self.inbox.close()
+from zeroband.runtime.node_parts import HeldPort
 
 
 def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort | None = None) -> ListenAddress:
@@ -188,8 +60,9 @@ def require_native(*, is_sealed: bool) -> None:
         )
 
 
-def _threads() -> int:
-    return min(4, max(1, usable_processors() // 8))
+def transfer_threads(config: RunConfig) -> int:
+    """How many threads of the native data path this node has."""
+    return config.comm.threads or min(4, max(1, usable_processors() // 8))
 
 
 def _address_to_listen_on(host: str) -> str:

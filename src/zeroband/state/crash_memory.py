@@ -46,7 +46,7 @@ class MemoryStamp:
 class NodeMemory:
     """Stamps the buffers of a folder, and takes over what the trainer before left there.
 
-    `launcher`: tells this node's launcher from every other one; empty: nobody would restart the trainer, so there is
+    `launcher`: tells this node's launcher from every other one; empty: the trainer would not be restarted, so there is
     nothing to stamp. `is_restart`: it started this trainer in the place of one that crashed.
     """
 
@@ -60,9 +60,9 @@ class NodeMemory:
         """The buffers hold the state of this round."""
         if self._launcher:
             stamp = MemoryStamp(self._launcher, self._layout, sections, round, record, state)
-            beside = self._folder / f".{STAMP}"
-            beside.write_text(json.dumps(asdict(stamp)), encoding="utf-8")
-            beside.replace(self._folder / STAMP)
+            fresh = self._folder / f".{STAMP}"
+            fresh.write_text(json.dumps(asdict(stamp)), encoding="utf-8")
+            fresh.replace(self._folder / STAMP)
 
     def set_aside(self, folder: Path) -> tuple[str, ...]:
         """Keep what the trainer before left in the folder, if it is this launcher's; names of the files to keep.

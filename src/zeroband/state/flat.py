@@ -10,17 +10,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 import xxhash
 from torch import Tensor
-from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
-from zeroband.state.slot import Slot
+from zeroband.state.slot import Slot, bytes_of
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class SharedBuffers:
             )
 
     def open_bytes(self, name: str, size: int) -> None:
-        """Make and map a buffer of so many zero bytes. Raises ConfigError as `open` does."""
+        """Make and map a buffer of `size` zero bytes. Raises ConfigError as `open` does."""
         if name not in self._bytes:
             path = self._folder / f"{name}.u8"
             self._reserve_all([path], size)
@@ -174,7 +172,7 @@ class SharedBuffers:
         return self._bytes[name]
 
     def renew_bytes(self, name: str, size: int) -> Tensor:
-        """Make a buffer of so many zero bytes in place of one that something left behind may still write to."""
+        """Make a buffer of `size` zero bytes in place of one that something left behind may still write to."""
         if self._bytes.pop(name, None) is not None:
             barrier(self._local)
             if self._local.rank == 0:
@@ -221,5 +219,5 @@ def digest_of(*buffers: Tensor) -> str:
     """One value for the bytes of CPU buffers, in order."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
-        state.update(memoryview(cast(Buffer, buffer.numpy())).cast("B"))
+        state.update(bytes_of(buffer))
     return state.hexdigest()

@@ -32,7 +32,7 @@ class RoundState:
         return False
 
     def read(self, part: Tensor, room: Tensor) -> Tensor | None:
-        """A part of a section, (n,) uint8, which nobody writes to while the caller keeps `room`; None where it is gone.
+        """A part of a section, (n,) uint8, which does not change while the caller keeps `room`; None where it is gone.
 
         `room`: at least as many bytes, in which it may be.
         """
@@ -44,7 +44,7 @@ class LiveState(RoundState):
     """The outer state itself, not copied: gone when the next round is applied. Any thread."""
 
     lock: threading.Lock
-    """Held by whoever changes the sections."""
+    """Held while the sections are changed."""
     round_now: Callable[[], int]
 
     @property
@@ -56,7 +56,7 @@ class LiveState(RoundState):
         with self.lock:
             if self.is_gone:
                 return None
-            np.copyto(copy.numpy(), part.numpy())  # by this thread alone: torch would have several of its own for each
+            np.copyto(copy.numpy(), part.numpy())  # by this thread alone: torch would have several for each
         return copy
 
 
@@ -66,7 +66,7 @@ class RoundUpdate:
 
     round: int
     update: Tensor
-    """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; nobody writes to it any more.
+    """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; it does not change any more.
 
     Empty on local ranks that did not fetch it.
     """

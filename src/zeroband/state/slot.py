@@ -1,9 +1,15 @@
-"""Where a parameter lies in the flat state. Knows no torch, as the checkpoint writer does without it."""
+"""Where a parameter lies in the flat state, and the bytes of a buffer. Loads no torch, as the checkpoint writer."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from typing_extensions import Buffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,3 +23,8 @@ class Slot:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(cast(Buffer, tensor.numpy())).cast("B")

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import OWNER, plan_outer
+from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.peers import PeerWord
-from zeroband.checkpoint.saving import Save, SaveRules, Staged
+from zeroband.checkpoint.peers import PeerWord, WriterLine
+from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage, Storage
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
+from zeroband.state.slot import bytes_of
 
 SHAPES = {
     "embed_tokens.weight": (7, 4),
@@ -66,16 +67,24 @@ def stamp_of(
     )
 
 
-def staged_of(step: int, node_id: str, *, max_bytes: int = 1 << 30) -> Staged:
-    moments = buffers_of(step + 1000, ("exp_avg", "exp_avg_sq"))
+def context_of(
+    storage: Storage,
+    step: int,
+    line: WriterLine,
+    *,
+    node_id: str = "a",
+    rules: SaveRules = RULES,
+    max_bytes: int = 1 << 30,
+) -> SaveContext:
+    """A writer's context, with the buffers of this step staged."""
     plan = plan_outer(layout().slots, SECTIONS, max_bytes=max_bytes)
     outer = {name: bytes_of(buffer) for name, buffer in buffers_of(step).items()}
-    inner = {name: bytes_of(buffer) for name, buffer in moments.items()}
-    return Staged(layout().slots, plan, outer, inner, {"node": node_id, "step": step})
+    inner = {name: bytes_of(buffer) for name, buffer in buffers_of(step + 1000, ("exp_avg", "exp_avg_sq")).items()}
+    return SaveContext(storage, node_id, rules, line, layout().slots, plan, outer, inner)
 
 
 @dataclass
-class Around:
+class Around(WriterLine):
     """The surroundings of a save in a test: a clock that sleeping moves, and what was told."""
 
     kills_at: ClassVar[str] = ""
@@ -134,7 +143,8 @@ def save_of(
     **stamp: Any,
 ) -> Save:
     stamped = replace(stamp_of(step, members=members), **stamp)
-    return Save(storage, stamped, staged_of(step, node_id, max_bytes=max_bytes), node_id, members, rules, around)
+    context = context_of(storage, step, around, node_id=node_id, rules=rules, max_bytes=max_bytes)
+    return Save(context, SaveOrder(stamped, tuple(members), {"node": node_id, "step": step}))
 
 
 def saved(storage: Storage, *steps: int, **options: Any) -> None:
@@ -146,6 +156,18 @@ def saved(storage: Storage, *steps: int, **options: Any) -> None:
     for step in steps:
         around = Around()
         assert save_of(storage, step, around, **options).run(), around.told
+
+
+def restored_step(storage: Storage) -> int | None:
+    """The step that a restore takes; its state must be that step's in every bit."""
+    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
+    found = restore(storage, layout().slots, buffers)
+    if found is None:
+        return None
+    step = found.manifest.stamp.inner_step
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
+    assert not found.rejected
+    return step
 
 
 @cache

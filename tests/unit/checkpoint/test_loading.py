@@ -115,7 +115,7 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path) -> Non
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     buffers = buffers_of(0)
     found = restore(storage, layout().slots, buffers)
-    assert found is not None and found.checkpoint.manifest.stamp.inner_step == 10
+    assert found is not None and found.manifest.stamp.inner_step == 10
     assert torch.equal(buffers["params"], buffers_of(10)["params"])
     assert list(found.rejected) == [20] and "momentum.safetensors: it has hash" in found.rejected[20]
 

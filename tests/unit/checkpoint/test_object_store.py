@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.buckets import gcs_server, reach_s3, s3_server
-from tests.unit.checkpoint.saves import SECTIONS, Around, buffers_of, layout, own, save_of, saved
+from tests.unit.checkpoint.saves import Around, buffers_of, layout, own, restored_step, save_of, saved
 
 from zeroband.checkpoint.inner_state import views_of
-from zeroband.checkpoint.loading import open_checkpoint, restore
+from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.storage import Storage, open_storage
 from zeroband.errors import ConfigError
 
@@ -43,16 +43,6 @@ def bucket(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def storage(bucket: str) -> Storage:
     return open_storage(bucket, "run", "a")
-
-
-def restored_step(storage: Storage) -> int | None:
-    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
-    found = restore(storage, layout().slots, buffers)
-    if found is None:
-        return None
-    step = found.checkpoint.manifest.stamp.inner_step
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
-    return step
 
 
 @pytest.mark.slow

@@ -13,9 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, files_of, layout, own, save_of, saved
+from tests.unit.checkpoint.saves import (
+    SHAPES,
+    Around,
+    SaveRules,
+    buffers_of,
+    files_of,
+    layout,
+    own,
+    restored_step,
+    save_of,
+    saved,
+)
 
-from zeroband.checkpoint.loading import open_checkpoint, restore
+from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.peers import PeerWord
 from zeroband.checkpoint.saving import POINTS, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
@@ -25,18 +36,6 @@ from zeroband.errors import ConfigError
 @pytest.fixture
 def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "run", "a")
-
-
-def restored_step(storage: Storage) -> int | None:
-    """The step that a restore takes; its state must be that step's in every bit."""
-    buffers = {name: torch.zeros(layout().numel) for name in ("params", "momentum")}
-    found = restore(storage, layout().slots, buffers)
-    if found is None:
-        return None
-    step = found.checkpoint.manifest.stamp.inner_step
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
-    assert not found.rejected
-    return step
 
 
 def test_checkpoint_consists_of_files_that_hugging_face_names(storage: LocalStorage, tmp_path: Path) -> None:

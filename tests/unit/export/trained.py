@@ -10,17 +10,17 @@ from tests.unit.checkpoint.saves import RULES, Around, own
 
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import Save, Staged
+from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder
 from zeroband.checkpoint.storage import Storage
 from zeroband.config.data import DataConfig, SyntheticSource
 from zeroband.config.model import LlamaConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import Corpus
-from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.state.flat import FlatLayout, digest_of
+from zeroband.state.slot import bytes_of
 
 TINY = LlamaConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123", "byte/1")
@@ -61,6 +61,7 @@ def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> 
     )
     own(storage)
     plan = plan_outer(layout.slots, stamp.sections, max_bytes=4096)
-    staged = Staged(layout.slots, plan, {name: bytes_of(buffer) for name, buffer in buffers.items()}, {}, {})
     around = Around()
-    assert Save(storage, replace(stamp, **changes), staged, "a", ("a",), RULES, around).run(), around.told
+    outer = {name: bytes_of(buffer) for name, buffer in buffers.items()}
+    context = SaveContext(storage, "a", RULES, around, layout.slots, plan, outer)
+    assert Save(context, SaveOrder(replace(stamp, **changes), ("a",))).run(), around.told

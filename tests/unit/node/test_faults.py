@@ -37,11 +37,6 @@ def test_fault_is_read_from_its_spec(spec: str, fault: Fault) -> None:
     assert parse_fault(spec) == fault
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_every_point_can_be_named(point: str) -> None:
-    assert parse_fault(f"{point}@1=SIGKILL").point == point
-
-
 @pytest.mark.parametrize(
     "spec",
     [

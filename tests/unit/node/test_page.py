@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.servers import until
+from tests.stores import free_port
 
 from zeroband.config import RunConfig, load_config
 from zeroband.errors import ConfigError, way_to_extra
@@ -72,11 +73,6 @@ def config_of(*arguments: str) -> RunConfig:
     return load_config([*(arguments or [f"--observe.board-port={free_port()}"])], {})
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def test_address_is_that_of_the_socket_which_the_page_gets(tmp_path: Path, children: list[Started]) -> None:
     port = free_port()
     with ExitStack() as stack:
@@ -90,13 +86,6 @@ def test_page_is_elsewhere_where_the_port_is_taken(tmp_path: Path, children: lis
         port = taken.getsockname()[1]
         address = page.open_page(tmp_path, tmp_path, port=port, stack=stack)
         assert address == f"http://localhost:{children[0].port}" != f"http://localhost:{port}"
-
-
-def test_page_is_served_until_its_owner_is_done(tmp_path: Path, children: list[Started]) -> None:
-    with ExitStack() as stack:
-        page.open_page(tmp_path, tmp_path, port=free_port(), stack=stack)
-        assert children[0].process.poll() is None
-    assert children[0].process.returncode == -signal.SIGTERM
 
 
 def test_missing_packages_leave_the_run_without_a_page(
@@ -118,7 +107,7 @@ def test_page_that_cannot_start_leaves_the_run_without_one(
     monkeypatch.setattr(page, "start_leashed", fail)
     with ExitStack() as stack:
         assert page.open_page(tmp_path, tmp_path, port=8420, stack=stack) is None
-    assert [record.message for record in caplog.records] == ["no page beside this run"]
+    assert [record.message for record in caplog.records] == ["this run has no page"]
 
 
 def test_those_who_share_a_folder_have_one_page_and_the_next_one_takes_it_over(

@@ -66,11 +66,6 @@ def test_folder_is_made_for_its_owner_only_and_removed_at_the_end(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_can_be_claimed_again_after_its_end(tmp_path: Path) -> None:
-    NodeFolder(tmp_path, "run", "a").close()
-    NodeFolder(tmp_path, "run", "a").close()
-
-
 def test_second_node_of_the_same_name_is_refused(tmp_path: Path, hold: Callable[[Path], object]) -> None:
     held = left_over(tmp_path, "a")
     hold(held / "lock")

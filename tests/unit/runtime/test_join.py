@@ -53,7 +53,7 @@ class Script:
 class Way:
     """A joiner with such steps, on fake time."""
 
-    def __init__(self, local: LocalMesh, steps: Script) -> None:
+    def __init__(self, local: LocalMesh, steps: Any) -> None:
         self.departure = Departure(1.0)
         self.told: list[dict[str, Any]] = []
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.told.append({"kind": kind, **fields}))

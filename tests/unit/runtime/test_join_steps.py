@@ -186,13 +186,13 @@ def test_joiner_begins_from_a_checkpoint_and_replays_or_else_fetches_the_state(l
             raise RecoveryFailed("the journal is out of reach")
         outer.round, outer.state_digest = round, f"digest of {round}"
 
-    def adopt(round: int, record: object, **more: object) -> str:
+    def adopt(round: int, *state: object, **later: object) -> str:
         outer.round = round
         return f"digest of {round}"
 
     outer = SimpleNamespace(round=-1, sections=("params",), state_digest="", adopt=adopt, catch_up=catch_up)
     saved = SavedState(4, {}, "another" if fault == "its digest" else "digest of 4", step=40)
-    fetched = SimpleNamespace(round=7, record={}, state_digest="digest of 7", later=(), took_s=1.0)
+    fetched = replace(WHOLE, state_digest="digest of 7")
     recovery = SimpleNamespace(begin=lambda *what, **how: None, fetch_state=lambda: fetched, verified_bytes=0)
     recovery.entry_bytes = lambda round: 10
     newest = SimpleNamespace(session="session", round=4, inner_step=40)
@@ -287,9 +287,7 @@ class Place:
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
         self.may_found = True
         store = SimpleNamespace(view=self._view, propose_restart_point=self._propose, may_found=lambda: self.may_found)
-        self.outer = SimpleNamespace(
-            adopt=lambda round, record: "digest", found=self._found, round=-1, sections=("params",)
-        )
+        self.outer = SimpleNamespace(adopt=lambda *state: "digest", found=self._found, round=-1, sections=("params",))
         self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False, local=local)
         restorer = SimpleNamespace(restore=self._read, holding=self._holding, passed_over={})
         restorer.url, restorer.warn_of_newer = "file:///checkpoints", lambda: None
@@ -422,7 +420,7 @@ def test_node_without_the_named_checkpoint_fetches_its_state_before_the_founding
     agreed = RestartPoint(6, 40, "digest of b" if checkpoints == [40] else "digest", "b#1")
     view = view_of(alive="b#1", agreed=agreed)
     place = Place(local, view, resumes=True, checkpoints=checkpoints, start_nodes=2)
-    place.outer.adopt = lambda round, record: agreed.state_digest
+    place.outer.adopt = lambda *state: agreed.state_digest
     assert place.agree(1) == [JoinEvent.WAIT], "who named it has not taken it over yet"
     place.served = replace(WHOLE, round=4, state_digest=agreed.state_digest)
     assert place.steps.take(JoinState.PICK_CHECKPOINT, None).event is JoinEvent.AGREED

@@ -21,7 +21,7 @@ from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
 from zeroband.elastic.membership.resume_rules import pending
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry
-from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.sealed import Dialler
@@ -33,6 +33,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 from zeroband.state.flat import SharedBuffers
 from zeroband.state.round_state import RoundState, RoundUpdate
+from zeroband.state.slot import bytes_of
 
 _SAY_S = 1.0
 _UPDATE = "update"
@@ -87,6 +88,8 @@ class StateFetch:
         """Numbers of the chunks that are there of all sections, and of which round's manifest they are."""
         self._goes_on = False
         """With what was begun, rather than ask for the newest state."""
+        self._total_bytes = 0
+        """What this call has to fetch."""
         self.tally = Tally()
         self._took_s = 0.0
 
@@ -116,22 +119,14 @@ class StateFetch:
         )
 
     def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
-        if not self._mixes:
-            return self._fetch_round(donors, on_chunk)
-        in_vain, total_bytes = 0, 0
-
-        def count(chunk_bytes: int, round_bytes: int) -> None:
-            nonlocal total_bytes
-            total_bytes = total_bytes or round_bytes  # of the first round, which all of this call is
-            on_chunk(chunk_bytes, total_bytes)
-
+        in_vain, self._total_bytes = 0, 0
         while True:
-            self._goes_on, had = False, len(self._came)
+            had, self._goes_on = len(self._came), self._goes_on and not self._mixes
             try:
-                return self._fetch_round(donors, count)
+                return self._fetch_round(donors, on_chunk)
             except RecoveryFailed:
                 in_vain = 0 if len(self._came) > had else in_vain + 1
-                if in_vain == _IN_VAIN:
+                if not self._mixes or in_vain == _IN_VAIN:
                     raise
 
     def _fetch_round(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
@@ -148,8 +143,10 @@ class StateFetch:
         self._begin(manifest.whole)
         had = len(self._missing)
         transfer = StateTransfer(lead, manifest, self._inquiry, self._targets, self._missing, self.tally)
+        self._total_bytes = self._total_bytes or transfer.total_bytes  # of the first round, which all of this call is
         try:
-            transfer.run([donor for donor in donors if donor != lead], on_chunk)
+            others = [donor for donor in donors if donor != lead]
+            transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, self._total_bytes))
         finally:
             self._missing = transfer.missing
             self._goes_on = 0 < len(self._missing) < had
@@ -173,7 +170,7 @@ class StateFetch:
         self._missing = tuple(sorted(chunks, key=lambda chunk: chunk.index))
 
     def _can_mix(self, before: StateManifest, manifest: StateManifest) -> bool:
-        """Whether what came before is of use beside a newer round's."""
+        """Whether what came before is of use with a newer round's."""
         is_alike = before.chunk_bytes == manifest.chunk_bytes and manifest.chunk_bytes % _VALUE_BYTES == 0
         return self._mixes and bool(self._missing) and is_alike and before.round < manifest.round
 
@@ -199,15 +196,16 @@ def fetch_entry(
 ) -> RoundUpdate:
     """Fetch what a committed round did, as the first donor claims that serves it.
 
-    `room`: gives (nbytes,) uint8 on CPU for an update of so many bytes, half written where this fails, or raises
-    RecoveryFailed where no update has so many. Raises RecoveryFailed when no donor is left.
+    `room`: gives (nbytes,) uint8 on CPU for an update of this size, half written where this fails, or raises
+    RecoveryFailed where no update has this size. Raises RecoveryFailed when no donor is left.
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)
     update = room(manifest.lengths[_UPDATE])
     targets, chunks = {_UPDATE: bytes_of(update)}, tuple(manifest.chunks())
     transfer = StateTransfer(lead, manifest, inquiry, targets, chunks, Tally() if tally is None else tally)
-    transfer.run([donor for donor in donors if donor != lead], on_chunk)
+    others = [donor for donor in donors if donor != lead]
+    transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, transfer.total_bytes))
     return RoundUpdate(round, update, manifest.record, manifest.state_digest)
 
 

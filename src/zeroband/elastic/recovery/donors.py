@@ -68,7 +68,7 @@ class FetchLimits:
     hashing_s: float = 300.0
     """Longest time until a donor has hashed a stretch of its state."""
     retries: int = 3
-    """So many requests in a row may break off on a connection."""
+    """Requests in a row that may break off on a connection."""
     backoff_s: float = 0.2
     """Pause before the first retry; it doubles with each."""
 

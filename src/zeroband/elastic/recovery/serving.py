@@ -1,7 +1,7 @@
 """A donor's side of live recovery: serves the committed state and the journal over HTTP, to nodes of the run.
 
 Runs in threads of local rank 0. A large state is served as it lies there, chunk by chunk, until the next round is
-applied; then joiners go on with that one. A small one is copied, once for all who ask, and dropped when nobody uses it.
+applied; then joiners go on with that one. A small one is copied, once for all who ask, and dropped when it is unused.
 Training waits for a copy in memory alone, of a chunk or of a small state. Chunks are hashed stretch by stretch when a
 joiner is about to fetch them, in one thread, so that joiners cost a donor at most one core, and none of them waits for
 the hashes of a whole state. Only raw buffers and JSON cross the wire. A manifest names the hashes of a stretch, so that
@@ -17,10 +17,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash, stretch_of
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.state.round_state import RoundState, RoundUpdate
+from zeroband.state.slot import bytes_of
 
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202: the joiner asks again."""
@@ -42,10 +42,10 @@ HASHES_AWAITED_S = 0.25
 _NUMBER_DIGITS = 18
 
 COPY_LIFE_S = 120.0
-"""A copy that nobody asked for during this time is dropped."""
+"""A copy that no joiner asked for during this time is dropped."""
 
 IDLE_S = 2.0
-"""A copy that nobody asked for during this time makes room for a newer one."""
+"""A copy that no joiner asked for during this time makes room for a newer one."""
 
 MAX_COPIES = 2
 
@@ -54,7 +54,7 @@ _AWAITED_S = 2.0
 
 YIELD_S = 1.0
 KEEPALIVE_BYTES = 1 << 10
-"""While a round needs the link a connection sends so many bytes in so long: the joiner sees that its donor lives."""
+"""While a round needs the link a connection sends this much in each pause: the joiner sees that its donor lives."""
 
 _UNSENT_BYTES = 1 << 17
 """What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
@@ -70,33 +70,32 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _room(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 in pages of its own: from malloc, each thread that serves would keep some more."""
+    """(nbytes,) uint8 in new pages: from malloc, each thread that serves would keep some more."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-class Manifests:
-    """What a donor claims of a state or an update: a manifest for each stretch that is asked for, each hashed once."""
+class Served:
+    """A state or an update that joiners fetch. A manifest for each stretch that is asked for, each hashed once."""
 
-    def __init__(self, hasher: Hasher, served: RoundState) -> None:
+    def __init__(self, hasher: Hasher, state: RoundState) -> None:
+        self.state = state
+        self.used_at_s = time.monotonic()
         self._hasher = hasher
-        self._served = served
-        self._bytes = {name: section.view(torch.uint8) for name, section in served.sections.items()}
+        self._bytes = {name: section.view(torch.uint8) for name, section in state.sections.items()}
         self._made: dict[int, Future[bytes | None]] = {}
         self._hashes: dict[tuple[str, int], str] = {}
         """What was hashed, by section and number; the hasher's thread alone."""
+        self._sending = 0
+        """Chunks on their way to joiners at this moment."""
         self._lock = threading.Lock()
 
-    @property
-    def round(self) -> int:
-        return self._served.round
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether hashes are being computed."""
+    def is_idle(self, now_s: float, idle_s: float) -> bool:
+        """Whether it is gone, or no joiner asked for it during this time."""
         with self._lock:
-            return not all(made.done() for made in self._made.values())
+            is_busy = self._sending > 0 or not all(made.done() for made in self._made.values())
+        return self.state.is_gone or (not is_busy and now_s - self.used_at_s > idle_s)
 
-    def at(self, first: int) -> Future[bytes | None] | None:
+    def manifest(self, first: int) -> Future[bytes | None] | None:
         """The manifest that lists the chunks from number `first`; None where there is none of that number.
 
         It comes to None where the state is gone before it is hashed.
@@ -113,21 +112,37 @@ class Manifests:
         hashes = {name: tuple(self._hashes_of(name, first, room)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
             return None
-        served, lengths = self._served, {name: section.numel() for name, section in self._bytes.items()}
+        state, lengths = self.state, {name: section.numel() for name, section in self._bytes.items()}
         chunk_bytes = self._hasher.chunk_bytes
         return StateManifest(
-            served.round, served.state_digest, served.record, chunk_bytes, lengths, hashes, first=first
+            state.round, state.state_digest, state.record, chunk_bytes, lengths, hashes, first=first
         ).to_json()
 
     def _hashes_of(self, name: str, first: int, room: Tensor) -> Iterator[str]:
         """The hashes of a stretch; an empty one where the state is gone."""
-        section, size = self._bytes[name], self._hasher.chunk_bytes
-        for index in stretch_of(section.numel(), size, first):
+        for index in stretch_of(self._bytes[name].numel(), self._hasher.chunk_bytes, first):
             if (name, index) not in self._hashes:
-                part = section[index * size : (index + 1) * size]
-                data = None if self._hasher.is_closed else self._served.read(part, room)
+                data = None if self._hasher.is_closed else self.chunk(name, index, room)
                 self._hashes[name, index] = "" if data is None else chunk_hash(bytes_of(data))
             yield self._hashes[name, index]
+
+    def chunk(self, name: str, index: int, room: Tensor) -> Tensor | None:
+        """(nbytes,) uint8, perhaps in `room`, which holds a chunk; None where there is none, or the state is gone."""
+        size = self._hasher.chunk_bytes
+        part = self._bytes.get(name, _NOTHING)[index * size : (index + 1) * size]
+        return self.state.read(part, room) if part.numel() else None
+
+    @contextmanager
+    def sending(self) -> Generator[None]:
+        """Count as used while a part of it is sent. No lock is held inside."""
+        with self._lock:
+            self._sending += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sending -= 1
+                self.used_at_s = time.monotonic()
 
 
 def _yield_the_cores() -> None:
@@ -138,7 +153,7 @@ def _yield_the_cores() -> None:
 
 
 class Hasher:
-    """Computes hashes in a thread of its own, one stretch after the other. `close()` ends that early."""
+    """Computes hashes in one thread, one stretch after the other. `close()` ends that early."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -164,19 +179,6 @@ class Hasher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass
-class _Held:
-    copy: RoundState
-    manifests: Manifests
-    used_at_s: float = 0.0
-    sending: int = 0
-    """Chunks on their way to joiners at this moment."""
-
-    def is_idle(self, now_s: float, idle_s: float) -> bool:
-        is_unused = self.sending == 0 and now_s - self.used_at_s > idle_s
-        return self.copy.is_gone or (is_unused and not self.manifests.is_busy)
-
-
 class Copies:
     """At most two copies of the state, or of what tells where it lies. Any thread but the main one.
 
@@ -191,24 +193,22 @@ class Copies:
         """Held while a copy is made. Those who use an older copy do not need it."""
         self._lock = threading.Lock()
         """Held for moments; guards the table."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Served] = {}
 
-    def newest(self) -> Manifests:
+    def newest(self) -> Served:
         """The state as it is now; where two older copies are in use, the newer one of these."""
         with self._making:
             with self._lock:
                 latest = self._held.get(max(self._held, default=-1))
-                is_current = latest is not None and self._current_round() == latest.copy.round
+                is_current = latest is not None and self._current_round() == latest.state.round
                 if latest is not None and (is_current or not self._make_room()):
                     latest.used_at_s = time.monotonic()
-                    return latest.manifests
+                    return latest
             copy = self._copy_state()
             with self._lock:
-                held = self._held.get(copy.round)
-                if held is None:
-                    held = self._held[copy.round] = _Held(copy, Manifests(self._hasher, copy))
+                held = self._held.setdefault(copy.round, Served(self._hasher, copy))
                 held.used_at_s = time.monotonic()
-                return held.manifests
+                return held
 
     def _make_room(self) -> bool:
         """Drop the copy that is unused for longest, if one is; False where all places are in use."""
@@ -218,24 +218,25 @@ class Copies:
         idle = [held for held in self._held.values() if held.is_idle(now_s, IDLE_S)]
         if not idle:
             return False
-        del self._held[min(idle, key=lambda held: held.used_at_s).copy.round]
+        del self._held[min(idle, key=lambda held: held.used_at_s).state.round]
         return True
 
-    def at(self, round: int) -> Manifests | None:
+    def at(self, round: int) -> Served | None:
         """The state after exactly this round; None if it is neither held nor the state of now."""
-        manifests = self._manifests(round)
-        if manifests is not None or not self._await(round):
-            return manifests
+        held = self.held(round)
+        if held is not None or not self._await(round):
+            return held
         made = self.newest()
-        return made if made.round == round else self._manifests(round)
+        return made if made.state.round == round else self.held(round)
 
-    def _manifests(self, round: int) -> Manifests | None:
+    def held(self, round: int) -> Served | None:
+        """The state after this round if it is held, and not gone."""
         with self._lock:
             held = self._held.get(round)
-            if held is None or held.copy.is_gone:
-                return None
-            held.used_at_s = time.monotonic()
-            return held.manifests
+        if held is None or held.state.is_gone:
+            return None
+        held.used_at_s = time.monotonic()
+        return held
 
     def _await(self, round: int) -> bool:
         """Whether the state may be that of the round, after a short wait where it is about to be."""
@@ -244,23 +245,8 @@ class Copies:
             time.sleep(_POLL_S)
         return now == round
 
-    @contextmanager
-    def sending(self, round: int) -> Generator[RoundState | None]:
-        """The copy of a round while a part of it is sent; None if it is not held. No lock is held inside."""
-        with self._lock:
-            held = self._held.get(round)
-            if held is not None:
-                held.sending += 1
-        try:
-            yield held and held.copy
-        finally:
-            if held is not None:
-                with self._lock:
-                    held.sending -= 1
-                    held.used_at_s = time.monotonic()
-
     def drop_unused(self) -> None:
-        """Drop the copies that nobody asked for lately."""
+        """Drop the copies that no joiner asked for lately."""
         now_s = time.monotonic()
         with self._lock:
             self._held = {r: held for r, held in self._held.items() if not held.is_idle(now_s, COPY_LIFE_S)}
@@ -273,28 +259,23 @@ class Entries:
         self._journal_entry = journal_entry
         self._hasher = hasher
         self._lock = threading.Lock()
-        self._manifests: dict[int, Manifests] = {}
+        self._held: dict[int, Served] = {}
 
-    def at(self, round: int) -> Manifests | None:
+    def at(self, round: int) -> Served | None:
         """The entry of a round, each chunk hashed once; None where the journal does not hold it."""
         entry = self._journal_entry(round)
         if entry is None:
             return None
         with self._lock:
-            if round not in self._manifests:
-                served = RoundState(entry.round, entry.record, entry.state_digest, {"update": entry.update})
-                self._manifests[round] = Manifests(self._hasher, served)
-            return self._manifests[round]
-
-    def sections(self, round: int) -> Mapping[str, Tensor]:
-        """The sections of an entry; none where the journal does not hold it."""
-        entry = self._journal_entry(round)
-        return {} if entry is None else {"update": entry.update}
+            if round not in self._held:
+                update = RoundState(entry.round, entry.record, entry.state_digest, {"update": entry.update})
+                self._held[round] = Served(self._hasher, update)
+            return self._held[round]
 
     def drop_forgotten(self) -> None:
         """Drop what the journal no longer holds, which would keep its place on the disk."""
         with self._lock:
-            self._manifests = {r: one for r, one in self._manifests.items() if self._journal_entry(r) is not None}
+            self._held = {r: one for r, one in self._held.items() if self._journal_entry(r) is not None}
 
 
 class StateServer:
@@ -330,7 +311,7 @@ class StateServer:
         self._sweeper.start()
 
     def take(self, connection: socket.socket, keys: StreamKeys) -> None:
-        """Answer a connected socket, in a thread of its own; after `close()`, hang up. Any thread."""
+        """Answer a connected socket, in another thread; after `close()`, hang up. Any thread."""
         if self._stop.is_set():
             connection.close()
             return
@@ -347,12 +328,6 @@ class StateServer:
                 break
             time.sleep(_POLL_S)
         return not is_needed
-
-    def chunk(self, sections: Mapping[str, Tensor], section: str, index: int) -> Tensor | None:
-        """(nbytes,) uint8, where it lies; None where there is none."""
-        data = sections[section].view(torch.uint8) if section in sections else _NOTHING
-        chunk = data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
-        return chunk if chunk.numel() else None
 
     def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
@@ -428,22 +403,20 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.served
         match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
-                self._send(json.dumps({"round": served.copies.newest().round}).encode())
+                self._send(json.dumps({"round": served.copies.newest().state.round}).encode())
             case ["state", int(round), int(first)]:
                 self._send_manifest(served.copies.at(round), first)
             case ["journal", int(round), int(first)]:
                 self._send_manifest(served.entries.at(round), first)
             case ["state", int(round), str(section), int(index)]:
-                with served.copies.sending(round) as copy:
-                    chunk = None if copy is None else served.chunk(copy.sections, section, index)
-                    self._send_chunk(None if copy is None or chunk is None else copy.read(chunk, self._room))
+                self._send_chunk(served.copies.held(round), section, index)
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(served.chunk(served.entries.sections(round), section, index))
+                self._send_chunk(served.entries.at(round), section, index)
             case _:
                 self._send_none(HTTPStatus.NOT_FOUND)
 
-    def _send_manifest(self, manifests: Manifests | None, first: int) -> None:
-        made = None if manifests is None else manifests.at(first)
+    def _send_manifest(self, held: Served | None, first: int) -> None:
+        made = None if held is None else held.manifest(first)
         try:
             manifest = None if made is None else made.result(HASHES_AWAITED_S)
         except TimeoutError:
@@ -455,15 +428,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(manifest)
 
-    def _send_chunk(self, data: Tensor | None) -> None:
-        if data is None:
-            return self._send_none(HTTPStatus.NOT_FOUND)
-        self._begin(HTTPStatus.OK, data.numel())
-        rest = bytes_of(data)
-        while rest:
-            size = RECORD_BYTES if self.served.is_free() else KEEPALIVE_BYTES
-            self.wfile.write(rest[:size])
-            rest = rest[size:]
+    def _send_chunk(self, held: Served | None, section: str, index: int) -> None:
+        with nullcontext() if held is None else held.sending():
+            data = None if held is None else held.chunk(section, index, self._room)
+            if data is None:
+                return self._send_none(HTTPStatus.NOT_FOUND)
+            self._begin(HTTPStatus.OK, data.numel())
+            rest = bytes_of(data)
+            while rest:
+                size = RECORD_BYTES if self.served.is_free() else KEEPALIVE_BYTES
+                self.wfile.write(rest[:size])
+                rest = rest[size:]
 
     def _send(self, data: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self._begin(status, len(data))

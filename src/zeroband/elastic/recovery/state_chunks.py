@@ -7,22 +7,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import Buffer
 
 from zeroband.config.ranges import Round
 from zeroband.errors import RecoveryFailed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK_BYTES = 8 << 20
 """Large enough that a request's round trip does not count, small enough to be lost without regret."""
 
 STRETCH = 8
-"""So many chunks of each section are hashed at a time, when a joiner is about to fetch them: a state may change before
+"""Chunks of each section that are hashed at a time, when a joiner is about to fetch them: a state may change before
 the others are asked for."""
 
 MAX_CHUNK_BYTES = 64 << 20
@@ -155,11 +151,6 @@ def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:
 def chunk_hash(data: bytes | memoryview) -> str:
     """Hash of a piece of the state: blake2b of 128 bits, computed with the interpreter lock released."""
     return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(cast(Buffer, tensor.numpy())).cast("B")
 
 
 def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManifest:

@@ -134,7 +134,7 @@ class StateTransfer:
     """One fetch of chunks. `run` is for one thread, which also gets the calls of `on_chunk`.
 
     `lead`: made the claim `manifest`, which lists the hashes of the first of `missing`. Those are fetched in their
-    order, and their hashes stretch by stretch beside them.
+    order, and their hashes stretch by stretch meanwhile.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class StateTransfer:
         self._chunks = ChunkQueue((), straggler_s=inquiry.limits.straggler_s)
         self._lister: DonorConnection | None = None
         """On which connection the next hashes are asked for."""
-        self._total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
+        self.total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
         self._changed = threading.Condition()
         """Guards the queue of chunks, the sources and the targets."""
         self._is_over = False
@@ -172,11 +172,10 @@ class StateTransfer:
         self._lead.is_asked = self._lead.is_known = True
         self._take_hashes(self._lead, manifest)
 
-    def run(self, others: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
+    def run(self, others: Sequence[Donor], on_chunk: Callable[[int], None]) -> None:
         """Fetch what is missing. Raises RecoveryFailed when no donor is left.
 
-        `others` are asked for the lead's claim, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that
-        were missing at the start).
+        `others` are asked for the lead's claim, a few at a time. `on_chunk` gets the bytes of each verified chunk.
         """
         waiting = list(others)
         try:
@@ -200,9 +199,9 @@ class StateTransfer:
     def _is_fetched(self) -> bool:
         return self._chunks.is_done and not self._unlisted
 
-    def _note(self, event: int | tuple[_Source, str], on_chunk: Callable[[int, int], None]) -> None:
+    def _note(self, event: int | tuple[_Source, str], on_chunk: Callable[[int], None]) -> None:
         if isinstance(event, int):
-            on_chunk(event, self._total_bytes)
+            on_chunk(event)
             return
         source, why = event
         source.living -= 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.recovery import serving, state_chunks
-from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Manifests
+from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Served
 from zeroband.elastic.recovery.state_chunks import StateManifest, chunk_hash, parse_manifest
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
@@ -67,10 +67,10 @@ def copies(clock: Clock, hasher: Hasher, trainer: Trainer) -> Copies:
     return Copies(trainer.copy_state, hasher, lambda: trainer.round)
 
 
-def manifest_of(manifests: Manifests | None, first: int = 0) -> StateManifest:
-    """What they say from a chunk on, once it is hashed."""
-    assert manifests is not None
-    made = manifests.at(first)
+def manifest_of(served: Served | None, first: int = 0) -> StateManifest:
+    """What it says from a chunk on, once it is hashed."""
+    assert served is not None
+    made = served.manifest(first)
     assert made is not None
     data = made.result(PATIENCE_S)
     assert data is not None
@@ -78,8 +78,7 @@ def manifest_of(manifests: Manifests | None, first: int = 0) -> StateManifest:
 
 
 def is_held(copies: Copies, round: int) -> bool:
-    with copies.sending(round) as copy:
-        return copy is not None
+    return copies.held(round) is not None
 
 
 def test_one_copy_of_a_round_serves_all_who_ask_at_once(copies: Copies, trainer: Trainer) -> None:
@@ -117,13 +116,15 @@ def test_copies_in_use_are_not_given_up_for_a_third(copies: Copies, trainer: Tra
     for trainer.round in (3, 4):
         manifest_of(copies.newest())
     trainer.round = 5
-    assert copies.newest().round == 4
-    with copies.sending(3), copies.sending(4):
+    assert copies.newest().state.round == 4
+    old, new = copies.held(3), copies.held(4)
+    assert old is not None and new is not None
+    with old.sending(), new.sending():
         clock.now_s += 10 * COPY_LIFE_S
         copies.drop_unused()
-        assert copies.newest().round == 4
+        assert copies.newest().state.round == 4
     clock.now_s += IDLE_S + 1
-    assert copies.newest().round == 5
+    assert copies.newest().state.round == 5
     assert trainer.copied == [3, 4, 5]
 
 
@@ -200,11 +201,11 @@ def test_state_itself_is_served_until_its_next_round_and_makes_room_at_once(cloc
     copies = Copies(training.live_state, hasher, lambda: training.round)
     for training.round in range(3, 8):
         assert manifest_of(copies.newest()).round == training.round
-        with copies.sending(training.round) as state:
-            assert state is not None
-            assert state.sections["params"].data_ptr() == training.sections["params"].data_ptr()
-            training.round += 1
-            assert state.read(state.sections["params"].view(torch.uint8), torch.empty(20, dtype=torch.uint8)) is None
+        held = copies.held(training.round)
+        assert held is not None
+        assert held.state.sections["params"].data_ptr() == training.sections["params"].data_ptr()
+        training.round += 1
+        assert held.chunk("params", 0, torch.empty(20, dtype=torch.uint8)) is None
         assert copies.at(training.round - 1) is None
 
 
@@ -215,7 +216,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
     hashed = list[bytes]()
     monkeypatch.setattr(serving, "chunk_hash", lambda view: (hashed.append(bytes(view)), chunk_hash(view))[1])
     data = torch.arange(10.0).view(torch.uint8).numpy().tobytes()
-    state = Manifests(hasher, state_of(3, params=torch.arange(10.0), short=torch.arange(3.0)))
+    state = Served(hasher, state_of(3, params=torch.arange(10.0), short=torch.arange(3.0)))
     assert hashed == []
     for first, seen in ((0, [(0, 8), (8, 16), (0, 8), (8, 12)]), (1, [(16, 24)]), (0, []), (4, [(32, 40)])):
         hashed.clear()
@@ -224,7 +225,7 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
         assert manifest.first == first and len(manifest.hashes["params"]) == min(2, 5 - first)
         assert manifest.hashes["params"][0] == chunk_hash(data[8 * first : 8 * first + 8])
         assert len(manifest.hashes["short"]) == max(2 - first, 0)
-    assert state.at(5) is None
+    assert state.manifest(5) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives threads a priority of their own")
@@ -242,7 +243,7 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
-    made = Manifests(hasher, training.live_state()).at(0)
+    made = Served(hasher, training.live_state()).manifest(0)
     assert made is not None and made.result(PATIENCE_S) is None
 
 
@@ -254,7 +255,6 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     assert entries.at(6) is None
     del journal[5]
     assert entries.at(5) is None
-    assert entries.sections(5) == {}
     entries.drop_forgotten()
     has_let_go = threading.Event()
     hasher.start(lambda room: has_let_go.set())
@@ -271,9 +271,9 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)
-    states = [Manifests(hasher, state_of(round)) for round in (3, 4)]
+    states = [Served(hasher, state_of(round)) for round in (3, 4)]
     for state in states:
-        made = state.at(0)
+        made = state.manifest(0)
         assert made is not None
         with pytest.raises(TimeoutError):
             made.result(0.02)
@@ -285,5 +285,5 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
 def test_closed_hasher_promises_nothing_more() -> None:
     hasher = Hasher(chunk_bytes=8)
     hasher.close()
-    made = Manifests(hasher, state_of(3)).at(0)
+    made = Served(hasher, state_of(3)).manifest(0)
     assert made is not None and made.cancelled()

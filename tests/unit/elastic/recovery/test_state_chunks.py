@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of, chunk_hash, parse_manifest
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, chunk_hash, parse_manifest
 from zeroband.errors import RecoveryFailed
+from zeroband.state.slot import bytes_of
 
 LENGTHS = {"params": 10, "momentum": 8}
 MANIFEST = StateManifest(
