@@ -17,8 +17,7 @@ import numpy as np
 
 from zeroband.data.block_cache import BlockCache
 from zeroband.data.retries import Damaged
-from zeroband.data.stored_tokens import NOTHING_EXPECTED, Ids, StoredTokens
-from zeroband.data.token_files import TokenFiles
+from zeroband.data.stored_tokens import NOTHING_EXPECTED, Ids, StoredTokens, TokenFiles
 from zeroband.data.token_storage import TokenStorage
 from zeroband.errors import StorageLost
 from zeroband.observe.log import get_logger
@@ -87,14 +86,14 @@ class FetchedTokens(StoredTokens):
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         parts: list[Ids] = []
         while start < stop or not parts:
-            block, place = self.layout.block_of(min(start, len(self) - 1))
-            end = min(place + stop - start, self.layout.place_of(block)[2])
+            block, place = self.files.block_of(min(start, len(self) - 1))
+            end = min(place + stop - start, self.files.place_of(block)[2])
             parts.append(self._block(block)[place:end])
             start += end - place
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        order = self.layout.in_order(spans)
+        order = self.files.in_order(spans)
         in_use = order.in_use()
         if len(in_use) and (most := int(in_use.max())) > self._most_kept:
             self._say_small(most)
@@ -127,7 +126,7 @@ class FetchedTokens(StoredTokens):
                 self._reached = turn
                 self._changed.notify_all()
         if ids is None:
-            ids = self.layout.ids_of(self._content(block))
+            ids = self.files.ids_of(self._content(block))
             with self._changed:
                 self._memory[block] = ids
                 while len(self._memory) > self._most_in_memory:

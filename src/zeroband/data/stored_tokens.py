@@ -8,7 +8,9 @@ from __future__ import annotations
 import bisect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,7 @@ import xxhash
 
 from zeroband.data.retries import Damaged
 from zeroband.data.shard_set import blocks_of
-from zeroband.data.token_files import TokenFiles, room_problem
-from zeroband.data.token_storage import TokenStorage
+from zeroband.data.token_storage import StoredNumbers, TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import StorageLost
 
@@ -40,24 +41,78 @@ class BlockOrder(NamedTuple):
 NOTHING_EXPECTED = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class BlockMap:
-    """Which block an id lies in, and which bytes of which file a block is."""
+@dataclass(frozen=True)
+class TokenFile:
+    """Ids of one type, one after the other."""
 
-    def __init__(self, files: TokenFiles) -> None:
-        self.files = files
-        self._read_as: np.dtype[np.unsignedinteger] = np.dtype(files.dtype.str.replace("i", "u"))
-        self.dtype: np.dtype[np.unsignedinteger] = self._read_as if self._read_as.itemsize < 8 else np.dtype("<u4")
+    path: str
+    offset: int
+    """First byte of the ids."""
+    tokens: int
+
+
+class Borders:
+    """First ids of the documents of several files, by which they ascend, in the numbering of the set."""
+
+    def __init__(self, parts: Sequence[Any], starts: Sequence[int]) -> None:
+        self._parts, self._starts = parts, starts
+        self._counts = np.cumsum([0, *map(len, parts)]).tolist()
+
+    def __len__(self) -> int:
+        return self._counts[-1]
+
+    def __getitem__(self, document: int) -> int:
+        part = bisect.bisect_right(self._counts, document) - 1
+        return self._starts[part] + self._parts[part][document - self._counts[part]]
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """What a set consists of, and which block and bytes of which file an id is in."""
+
+    files: tuple[TokenFile, ...]
+    dtype: np.dtype[np.integer[Any]]
+    """As the ids lie there; none is negative."""
+    block_tokens: int
+    end_of_document: int
+    fingerprint: str
+    vocab_size: int
+    """Every id is below it."""
+    documents: int | None = None
+    """How many there are, where the format says it."""
+    tokenizer: str | None = None
+    tokenizer_fingerprint: str | None = None
+    tokenizer_release: str | None = None
+    packed_length: int | None = None
+    hashes: StoredNumbers | None = None
+    """A hash for each block, where the format has them."""
+    borders: Borders | None = None
+    """Where documents begin, if the ids do not tell."""
+
+    @cached_property
+    def _unsigned(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(self.dtype.str.replace("i", "u"))
+
+    @cached_property
+    def ids_dtype(self) -> np.dtype[np.unsignedinteger]:
         """Type of ids as they are read."""
-        self.shards = [file.tokens for file in files.files]
-        self.starts: list[int] = [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
-        self._first_blocks: list[int] = [
-            0,
-            *np.cumsum([blocks_of(tokens, files.block_tokens) for tokens in self.shards], dtype=np.int64).tolist(),
-        ]
+        return np.dtype("<u4") if self.dtype.itemsize == 8 else self._unsigned
 
-    @property
-    def n_blocks(self) -> int:
-        return self._first_blocks[-1]
+    @cached_property
+    def shards(self) -> list[int]:
+        """How many ids each file holds."""
+        return [file.tokens for file in self.files]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First id of each file, and how many there are in all."""
+        return [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
+
+    @cached_property
+    def first_blocks(self) -> list[int]:
+        """First block of each file, and how many there are in all."""
+        counts = [blocks_of(tokens, self.block_tokens) for tokens in self.shards]
+        return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
 
     def shard_of(self, position: int) -> int:
         """The file that an id lies in."""
@@ -76,23 +131,19 @@ class BlockMap:
     def block_of(self, position: int) -> tuple[int, int]:
         """The block of an id, and its place in it."""
         shard = self.shard_of(position)
-        within, place = divmod(position - self.starts[shard], self.files.block_tokens)
-        return self._first_blocks[shard] + within, place
+        within, place = divmod(position - self.starts[shard], self.block_tokens)
+        return self.first_blocks[shard] + within, place
 
     def place_of(self, block: int) -> tuple[int, int, int]:
         """A block's file, the first of its ids in there, and their number."""
-        shard = bisect.bisect_right(self._first_blocks, block) - 1
-        start = (block - self._first_blocks[shard]) * self.files.block_tokens
-        return shard, start, min(self.files.block_tokens, self.shards[shard] - start)
-
-    def first_block_of(self, shard: int) -> int:
-        """The first block of a file."""
-        return self._first_blocks[shard]
+        shard = bisect.bisect_right(self.first_blocks, block) - 1
+        start = (block - self.first_blocks[shard]) * self.block_tokens
+        return shard, start, min(self.block_tokens, self.shards[shard] - start)
 
     def bytes_of(self, block: int) -> tuple[str, int, int]:
         """A block's file, and its first byte and the one behind its last there."""
         shard, start, tokens = self.place_of(block)
-        file, size = self.files.files[shard], self.files.dtype.itemsize
+        file, size = self.files[shard], self.dtype.itemsize
         return file.path, file.offset + start * size, file.offset + (start + tokens) * size
 
     def in_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
@@ -114,26 +165,37 @@ class BlockMap:
 
     def check(self, block: int, name: str) -> Callable[[bytes], None]:
         """What to verify a block's bytes with. It raises Damaged, or StorageLost for ids without room in the model."""
-        expected = None if self.files.hashes is None else self.files.hashes[block]
+        expected = None if self.hashes is None else self.hashes[block]
 
         def look(content: bytes) -> None:
             if expected is not None:
                 if xxhash.xxh3_64_intdigest(content) != expected:
                     raise Damaged(f"block {block} of the set has another hash than hashes.npy says")
-            elif problem := room_problem(np.frombuffer(content, self.files.dtype), self.files.vocab_size, name):
+            elif problem := room_problem(np.frombuffer(content, self.dtype), self.vocab_size, name):
                 raise StorageLost(problem)
 
         return look
 
     def ids_of(self, content: bytes) -> Ids:
         """Bytes of a file as ids, not writable."""
-        ids = np.frombuffer(content, self._read_as)
-        return ids.astype(self.dtype, copy=False)
+        ids = np.frombuffer(content, self._unsigned)
+        return ids.astype(self.ids_dtype, copy=False)
 
     def _blocks_of(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         shards = np.searchsorted(self.starts, positions, "right") - 1
-        within = (positions - np.asarray(self.starts)[shards]) // self.files.block_tokens
-        return np.asarray(self._first_blocks)[shards] + within
+        within = (positions - np.asarray(self.starts)[shards]) // self.block_tokens
+        return np.asarray(self.first_blocks)[shards] + within
+
+
+def room_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name: str) -> str | None:
+    """What is wrong with ids of a file of which one is negative or too large; None: nothing. Shapes: (n,), n > 0."""
+    low, high = int(ids.min()), int(ids.max())
+    if low >= 0 and high < vocab_size:
+        return None
+    return (
+        f"{name} holds the id {low if low < 0 else high}, and there is room for {vocab_size} ids; name the tokenizer "
+        "that made it in data.tokenizer, or another data.source.dtype"
+    )
 
 
 class StoredTokens(TokenStore):
@@ -144,19 +206,19 @@ class StoredTokens(TokenStore):
     """
 
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
-        self.layout = layout = BlockMap(files)
+        self.files = files
         self._storage = storage
         self._borders = files.borders
         self.end_of_document, self.fingerprint = files.end_of_document, files.fingerprint
-        self.shards: Sequence[int] = layout.shards
+        self.shards: Sequence[int] = files.shards
         self.block_tokens: int | None = files.block_tokens
         self.packed_length = files.packed_length
-        self.dtype = layout.dtype
+        self.dtype = files.ids_dtype
         self.is_plain = files.packed_length is None and files.borders is None
         self.documents = files.documents
 
     def __len__(self) -> int:
-        return self.layout.starts[-1]
+        return self.files.starts[-1]
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Ids:
@@ -181,17 +243,17 @@ class StoredTokens(TokenStore):
         return found
 
     def shard_start(self, position: int) -> int:
-        return self.layout.starts[self.layout.shard_of(position)]
+        return self.files.starts[self.files.shard_of(position)]
 
     def close(self) -> None:
         self._storage.close()
 
     def _check(self, block: int) -> Callable[[bytes], None]:
-        return self.layout.check(block, self._storage.name(self.layout.bytes_of(block)[0]))
+        return self.files.check(block, self._storage.name(self.files.bytes_of(block)[0]))
 
     def _read_block(self, block: int) -> bytes:
         """The bytes of a block where they lie, verified. Raises StorageLost."""
-        return self._storage.read(*self.layout.bytes_of(block), self._check(block))
+        return self._storage.read(*self.files.bytes_of(block), self._check(block))
 
 
 class LocalTokens(StoredTokens):
@@ -199,23 +261,23 @@ class LocalTokens(StoredTokens):
 
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
         super().__init__(files, storage)
-        self._is_verified = bytearray(self.layout.n_blocks)
+        self._is_verified = bytearray(files.first_blocks[-1])
         self._first_bytes = [(file.path, file.offset) for file in files.files]
         self._stored_dtype, self._block_tokens = files.dtype, files.block_tokens
 
     def read(self, start: int, stop: int) -> Ids:
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        shard = self.layout.shard_of(start)
-        if start < stop <= self.layout.starts[shard + 1]:  # as nearly always
-            begin = self.layout.starts[shard]
+        shard = self.files.shard_of(start)
+        if start < stop <= self.files.starts[shard + 1]:  # as nearly always
+            begin = self.files.starts[shard]
             return self._read_file(shard, start - begin, stop - begin)
-        parts = [self._read_file(*part) for part in self.layout.in_files(start, stop)]
+        parts = [self._read_file(*part) for part in self.files.in_files(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read_into(self, start: int, stop: int, out: Ids) -> None:
-        shard = self.layout.shard_of(start)
-        begin = self.layout.starts[shard]
-        if out.dtype == self._stored_dtype and start < stop <= self.layout.starts[shard + 1]:
+        shard = self.files.shard_of(start)
+        begin = self.files.starts[shard]
+        if out.dtype == self._stored_dtype and start < stop <= self.files.starts[shard + 1]:
             path, first_byte = self._verified(shard, start - begin, stop - begin)
             if self._storage.read_into(path, first_byte, out):
                 return
@@ -225,11 +287,11 @@ class LocalTokens(StoredTokens):
         """Ids start..stop-1 of one file."""
         path, first_byte = self._verified(shard, start, stop)
         size = (stop - start) * self._stored_dtype.itemsize
-        return self.layout.ids_of(self._storage.read(path, first_byte, first_byte + size))
+        return self.files.ids_of(self._storage.read(path, first_byte, first_byte + size))
 
     def _verified(self, shard: int, start: int, stop: int) -> tuple[str, int]:
         """Path and first byte of the ids start..stop-1 of a file, when all their blocks have been verified."""
-        block = self.layout.first_block_of(shard)
+        block = self.files.first_blocks[shard]
         first, behind = block + start // self._block_tokens, block - (-stop // self._block_tokens)
         if self._is_verified.find(False, first, behind) >= 0:
             for number in range(first, behind):

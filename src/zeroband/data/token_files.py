@@ -6,7 +6,6 @@ borders of documents) come with that. Sources of the formats: docs/data.md.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import io
 import json
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
 from zeroband.config.section import FileBelow
 from zeroband.data.block_cache import KeptFile
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
+from zeroband.data.stored_tokens import Borders, TokenFile, TokenFiles, room_problem
 from zeroband.data.token_storage import FileInPlace, StoredNumbers, TokenStorage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
 from zeroband.errors import ConfigError, StorageLost
@@ -48,59 +47,6 @@ _LITDATA_ARRAYS = {1: "<i2", 2: "<i4", 3: "<i8", 5: "<u2", 6: "<u4"}
 """Types by the numbers that litdata gives to those of torch and of numpy."""
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """Ids of one type, one after the other."""
-
-    path: str
-    offset: int
-    """First byte of the ids."""
-    tokens: int
-
-
-class Borders:
-    """First ids of the documents of several files, by which they ascend, in the numbering of the set."""
-
-    def __init__(self, parts: Sequence[_MegatronIndex], starts: Sequence[int]) -> None:
-        self._parts, self._starts = parts, starts
-        self._counts = np.cumsum([0, *map(len, parts)]).tolist()
-
-    def __len__(self) -> int:
-        return self._counts[-1]
-
-    def __getitem__(self, document: int) -> int:
-        part = bisect.bisect_right(self._counts, document) - 1
-        return self._starts[part] + self._parts[part][document - self._counts[part]]
-
-
-@dataclass(frozen=True)
-class TokenFiles:
-    """What a set consists of."""
-
-    files: tuple[TokenFile, ...]
-    dtype: np.dtype[np.integer[Any]]
-    """As the ids lie there; none is negative."""
-    block_tokens: int
-    end_of_document: int
-    fingerprint: str
-    vocab_size: int
-    """Every id is below it."""
-    documents: int | None = None
-    """How many there are, where the format says it."""
-    tokenizer: str | None = None
-    tokenizer_fingerprint: str | None = None
-    tokenizer_release: str | None = None
-    packed_length: int | None = None
-    hashes: StoredNumbers | None = None
-    """A hash for each block, where the format has them."""
-    borders: Borders | None = None
-    """Where documents begin, if the ids do not tell."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(file.tokens for file in self.files)
-
-
 WholeFile = FileInPlace | KeptFile
 
 Keeper = Callable[[str, str, int], WholeFile]
@@ -117,31 +63,31 @@ def open_files(
     if source.format == "zeroband":
         return _prepared(source, storage, keep)
     found = {"nanogpt": _nanogpt, "llm.c": _llm_c, "megatron": _megatron, "litdata": _litdata}[source.format]
-    layout = found(source, storage, keep, vocab_size)
-    empty = [file for file in layout.files if file.tokens < 1]
-    if empty or not layout.files:
+    files, dtype, borders = found(source, storage, keep, vocab_size)
+    empty = [file for file in files if file.tokens < 1]
+    if empty or not files:
         raise ConfigError(
             f"data.source.path={source.path!r}: no ids in {storage.name(empty[0].path) if empty else 'it'}"
         )
-    _require_type_holds(vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size, layout, storage)
-    ends = _ends(storage, layout)
-    _require_below(vocab_size, layout, ends, storage)
-    content = hashlib.blake2b(json.dumps([layout.dtype.str, [f.tokens for f in layout.files]]).encode(), digest_size=16)
+    vocabulary = vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+    _require_type_holds(vocabulary, dtype, storage.name(files[0].path))
+    ends = _ends(storage, files, dtype)
+    for file, end in zip(files, ends, strict=True):
+        if problem := room_problem(np.frombuffer(end, dtype), vocab_size, storage.name(file.path)):
+            raise ConfigError(problem)
+    content = hashlib.blake2b(json.dumps([dtype.str, [f.tokens for f in files]]).encode(), digest_size=16)
     for end in ends:
         content.update(end)
-    is_delimited = (
-        source.format == "llm.c"
-    )  # a document begins with its delimiter there, which need not be our tokenizer's
-    first = int(np.frombuffer(ends[0][: layout.dtype.itemsize], layout.dtype)[0])
+    is_delimited = source.format == "llm.c"  # a document begins with its delimiter, which need not be our tokenizer's
     return TokenFiles(
-        layout.files,
-        layout.dtype,
+        files,
+        dtype,
         BLOCK_TOKENS,
-        first if is_delimited else tokenizer.end_of_document,
+        int(np.frombuffer(ends[0][: dtype.itemsize], dtype)[0]) if is_delimited else tokenizer.end_of_document,
         content.hexdigest(),
         vocab_size,
-        documents=None if layout.borders is None else len(layout.borders),
-        borders=layout.borders,
+        documents=None if borders is None else len(borders),
+        borders=borders,
     )
 
 
@@ -239,11 +185,8 @@ def read_small(storage: TokenStorage, path: str) -> bytes:
 # -- formats of others ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Layout:
-    files: tuple[TokenFile, ...]
-    dtype: np.dtype[np.integer[Any]]
-    borders: Borders | None = None
+_Layout = tuple[tuple[TokenFile, ...], np.dtype[np.integer[Any]], Borders | None]
+"""The files of a set, the type of their ids, and where documents begin if the ids do not tell."""
 
 
 def _nanogpt(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_size: int) -> _Layout:
@@ -258,7 +201,7 @@ def _nanogpt(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_si
         if size >= 4 * _LLM_C_HEADER and _llm_c_type(storage.read(path, 0, 8)):
             raise ConfigError(f'{storage.name(path)} begins as a file of llm.c does; set data.source.format = "llm.c"')
         files.append(TokenFile(path, 0, size // dtype.itemsize))
-    return _Layout(tuple(files), dtype)
+    return tuple(files), dtype, None
 
 
 def _asked_type(source: TokensSource, vocab_size: int) -> np.dtype[np.integer[Any]]:
@@ -289,7 +232,7 @@ def _llm_c(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_size
                 f"{storage.name(path)} has {size} bytes and not the {tokens} ids of its header; copy it anew"
             )
         files.append(TokenFile(path, offset, tokens))
-    return _Layout(tuple(files), _one_type(source, types))
+    return tuple(files), _one_type(source, types), None
 
 
 def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]]:
@@ -313,7 +256,7 @@ def _megatron(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_s
                 f"{storage.name(file.path)} has {size} bytes and not the {index.tokens} ids of its .idx; copy both anew"
             )
     dtype = _one_type(source, {index.dtype.str for index in indices})
-    return _Layout(files, dtype, Borders(indices, starts))
+    return files, dtype, Borders(indices, starts)
 
 
 def _megatron_pattern(storage: TokenStorage) -> str:
@@ -415,7 +358,7 @@ def _litdata(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_si
             f"{storage.name(folder)}: chunks that are not for litdata's TokensLoader; write one tensor an item"
         )
     dtype = _litdata_type(source, index.config.data_format, vocab_size, storage.name(folder))
-    return _Layout(tuple(_litdata_files(index.chunks, folder)), dtype)
+    return tuple(_litdata_files(index.chunks, folder)), dtype, None
 
 
 def _litdata_files(chunks: Iterable[_LitdataChunk], folder: str) -> Iterator[TokenFile]:
@@ -458,42 +401,25 @@ def _found(source: TokensSource, storage: TokenStorage, pattern: str) -> list[st
     return found
 
 
-def _ends(storage: TokenStorage, layout: _Layout) -> list[bytes]:
+def _ends(storage: TokenStorage, files: Sequence[TokenFile], dtype: np.dtype[Any]) -> list[bytes]:
     """First and last part of each file, the whole of a short one; several at a time."""
 
     def end_of(file: TokenFile) -> bytes:
-        size, most = file.tokens * layout.dtype.itemsize, _SAMPLED_BYTES
+        size, most = file.tokens * dtype.itemsize, _SAMPLED_BYTES
         stop = file.offset + size
         if size <= 2 * most:
             return storage.read(file.path, file.offset, stop)
         return storage.read(file.path, file.offset, file.offset + most) + storage.read(file.path, stop - most, stop)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(end_of, layout.files))
+        return list(pool.map(end_of, files))
 
 
-def _require_type_holds(vocabulary: int, layout: _Layout, storage: TokenStorage) -> None:
+def _require_type_holds(vocabulary: int, dtype: np.dtype[np.integer[Any]], name: str) -> None:
     """Refuse ids of a type in which some of the vocabulary would have become others, unnoticed."""
-    room = int(np.iinfo(layout.dtype).max) + 1
+    room = int(np.iinfo(dtype).max) + 1
     if vocabulary > room:
         raise ConfigError(
-            f"{storage.name(layout.files[0].path)} holds {layout.dtype.name}, ids below {room}, and the vocabulary has "
-            f"{vocabulary}; correct data.source.dtype, or name the tokenizer that made the ids in data.tokenizer"
+            f"{name} holds {dtype.name}, ids below {room}, and the vocabulary has {vocabulary}; correct "
+            "data.source.dtype, or name the tokenizer that made the ids in data.tokenizer"
         )
-
-
-def _require_below(vocab_size: int, layout: _Layout, ends: Sequence[bytes], storage: TokenStorage) -> None:
-    for file, end in zip(layout.files, ends, strict=True):
-        if problem := room_problem(np.frombuffer(end, layout.dtype), vocab_size, storage.name(file.path)):
-            raise ConfigError(problem)
-
-
-def room_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name: str) -> str | None:
-    """What is wrong with ids of a file of which one is negative or too large; None: nothing. Shapes: (n,), n > 0."""
-    low, high = int(ids.min()), int(ids.max())
-    if low >= 0 and high < vocab_size:
-        return None
-    return (
-        f"{name} holds the id {low if low < 0 else high}, and there is room for {vocab_size} ids; name the tokenizer "
-        "that made it in data.tokenizer, or another data.source.dtype"
-    )

@@ -34,9 +34,9 @@ from zeroband.data.packing import fill_bins
 from zeroband.data.pieces import BadRow, BadRows, Document, OnBad, refuse, usable
 from zeroband.data.shard_set import ids_dtype
 from zeroband.data.sources import conversations, documents, source_identity
-from zeroband.data.stored_tokens import LocalTokens, StoredTokens
+from zeroband.data.stored_tokens import LocalTokens, StoredTokens, TokenFiles
 from zeroband.data.synthetic_tokens import SyntheticTokens
-from zeroband.data.token_files import TokenFiles, WholeFile, open_files
+from zeroband.data.token_files import WholeFile, open_files
 from zeroband.data.token_storage import FileInPlace, TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import Ids, Tokenizer, named, tokenizer_of

@@ -37,8 +37,7 @@ from zeroband.data.block_cache import cached_bytes
 from zeroband.data.dataset import open_dataset
 from zeroband.data.fetching import SupplyLog
 from zeroband.data.loader import Loader
-from zeroband.data.stored_tokens import BlockMap
-from zeroband.data.token_files import TokenFile, TokenFiles
+from zeroband.data.stored_tokens import TokenFile, TokenFiles
 from zeroband.errors import ConfigError, StorageLost
 
 TOKENS = 1333
@@ -65,9 +64,8 @@ def read_everything(store: object) -> None:
 
 
 def test_order_of_first_use_names_each_block_once() -> None:
-    files = TokenFiles((TokenFile("a", 0, 100), TokenFile("b", 0, 70)), np.dtype("<u2"), 32, 0, "", 9)
-    layout = BlockMap(files)
-    assert layout.n_blocks == 4 + 3
+    layout = TokenFiles((TokenFile("a", 0, 100), TokenFile("b", 0, 70)), np.dtype("<u2"), 32, 0, "", 9)
+    assert layout.first_blocks == [0, 4, 4 + 3]
     spans = [(100, 132), (31, 33), (140, 141), (96, 100), (0, 97), (0, 1)]
     order = layout.in_order(spans)
     assert order.blocks.tolist() == [4, 0, 1, 5, 3, 2]
