@@ -156,7 +156,7 @@ class Files:
     """
 
     def __init__(self, retry_s: float = 0.0) -> None:
-        self._retry_s = retry_s
+        self.retry_s = retry_s
         self._clients: dict[FileSystem, Client] = {}
 
     def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = (), *, says: bool = False) -> list[SourceFile]:
@@ -172,7 +172,7 @@ class Files:
 
     def _expand(self, pattern: str, in_folders: tuple[str, ...], *, says: bool) -> list[SourceFile]:
         system, path = resolve(pattern, _PATHS)
-        client = self._clients.setdefault(system, Client(pattern, system, self._retry_s))
+        client = self._clients.setdefault(system, Client(pattern, system, self.retry_s))
         kind = client.run(lambda system: _kind(system, path), pattern)
         endings = in_folders if kind == "directory" else None
         if kind == "file":

@@ -152,15 +152,6 @@ def _message(item: Any, number: int, where: str) -> dict[str, Any]:
     return message
 
 
-class Announced(NamedTuple):
-    """What a data set says of itself before it is fetched."""
-
-    rows: int
-    size_bytes: int
-    """All its columns together."""
-    column_names: list[str]
-
-
 def load_dataset(source: HuggingFaceSource, retry_s: float = 0.0, *, processes: int = 1) -> Dataset:
     """The data set of a name, or of a folder of its files or one that its `save_to_disk` wrote.
 
@@ -178,10 +169,10 @@ def load_dataset(source: HuggingFaceSource, retry_s: float = 0.0, *, processes: 
     return _from_datasets(source, load, retry_s)
 
 
-def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> Announced | None:
-    """What a data set of a name says of itself; None where it says nothing, or is a folder that `save_to_disk` wrote.
+def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> tuple[int, int, list[str]] | None:
+    """What a data set of a name says of itself before it is fetched: rows, bytes of all columns, names of columns.
 
-    Raises: ConfigError, StorageLost.
+    None where it says nothing, or is a folder that `save_to_disk` wrote. Raises: ConfigError, StorageLost.
     """
     if _is_saved(source):
         return None
@@ -189,7 +180,7 @@ def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> Announced | No
     split = (builder.info.splits or {}).get(source.split)
     if split is None or not split.num_examples or not builder.info.features:
         return None
-    return Announced(split.num_examples, split.num_bytes, list(builder.info.features))
+    return split.num_examples, split.num_bytes, list(builder.info.features)
 
 
 def _is_saved(source: HuggingFaceSource) -> bool:

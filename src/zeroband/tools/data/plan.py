@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -187,27 +187,30 @@ def differences(then: Plan, now: Plan) -> list[str]:
     return found
 
 
-class Looking(NamedTuple):
-    """How sources are looked at."""
-
-    files: Files
-    retry_s: float
-    """How long a hub that fails is asked again."""
-    processes: int = 1
-    """What a data set of Hugging Face is fetched and converted by."""
-    is_dry: bool = False
-    """Whether such a data set is not fetched where it says by itself what it holds: nothing is made of the plan."""
-
-
-def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: Options, looking: Looking) -> Plan:
+def make_plan(
+    sources: Sequence[str],
+    name: str,
+    tokenizer: Tokenizer,
+    options: Options,
+    files: Files,
+    *,
+    processes: int = 1,
+    is_dry: bool = False,
+) -> Plan:
     """Look at all sources, and cut the work into units. Reads the footers of Parquet files, and no text.
 
+    processes: what a data set of Hugging Face is fetched and converted by. is_dry: nothing is made of the plan, so such
+    a data set is not fetched where it says by itself what it holds.
     Raises: ConfigError naming the source that cannot be listed or read, or holds nothing; StorageLost.
     """
+    shape_of = partial(_shape_of, retry_s=files.retry_s, processes=processes, is_dry=is_dry)
     origins: list[Origin] = []
     pieces: list[Piece] = []
     for number, source in enumerate(sources):
-        found = list(_look(source, number, {origin.name for origin in origins}, options, looking))
+        if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
+            found = [_look_at_dataset(source, number, options, shape_of)]
+        else:
+            found = _look_at_files(source, number, {origin.name for origin in origins}, options, files)
         if not found:
             raise ConfigError(f"{source} names no file that an earlier source does not name; leave it out")
         if not options.allow_empty and not any(size for _, sizes in found for *_, size in sizes):
@@ -224,19 +227,19 @@ def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: 
 Cut = tuple[int, int | None, int]
 """Start, stop and size of a piece."""
 
+Shape = tuple[int, int, tuple[str, ...]]
+"""Rows of a data set, bytes of its text, and its stamp, or none where it was not fetched."""
 
-def _look(
-    source: str, number: int, known: set[str], options: Options, looking: Looking
-) -> Iterator[tuple[Origin, list[Cut]]]:
+
+def _look_at_files(
+    source: str, number: int, known: set[str], options: Options, files: Files
+) -> list[tuple[Origin, list[Cut]]]:
     """The files of a source that are not known yet, each with its pieces."""
-    if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
-        yield _look_at_dataset(source, number, options, looking)
-        return
-    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
+    found = [file for file in files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
-        looked = list(threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options)))
+        looked = list(threads.map(_look_at_file, found, itertools.repeat(number), itertools.repeat(options)))
     tell_empty(origin.stamp for origin, _ in looked)
-    yield from looked
+    return looked
 
 
 def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Origin, list[Cut]]:
@@ -263,10 +266,12 @@ def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Orig
     return whole, [(0, None, size * (_EXPANSION if is_packed else 1))] if size else []
 
 
-def _look_at_dataset(source: str, number: int, options: Options, looking: Looking) -> tuple[Origin, list[Cut]]:
+def _look_at_dataset(
+    source: str, number: int, options: Options, shape_of: Callable[[HuggingFaceSource, str], Shape]
+) -> tuple[Origin, list[Cut]]:
     name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
     named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
-    rows, size, stamp = _shape_of(named, options.column, looking)
+    rows, size, stamp = shape_of(named, options.column)
     each = max(1, round(options.unit_bytes * rows / max(size, 1)))
     cuts: list[Cut] = [
         (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
@@ -274,12 +279,12 @@ def _look_at_dataset(source: str, number: int, options: Options, looking: Lookin
     return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
 
 
-def _shape_of(source: HuggingFaceSource, column: str, looking: Looking) -> tuple[int, int, tuple[str, ...]]:
-    """Rows of a data set, bytes of its text, and its stamp, or none where it was not fetched."""
-    if looking.is_dry and (said := announced(source, looking.retry_s)) is not None:
-        require_column(column, said.column_names, source.name)
-        return said.rows, said.size_bytes, ()
-    dataset = load_dataset(source, looking.retry_s, processes=looking.processes)
+def _shape_of(source: HuggingFaceSource, column: str, *, retry_s: float, processes: int, is_dry: bool) -> Shape:
+    if is_dry and (said := announced(source, retry_s)) is not None:
+        rows, size_bytes, column_names = said
+        require_column(column, column_names, source.name)
+        return rows, size_bytes, ()
+    dataset = load_dataset(source, retry_s, processes=processes)
     require_column(column, dataset.column_names, source.name)
     return len(dataset), int(dataset.select_columns([column]).data.nbytes), dataset_stamp(dataset)
 

@@ -44,7 +44,7 @@ from zeroband.tools.data.folder import (
     open_out,
     writing_to,
 )
-from zeroband.tools.data.plan import Looking, Options, Plan, differences, make_plan, size_of
+from zeroband.tools.data.plan import Options, Plan, differences, make_plan, size_of
 from zeroband.tools.data.units import Task
 from zeroband.tools.data.workers import Pool, say_warning, warnings_to
 
@@ -149,10 +149,10 @@ class _Preparation:
         self._open_workers = open_workers
         self._out = out
         self._folder = Folder(open_out(out))
-        options = _options(given)
+        options, files = _options(given), Files(given.retry_s)
         self._tokenizer: Tokenizer = open_tokenizer(given.tokenizer)
-        looking = Looking(Files(given.retry_s), given.retry_s, given.workers, given.dry_run)
-        self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options, looking)
+        how = {"processes": given.workers, "is_dry": given.dry_run}
+        self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options, files, **how)
 
     def run(self) -> int:
         """Do what the arguments ask for. Returns the exit code."""
