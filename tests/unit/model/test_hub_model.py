@@ -222,16 +222,21 @@ def test_weights_that_lack_a_layer_are_refused(local: LocalMesh, tmp_path: Path)
 LORA = {"r": 2, "alpha": 4.0, "target_modules": ("q_proj", "v_proj")}
 
 
-def adapted(local: LocalMesh, tmp_path: Path) -> TrainerParts:
+@pytest.fixture(scope="module")
+def base(local: LocalMesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that others begin with, as a directory of weights and tokenizer."""
     pytest.importorskip("peft", reason="needs the extra hf")
-    base = tmp_path / "base"
-    if not base.exists():
-        write_directory(trained(trained_with(hub_section("qwen3"), local, tmp_path)), base, "float32")
+    folder = tmp_path_factory.mktemp("base")
+    write_directory(trained(trained_with(hub_section("qwen3"), local, folder)), folder / "model", "float32")
+    return folder / "model"
+
+
+def adapted(base: Path, local: LocalMesh, tmp_path: Path) -> TrainerParts:
     return trained_with({"type": "transformers", "name": str(base), "lora": LORA}, local, tmp_path)
 
 
-def test_adapters_alone_are_trained_and_known_to_the_nodes(local: LocalMesh, tmp_path: Path) -> None:
-    node = adapted(local, tmp_path)
+def test_adapters_alone_are_trained_and_known_to_the_nodes(base: Path, local: LocalMesh, tmp_path: Path) -> None:
+    node = adapted(base, local, tmp_path)
     names = [name for name, _ in node.parameters.named_parameters()]
     assert len(names) == 2 * 2 * 2 and all("lora_" in name for name in names)
     frozen = {name: p.clone() for name, p in node.model.named_parameters() if not p.requires_grad}
@@ -241,13 +246,13 @@ def test_adapters_alone_are_trained_and_known_to_the_nodes(local: LocalMesh, tmp
     assert all(torch.equal(p, frozen[name]) for name, p in node.model.named_parameters() if name in frozen)
     assert any(not torch.equal(p, before[name]) for name, p in node.parameters.named_parameters())
     assert losses[0] == pytest.approx(5.77, abs=0.1)
-    other = adapted(local, tmp_path)
+    other = adapted(base, local, tmp_path)
     assert other.shared["model (frozen parameters)"] == node.shared["model (frozen parameters)"]
 
 
-def test_other_base_has_another_fingerprint(local: LocalMesh, tmp_path: Path) -> None:
-    node = adapted(local, tmp_path)
-    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+def test_other_base_has_another_fingerprint(base: Path, local: LocalMesh, tmp_path: Path) -> None:
+    node = adapted(base, local, tmp_path)
+    module = transformers.AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
     module.save_pretrained(tmp_path / "changed")
@@ -258,9 +263,9 @@ def test_other_base_has_another_fingerprint(local: LocalMesh, tmp_path: Path) ->
     assert differing == {"model (frozen parameters)"}
 
 
-def test_exported_adapters_are_loaded_by_peft(local: LocalMesh, tmp_path: Path) -> None:
+def test_exported_adapters_are_loaded_by_peft(base: Path, local: LocalMesh, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the extra hf")
-    node = adapted(local, tmp_path)
+    node = adapted(base, local, tmp_path)
     node.loader.assign([(0, 8)])
     take_step(node)
     take_step(node)
