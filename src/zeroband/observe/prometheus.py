@@ -14,7 +14,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,7 +91,6 @@ class Exporter(logging.Handler):
             raise ConfigError(
                 f"observe.prometheus needs {error.name}, which is not installed; {way_to_extra('prometheus')}"
             ) from None
-        self._client.disable_created_metrics()
         self._registry = self._client.CollectorRegistry()
         self._families: dict[str, Any] = {}
         """By exported name."""
@@ -214,7 +213,13 @@ class Exporter(logging.Handler):
                     self._series("zeroband_disk_free_bytes", key).set(space[0])
                     self._series("zeroband_disk_size_bytes", key).set(space[1])
         encode, content_type = self._client.exposition.choose_encoder(accepted)
-        return content_type, encode(self._registry)
+        return content_type, encode(self)
+
+    def collect(self) -> Iterator[Any]:
+        """All series, as an encoder asks for them, without the times at which each was made."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class MetricsServer:

@@ -22,6 +22,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS, SERIES, MetricsLog, prometheus_name
 from zeroband.observe.prometheus import Exporter, MetricsServer
 
+prometheus_client = pytest.importorskip("prometheus_client", reason="needs the extra prometheus")
 parser = pytest.importorskip("prometheus_client.parser", reason="needs the extra prometheus")
 
 STARTED_S = 1000.0
@@ -329,6 +330,14 @@ def test_logs_hand_it_their_lines_and_close_it(node: Node, tmp_path: Path) -> No
     events.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def test_series_carry_no_times_of_making_and_those_of_a_training_loop_keep_theirs(node: Node) -> None:
+    own = prometheus_client.CollectorRegistry()
+    prometheus_client.Counter("own", "Of a user's training loop.", registry=own)
+    for accepted in ("", "application/openmetrics-text; version=1.0.0"):
+        assert b"_created" not in node.exporter.exposition(accepted)[1]
+    assert b"own_created" in prometheus_client.generate_latest(own)
 
 
 def test_missing_extra_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

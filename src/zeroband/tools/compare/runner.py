@@ -107,10 +107,13 @@ class Runner:
     def _watch(self, cluster: LocalCluster, on_progress: OnProgress) -> None:
         """Wait until all nodes have ended well. Raises RunFailed as soon as one has not, Stopped when asked to."""
         end_s = time.monotonic() + self._limit_s
-        while cluster.running:
+        while True:
+            running = cluster.running
             for node in cluster.nodes.values():
                 if node.exit_code:
                     raise RunFailed(f"{node.node_id} ended with {node.exit_code}: {node.console_tail(_SHOWN_LINES)}")
+            if not running:
+                break
             if self._is_stopped():
                 cluster.stop(grace_s=_GRACE_S)
                 raise Stopped("interrupted")
@@ -121,9 +124,6 @@ class Runner:
             if total:
                 on_progress(min(node.step for node in view.nodes) / total)
             time.sleep(_POLL_S)
-        for node in cluster.nodes.values():
-            if node.exit_code:
-                raise RunFailed(f"{node.node_id} ended with {node.exit_code}: {node.console_tail(_SHOWN_LINES)}")
         if wrong := cluster.view().disagreements:
             raise RunFailed(f"nodes held different outer states after rounds {', '.join(map(str, wrong))}")
 

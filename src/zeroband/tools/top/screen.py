@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Self, TextIO
@@ -54,23 +53,6 @@ _STATE_STYLES = {
 }
 
 
-class Screen(ABC):
-    """Where scenes are shown, from the first to the last of a `with` block."""
-
-    @abstractmethod
-    def show(self, scene: Scene) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """End after the last scene."""
-
-
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     """The redrawn screen where `stream` is a terminal that can show it, else plain lines, as with NO_COLOR.
 
@@ -83,8 +65,8 @@ def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
     return LiveScreen(console, alternate=alternate) if can_redraw and is_wanted else PlainScreen(stream)
 
 
-class LiveScreen(Screen):
-    """One screen, redrawn in place."""
+class LiveScreen:
+    """One screen, redrawn in place, from the first to the last scene of a `with` block."""
 
     def __init__(self, console: Console, *, alternate: bool = False) -> None:
         self._live = Live(console=console, screen=alternate, auto_refresh=False, vertical_overflow="crop")
@@ -98,11 +80,11 @@ class LiveScreen(Screen):
         self._live.start()
         return self
 
-    def close(self) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._live.stop()
 
 
-class PlainScreen(Screen):
+class PlainScreen:
     """A line for each note, each outer step and each thing that a node begins to do; nothing drawn twice."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -136,8 +118,14 @@ class PlainScreen(Screen):
     def _line(self, scene: Scene, at_s: float, text: str) -> None:
         print(f"{_stamp(scene, at_s)}  {text}", file=self._stream, flush=True)
 
-    def close(self) -> None:
-        self._stream.flush()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+
+Screen = LiveScreen | PlainScreen
+"""Where scenes are shown."""
 
 
 def clock(elapsed_s: float) -> str:

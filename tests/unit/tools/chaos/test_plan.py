@@ -36,20 +36,25 @@ def test_gaps_of_a_plan_have_the_mean_that_was_asked_for_where_nobody_must_wait(
     assert faults[-1].at_s / len(faults) == pytest.approx(rules.mtbf_s, rel=0.1)
 
 
+def in_peace_at(at_s: float, rules: PlanRules, faults: Sequence[PlannedFault]) -> set[str]:
+    """Nodes that no fault disturbs at a time."""
+    struck = [fault for fault in faults if fault.at_s <= at_s < fault.at_s + fault.lasts_s + rules.recovery_s]
+    return {*rules.nodes} - {node for fault in struck for node in fault.nodes}
+
+
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("keep", [1, 2, 4])
-def test_plan_leaves_enough_nodes_undisturbed_at_every_time(seed: int, keep: int) -> None:
-    rules = replace(RULES, keep_undisturbed=keep, mtbf_s=5.0)
+@pytest.mark.parametrize(
+    ("rules", "keep"), [*((RULES, keep) for keep in (1, 2, 4)), *((BEHIND, keep) for keep in (1, 3))]
+)
+def test_plan_leaves_enough_in_peace_at_every_time_and_one_through_which_two_talk_that_cannot_be_dialled(
+    seed: int, rules: PlanRules, keep: int
+) -> None:
+    rules = replace(rules, keep_undisturbed=keep, mtbf_s=5.0)
     faults = plan(rules, seed)
-    assert len(faults) > 50
+    assert len(faults) > 50 and {fault.kind for fault in faults} == set(rules.possible_kinds())
     for fault in faults:
-        disturbed = {
-            node
-            for other in faults
-            if other.at_s <= fault.at_s < other.at_s + other.lasts_s + rules.recovery_s
-            for node in other.nodes
-        }
-        assert len(NODES) - len(disturbed) >= keep
+        assert leaves_enough(in_peace_at(fault.at_s, rules, faults), keep, rules.behind), fault
+        assert fault.kind is not Kind.RELAY_KILLED or fault.nodes[0] not in rules.behind
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -81,15 +86,12 @@ def test_plan_strikes_nodes_that_are_still_recovering() -> None:
     assert early > 0
 
 
-def test_faults_that_would_leave_too_few_nodes_are_not_possible() -> None:
-    three = replace(RULES, nodes=NODES[:3])
+def test_faults_that_would_leave_too_few_nodes_are_not_possible_and_a_plan_without_any_is_empty() -> None:
+    three, two = (replace(RULES, nodes=NODES[:number]) for number in (3, 2))
     assert Kind.PAIR_CUT in RULES.possible_kinds()
     assert set(KINDS) - set(three.possible_kinds()) == {Kind.PAIR_CUT}
-    assert set(replace(RULES, nodes=NODES[:2]).possible_kinds()) == set(OF_ONE_STORE)
-
-
-def test_plan_without_possible_faults_is_empty() -> None:
-    assert plan(replace(RULES, nodes=NODES[:2], kinds=OF_NETWORK), seed=1) == ()
+    assert set(two.possible_kinds()) == set(OF_ONE_STORE)
+    assert plan(replace(two, kinds=OF_NETWORK), seed=1) == ()
 
 
 def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> None:
@@ -97,23 +99,6 @@ def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> N
     assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
     assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
     assert {*behind} - {*plain} == {Kind.RELAY_KILLED}
-
-
-def in_peace_at(at_s: float, rules: PlanRules, faults: Sequence[PlannedFault]) -> set[str]:
-    """Nodes that no fault disturbs at a time."""
-    struck = [fault for fault in faults if fault.at_s <= at_s < fault.at_s + fault.lasts_s + rules.recovery_s]
-    return {*rules.nodes} - {node for fault in struck for node in fault.nodes}
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("keep", [1, 3])
-def test_plan_leaves_a_node_in_peace_through_which_two_talk_that_cannot_be_dialled(seed: int, keep: int) -> None:
-    rules = replace(BEHIND, keep_undisturbed=keep, mtbf_s=5.0)
-    faults = plan(rules, seed)
-    assert len(faults) > 50 and {fault.kind for fault in faults} == set(rules.possible_kinds())
-    for fault in faults:
-        assert leaves_enough(in_peace_at(fault.at_s, rules, faults), keep, rules.behind), fault
-        assert fault.kind is not Kind.RELAY_KILLED or fault.nodes[0] not in rules.behind
 
 
 def test_relay_is_not_killed_where_no_other_one_could_take_over() -> None:
