@@ -28,7 +28,7 @@ from zeroband.errors import ConfigError, RunOver
 
 
 class DiLoCoOptimizer(Optimizer):
-    """Trains one model together with other nodes, in a loop of the user's own.
+    """Trains one model together with other nodes, in the user's own loop.
 
         with zeroband.DiLoCoOptimizer(params=model.named_parameters(), batch_size=32, store=url) as optimizer:
             while not optimizer.is_done:

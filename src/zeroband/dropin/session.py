@@ -1,4 +1,4 @@
-"""A node's part in a run, from its way in to its end, driven by a loop of the user's own. Main thread of every rank.
+"""A node's part in a run, from its way in to its end, driven by the user's own loop. Main thread of every rank.
 
 Puts together what the trainer is made of, but for its model and data.
 """
