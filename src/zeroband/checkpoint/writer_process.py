@@ -28,7 +28,7 @@ _QUIET = 9
 """Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
 
 _STORE_PATIENCE_S = 2.0
-"""ElapsedWaits for what writers tell each other; it is said again a second later."""
+"""Longest wait for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
 

@@ -28,7 +28,7 @@ from zeroband.errors import ConfigError, RunOver
 
 
 class DiLoCoOptimizer(Optimizer):
-    """Trains one model together with other nodes, in a loop of the user's own.
+    """Trains one model together with other nodes, in the user's own loop.
 
         with zeroband.DiLoCoOptimizer(params=model.named_parameters(), batch_size=32, store=url) as optimizer:
             while not optimizer.is_done:
@@ -90,7 +90,7 @@ class DiLoCoOptimizer(Optimizer):
         for name, value in (("batch_size", batch_size), ("inner_steps", inner_steps), ("total_steps", total_steps)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}; set 1 or more")
-        wish = DropInOptions(
+        options = DropInOptions(
             batch_size=batch_size,
             inner_steps=inner_steps,
             total_steps=total_steps,
@@ -107,7 +107,7 @@ class DiLoCoOptimizer(Optimizer):
         """An inner step was made here."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share_state()
-        self._session = Session(self._inner, wish)
+        self._session = Session(self._inner, options)
         self._share_state()  # what a checkpoint held of it is in other objects
         atexit.register(self._abandon)
 

@@ -1,4 +1,4 @@
-"""A node's part in a run, from its way in to its end, driven by a loop of the user's own. Main thread of every rank.
+"""A node's part in a run, from its way in to its end, driven by the user's own loop. Main thread of every rank.
 
 Puts together what the trainer is made of, but for its model and data.
 """
@@ -80,14 +80,14 @@ class Session:
     StoreLost.
     """
 
-    def __init__(self, inner: ScheduledOptimizer, wish: DropInOptions) -> None:
+    def __init__(self, inner: ScheduledOptimizer, options: DropInOptions) -> None:
         groups = inner.optimizer.param_groups
         self._inner = inner
-        self._wish = wish
+        self._options = options
         self.is_done = False
         """The run is complete, or this node has left as it was asked to."""
         self.last_round: RoundReport | None = None
-        address = address_of(wish.store, os.environ)
+        address = address_of(options.store, os.environ)
         with ExitStack() as stack:
             first = next((parameter for group in groups for parameter in group["params"]), torch.empty(0))
             self._local = join_local_mesh(first.device)
@@ -101,7 +101,7 @@ class Session:
             self.store_url = self._node.config.store.address or self.store_url
             self._report = self._open_report(parameters, stack)
             self._run, self._joiner = open_runtime(self._node, self._report.events, stack)
-            self._company = self._build_company(is_own=address == LOCAL)
+            self._peer_checks = self._build_peer_checks(is_own=address == LOCAL)
             self._checkpoints: Checkpointing = Checkpointing()
             joined = self._enter_first(is_own_store=address == LOCAL)
             if joined:
@@ -112,19 +112,19 @@ class Session:
     # -- from the user's wishes to a member ---------------------------------------------------------------------
 
     def _build_node(self, parameters: NamedParameters, stack: ExitStack) -> NodeParts:
-        wish, local = self._wish, self._local
+        options, local = self._options, self._local
         config = config_of(
-            wish.settings,
+            options.settings,
             os.environ,
             store_url=self.store_url,
-            inner_steps=wish.inner_steps,
-            outer=wish.outer,
-            total_steps=wish.total_steps,
+            inner_steps=options.inner_steps,
+            outer=options.outer,
+            total_steps=options.total_steps,
         )
         copies = local.world_size if _holds_copies(parameters, local) else 1
-        _require_usable(config, wish.outer, copies=copies)
+        _require_usable(config, options.outer, copies=copies)
         self._own, inner_items = loop_state_of(
-            config.outer, self._inner, wish.inner, wish.state, parameters.named, ranks=local.world_size
+            config.outer, self._inner, options.inner, options.state, parameters.named, ranks=local.world_size
         )
         if config.ckpt.path is not None:
             self._own.pack()  # what a checkpoint cannot hold is said before the first step
@@ -135,7 +135,7 @@ class Session:
             node_id=node_id,
             node_dir=node_dir_of(config),
             shared={
-                **shared_of(config, parameters.shapes, wish.total_steps, wish.outer),
+                **shared_of(config, parameters.shapes, options.total_steps, options.outer),
                 **frozen_items(self._inner.optimizer.param_groups),
                 **inner_items,
             },
@@ -145,7 +145,7 @@ class Session:
             departure=departure,
             port=port,
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
-            build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
+            build_algorithm=partial(_build_algorithm, config, options.outer, self._own),
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> Report:
@@ -154,7 +154,7 @@ class Session:
 
         def open_one() -> None:
             try:
-                report = NodeReport(self._node, parameters=parameters.numel, total_steps=self._wish.total_steps)
+                report = NodeReport(self._node, parameters=parameters.numel, total_steps=self._options.total_steps)
             except OSError as error:
                 raise ConfigError(
                     f"cannot write to {self._node.node_dir}: {error.strerror}; set run.dir in settings to a folder "
@@ -168,7 +168,7 @@ class Session:
         on_first_rank(self._local, open_one)
         return reports[0] if reports else Report()
 
-    def _build_company(self, *, is_own: bool) -> PeerChecks | None:
+    def _build_peer_checks(self, *, is_own: bool) -> PeerChecks | None:
         """Build what watches for peers, on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
@@ -229,8 +229,8 @@ class Session:
         self._dealt = count(self._run.outer.upcoming())
         self._from_s = time.monotonic()
         self.is_done = self._run.outer.progress.is_complete
-        if self._company is not None and self.last_round is not None:
-            self._company.begin_round(self.last_round)
+        if self._peer_checks is not None and self.last_round is not None:
+            self._peer_checks.begin_round(self.last_round)
 
     # -- inner steps --------------------------------------------------------------------------------------------
 
@@ -264,17 +264,17 @@ class Session:
     def _step(self, loss: float | None) -> None:
         node, hooks = self._node, self._run.outer
         self._steps += 1
-        if self._steps == 1 and self._company is not None:
-            self._company.learned(self._parameters.named.values())
-        hooks.learned(self._wish.batch_size, math.nan if loss is None else loss)
+        if self._steps == 1 and self._peer_checks is not None:
+            self._peer_checks.learned(self._parameters.named.values())
+        hooks.learned(self._options.batch_size, math.nan if loss is None else loss)
         node.faults.at("inner", hooks.round + 1)
         ends_round, before = self._ends_round(), hooks.progress
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
-        if ends_round and self._company is not None:
-            self._company.offer(hooks.round + 1, self._run.mesh.member_id)
+        if ends_round and self._peer_checks is not None:
+            self._peer_checks.offer(hooks.round + 1, self._run.mesh.member_id)
         try:
             if not hooks.has_own_steps:
-                hooks.sync_gradients(hooks.inner_step, self._wish.batch_size)
+                hooks.sync_gradients(hooks.inner_step, self._options.batch_size)
                 assert isinstance(self._own, CommonOptimizer | SignSteps)
                 self._own.step()
             synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
@@ -282,8 +282,8 @@ class Session:
             self._come_back(why)
             return
         self.last_round = synced[-1] if synced else self.last_round
-        if self._company is not None:
-            self._company.ended(list(synced))
+        if self._peer_checks is not None:
+            self._peer_checks.ended(list(synced))
         if hooks.progress is not before:
             self._checkpoints.take_if_due(synced)
         self._tell(loss, step_s, time.monotonic() - from_s, list(synced))

@@ -21,7 +21,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 
 _STORE_PATIENCE_S = 2.0
-"""ElapsedWaits for the store in the middle of a run, which waits for this."""
+"""Longest wait for the store in the middle of a run, which waits meanwhile."""
 
 _log = get_logger(__name__)
 

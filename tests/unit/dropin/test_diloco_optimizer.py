@@ -364,8 +364,8 @@ def test_node_that_has_a_peer_does_not_call_itself_alone(
 ) -> None:
     ended = PeerChecks.ended
 
-    def ended_with_a_peer(company: PeerChecks, rounds: Iterable[RoundReport]) -> None:
-        ended(company, [replace(r, members=(r.member_id, "b#1"), weights=(1, 1)) for r in rounds])
+    def ended_with_a_peer(checks: PeerChecks, rounds: Iterable[RoundReport]) -> None:
+        ended(checks, [replace(r, members=(r.member_id, "b#1"), weights=(1, 1)) for r in rounds])
 
     optimizer = join(model := model_of())
     with monkeypatch.context() as patch:
