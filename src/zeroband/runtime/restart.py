@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from zeroband.checkpoint.folder import read_owner
@@ -154,15 +154,6 @@ def _address(view: View, member: str) -> Address | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreedState(SavedState):
-    """The state on which the nodes agreed to begin, as it lies in the section buffers."""
-
-    source: str
-    """`checkpoint`, or `members` where it was fetched."""
-    founding_round: int
-
-
 class Restart:
     """This node's part in beginning its run on a checkpoint, whether it was asked to resume or no member is left."""
 
@@ -173,8 +164,8 @@ class Restart:
         self._abandoned = AbandonedRunWait(node, events)
         self._saved: SavedState | None = None
         """The checkpoint that lies in the section buffers."""
-        self._found: AgreedState
-        """Set before the event is AGREED."""
+        self._is_read, self._founding_round = False, 0
+        """Whether that was read here or fetched, and the round to found; of what was agreed on."""
         self._told: Mapping[str, Holding] = {}
         """What the living nodes said that they have at their ckpt.path, as of the last look."""
         self._standing: tuple[int | None, Holding] | None = None
@@ -228,27 +219,31 @@ class Restart:
 
         Returns what came of it, and the round of the founding where that is AGREED.
         """
-        event = JoinEvent(on_first_rank(self._run.mesh.local, self._agree))
-        return event, self._take_state() if event is JoinEvent.AGREED else 0
+        local = self._run.mesh.local
+        event, founding_round, is_read = on_first_rank(
+            local, lambda: [self._agree(), self._founding_round, self._is_read]
+        )
+        if event == JoinEvent.AGREED:
+            self._take_state(founding_round, is_read=is_read)
+        return JoinEvent(event), founding_round
 
-    def _take_state(self) -> int:
-        """Take over what was agreed on; returns the round of the founding. Called by all local ranks."""
-        run, agreed = self._run, state_on_all(self._run.mesh.local, AgreedState, lambda: self._found)
-        digest = take_over(run.outer, agreed, f"the checkpoint of step {agreed.step}", run.mesh.local)
-        is_read = agreed.source == "checkpoint"
+    def _take_state(self, founding_round: int, *, is_read: bool) -> None:
+        run, local = self._run, self._run.mesh.local
+        saved = state_on_all(local, SavedState, lambda: self._saved)
+        assert saved is not None, "it was read or fetched"
+        digest = take_over(run.outer, saved, f"the checkpoint of step {saved.step}", local)
         if not is_read:
             run.forget_inner()
         self._events.emit(
             "resumed_from",
-            round=agreed.founding_round,
-            step=agreed.step,
-            source=agreed.source,
-            rejected=list(agreed.rejected),
+            round=founding_round,
+            step=saved.step,
+            source="checkpoint" if is_read else "members",
+            rejected=list(saved.rejected),
             digest=digest,
-            has_inner=is_read and run.load_inner(agreed.step),
+            has_inner=is_read and run.load_inner(saved.step),
             took_s=round(time.monotonic() - self._from_s, 3),
         )
-        return agreed.founding_round
 
     def _agree(self) -> JoinEvent:
         """Look once. What ends this node is raised a moment later, so that the others see it, too."""
@@ -337,13 +332,13 @@ class Restart:
         """Take the state that was agreed on: read it where this node has it, else fetch it from who named it."""
         held = self._told[self._run.mesh.member_id].held
         if held is not None and (held.step, held.state_digest) == (agreed.step, agreed.state_digest):
-            saved, source = self._read(held), "checkpoint"
+            saved, self._is_read = self._read(held), True
             if saved is None:
                 return JoinEvent.AGAIN
         elif self._start_nodes == 1:
             return self._wait("they are about to begin the run again", (agreed.member,))
         else:
-            self._saved, source = None, "members"
+            self._saved, self._is_read = None, False
             try:
                 got = self._run.recovery.fetch_restart(self._run.outer.sections, agreed)
             except RecoveryFailed as error:
@@ -353,15 +348,8 @@ class Restart:
         for step, why in passed_over.items():
             if step not in self._rejected:  # those that were read have been said
                 _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
-        self._found = AgreedState(
-            saved.round,
-            saved.record,
-            saved.state_digest,
-            step=saved.step,
-            rejected=tuple(passed_over.values()),
-            source=source,
-            founding_round=agreed.round,
-        )
+        self._saved = replace(saved, rejected=tuple(passed_over.values()))
+        self._founding_round = agreed.round
         return JoinEvent.AGREED
 
     def _wait(self, why: str, waits_for: Sequence[str]) -> JoinEvent:
