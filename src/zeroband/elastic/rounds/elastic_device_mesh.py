@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_record, to_record
+from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_json, to_json
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (
@@ -128,14 +128,10 @@ class ElasticDeviceMesh:
             outcome = self.member.await_turn(
                 round, self._rules, is_member=is_member, start_deadline_s=self._start_deadline_s
             )
-            return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
+            return {"is_opening": isinstance(outcome, Opening), "text": to_json(outcome)}
 
         outcome = on_first_rank(self.local, wait)
-        return (
-            from_record(Opening, outcome["record"])
-            if outcome["is_opening"]
-            else from_record(Verdict, outcome["record"])
-        )
+        return from_json(Opening if outcome["is_opening"] else Verdict, outcome["text"])
 
     def reduce_mean(self, request: RoundRequest) -> Transfer:
         """The weighted mean of the members' contributions, bit-identical on all of them.
@@ -211,9 +207,9 @@ class ElasticDeviceMesh:
         Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
         """
 
-        def wait() -> dict[str, Any]:
+        def wait() -> str:
             try:
-                return to_record(self.member.await_verdict(opening, record))
+                return to_json(self.member.await_verdict(opening, record))
             except PeerLost as error:
                 self.member.record_stall(opening.round, str(error))
                 raise
@@ -221,7 +217,7 @@ class ElasticDeviceMesh:
                 self.member.watch(None)
 
         try:
-            return from_record(Verdict, on_first_rank(self.local, wait))
+            return from_json(Verdict, on_first_rank(self.local, wait))
         except PeerLost:
             self._plane.leave_behind()
             raise
