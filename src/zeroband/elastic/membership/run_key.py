@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from zeroband.elastic.membership.node_key import SIGNATURE_BYTES, NodeKey, is_signed
+from zeroband.elastic.membership.node_key import SIGNATURE_BYTES, NodeKey, is_of_key, is_signed
 from zeroband.observe.view import public_key_in
 
 _KEY_BYTES = 32
@@ -31,6 +31,10 @@ class RunKey:
     def sign(self, said: bytes) -> bytes:
         """Sign with this node's own key; zeros where there is none."""
         return bytes(SIGNATURE_BYTES) if self.node is None else self.node.sign(said)
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name carries this node's own key."""
+        return self.node is not None and is_of_key(name, self.node.public)
 
     def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
         """Whether the node that a name is of said this.

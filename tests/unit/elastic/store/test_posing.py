@@ -180,6 +180,8 @@ def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pyt
     stores["b"].view(1)
     assert verified == []
     stores["b"].announce_ready(B, READY)
+    assert verified == []  # its own
+    stores["a"].view(1)
     assert {*verified} == {B}
 
 
