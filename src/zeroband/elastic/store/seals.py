@@ -26,8 +26,6 @@ _MAC_DIGITS = 32
 _PARTS = 6
 _NONE = "-"
 _SIGNED_AS = "zeroband record 1"
-_REMEMBERED = 8
-"""Records of this node's own that are not verified when they come back: those of a round or two."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,6 @@ class Seals:
         self._prefix = prefix
         self.token_check = self._mac("token")
         """Equal for two nodes with one token; does not tell it."""
-        self._own: tuple[tuple[bytes, str, tuple[str, ...]], ...] = ()
-        """The newest records that this node signed, each with its name and its scope."""
 
     def _mac(self, *parts: str) -> str:
         said = "\0".join((self._prefix, *parts)).encode()
@@ -101,10 +97,7 @@ class Seals:
             signature = self._keys.sign(self._signed(by, head, text, *scope))
             text = f"{base64.b64encode(signature).decode()} {text}"
         rest = f"{head} {text}"
-        sealed = f"{self._mac(*scope, rest)} {rest}"
-        if self._keys.is_own(by):
-            self._own = (*self._own[1 - _REMEMBERED :], (sealed.encode(), by, scope))
-        return sealed
+        return f"{self._mac(*scope, rest)} {rest}"
 
     def open(self, raw: bytes, *scope: str, by: str = "") -> Record | None:
         """What was sealed; None where it was not sealed so, by a node of this run.
@@ -112,26 +105,25 @@ class Seals:
         Who has the key, which in a run without a token anybody has, may have sealed anything: a label that is none
         makes no record.
         """
-        is_own = (raw, by, scope) in self._own
         try:
             mac, _, rest = raw.decode().partition(" ")
-            if not is_own and not (mac.isascii() and hmac.compare_digest(mac, self._mac(*scope, rest))):
+            if not mac.isascii() or not hmac.compare_digest(mac, self._mac(*scope, rest)):
                 return None
             *head, text = rest.split(" ", _PARTS - 2)
             round, version, id, sessions = head
             named = () if sessions == _NONE else tuple(sessions.split(","))
             record = Record(Label(int(round), int(version), id, named), text)
-            return self._opened(record, by, " ".join(head), *scope, is_own=is_own) if by else record
+            return self._opened(record, by, " ".join(head), *scope) if by else record
         except ValueError:
             return None
 
-    def _opened(self, record: Record, by: str, head: str, *scope: str, is_own: bool) -> Record:
+    def _opened(self, record: Record, by: str, head: str, *scope: str) -> Record:
         """Take the signature off a record. Raises ValueError."""
         signature, text = b"", record.text
         if public_key_in(by) is not None:
             digits, _, text = record.text.partition(" ")
             signature = base64.b64decode(digits, validate=True)
-        is_signed = is_own or self._keys.accepts(by, self._signed(by, head, text, *scope), signature)
+        is_signed = self._keys.accepts(by, self._signed(by, head, text, *scope), signature)
         return Record(record.label, text, is_signed)
 
 
