@@ -379,7 +379,7 @@ class Verdict(LongRecord):
     def members(self) -> tuple[str, ...]:
         return self.opening.members
 
-    @property
+    @cached_property
     def sessions(self) -> tuple[str, ...]:
         """The run's session after this round and those before it, the newest first.
 
