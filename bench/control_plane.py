@@ -7,6 +7,7 @@ the times to a decision are those of members that share the processors of this m
     python bench/control_plane.py --nodes 4 16 64
     python bench/control_plane.py --nodes 128 --churn     # then 30 % leave at once, and 50 join at once
     python bench/control_plane.py --nodes 128 --probe     # members probe one another, too, as their guardians do
+    python bench/control_plane.py --nodes 128 --unsigned  # and once with members that have no keys, and sign nothing
     python bench/control_plane.py --nodes 512 --detect-s 30   # leases that hold though members wait for a processor
 """
 
@@ -43,7 +44,7 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import PeerLost
@@ -52,6 +53,7 @@ from zeroband.node.shared_flags import SharedFlags
 RUN_ID = "scale"
 SECRET, HOST = b"k" * 32, "127.0.0.1"
 SHAPE = RunShape(total_steps=10**9, batch_size=32)
+RULES = Rules(shape=SHAPE)
 STEPS = 50
 START_S = 600.0
 DETECT_S = 5.0
@@ -134,10 +136,10 @@ def links_of(member: str, members: tuple[str, ...]) -> dict[str, int]:
 class Node:
     """One member, and what a node has beside it."""
 
-    def __init__(self, url: str, number: int, folder: Path, *, probes: bool, detect_s: float) -> None:
+    def __init__(self, url: str, number: int, folder: Path, *, probes: bool, detect_s: float, signs: bool) -> None:
         self._probes = probes
         time_outs = TimeOuts.following(detect_s, dict.fromkeys(TIME_OUT_NAMES))
-        own = NodeKey.new()
+        own = NodeKey.new() if signs else None
         self._key = RunKey(SECRET, own)
         self._open_store = partial(RedisStore, url, RUN_ID, key=self._key, lease_s=time_outs.lease_s, patience_s=60.0)
         self._store = self._open_store()
@@ -150,7 +152,7 @@ class Node:
             RUN_ID,
             self._store.found_or_match(SHARED),
             start_guardian=lambda order, _: self._guard(order),
-            name_member=own.new_member_id,
+            name_member=new_member_id if own is None else own.new_member_id,
         )
         identity = NodeIdentity(
             f"node-{number:04d}", ListenAddress(f"10.0.{number // 250}.{number % 250}"), (), 0, folder
@@ -167,16 +169,16 @@ class Node:
         while self.verdict is None or self.member.member_id not in self.verdict.members:
             committed = self.member.look(0).committed
             assert committed is not None
-            self._round(committed.round + 1, Rules(), weight=0, transfer_s=0.0, is_member=False)
+            self._round(committed.round + 1, RULES, weight=0, transfer_s=0.0, is_member=False)
         while self.verdict.round < last:
             self.round(JOIN_ROUND_S)
 
     def found(self, nodes: int) -> None:
-        assert self._round(FOUNDING_ROUND, Rules(start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False)
+        assert self._round(FOUNDING_ROUND, replace(RULES, start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False)
 
     def round(self, transfer_s: float) -> None:
         assert self.verdict is not None
-        assert self._round(self.verdict.round + 1, Rules(), weight=1000, transfer_s=transfer_s, is_member=True)
+        assert self._round(self.verdict.round + 1, RULES, weight=1000, transfer_s=transfer_s, is_member=True)
 
     def _round(self, round: int, rules: Rules, *, weight: int, transfer_s: float, is_member: bool) -> bool:
         """One round from start to end. False: it was committed without this member."""
@@ -228,7 +230,7 @@ class Node:
         self._store.close()
 
 
-def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, detect_s: float) -> None:
+def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, detect_s: float, signs: bool) -> None:
     """A process that carries some members: does what it is told with those that are meant, all at once."""
     sys.setswitchinterval(TURN_S)
     nodes: dict[int, Node] = {}
@@ -236,7 +238,7 @@ def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, d
 
         def act(what: str, number: int, arguments: Sequence[Any]) -> None:
             if what == "start":
-                nodes[number] = Node(url, number, Path(folder), probes=probes, detect_s=detect_s)
+                nodes[number] = Node(url, number, Path(folder), probes=probes, detect_s=detect_s, signs=signs)
             elif number in nodes:  # else it has not started, or is not there any more
                 getattr(nodes[number], what)(*arguments)
 
@@ -253,9 +255,16 @@ def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, d
 class Crowd:
     """Members of one run, in processes that carry them, and the store between them."""
 
-    def __init__(self, server: RedisServer, *groups: range, probes: bool = False, detect_s: float = DETECT_S) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        *groups: range,
+        probes: bool = False,
+        detect_s: float = DETECT_S,
+        signs: bool = True,
+    ) -> None:
         """`groups`: members that are told what to do together; no process carries members of two."""
-        work = partial(carry, probes=probes, detect_s=detect_s)
+        work = partial(carry, probes=probes, detect_s=detect_s, signs=signs)
         self._client = redis.Redis.from_url(server.local_url)
         spawn = multiprocessing.get_context("spawn")
         self._workers: list[tuple[range, Connection]] = []
@@ -329,7 +338,7 @@ class Figures:
 
 
 def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s: float) -> Figures:
-    """SimulationResult a run of so many nodes, and measure it."""
+    """Play a run of so many nodes, and measure it."""
     members = range(nodes)
     crowd.have("start", members)
     crowd.have("found", members, nodes)
@@ -396,6 +405,19 @@ def churn(crowd: Crowd, nodes: int, detect_s: float) -> None:
     )
 
 
+def measure(nodes: int, signs: bool, options: argparse.Namespace) -> None:
+    """Print what a run of so many nodes costs."""
+    with RedisServer() as server, ExitStack() as stack:
+        joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
+        crowd = Crowd(server, range(nodes), joiners, probes=options.probe, detect_s=options.detect_s, signs=signs)
+        stack.callback(crowd.close)
+        found = figures(crowd, nodes, rounds=options.rounds, train_s=options.train_s, transfer_s=options.transfer_s)
+        require(found.round_bytes > 0, "the store sent nothing")
+        print(row(found) + ("" if signs else " | without signatures"), flush=True)
+        if options.churn:
+            churn(crowd, nodes, options.detect_s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=count, nargs="+", default=[4, 16, 64])
@@ -405,18 +427,12 @@ def main() -> None:
     parser.add_argument("--detect-s", type=float, default=DETECT_S, help="how long a lease lasts")
     parser.add_argument("--probe", action="store_true", help="have members probe one another")
     parser.add_argument("--churn", action="store_true", help="then have some leave, and others join, at once")
+    parser.add_argument("--unsigned", action="store_true", help="measure members without keys, too")
     options = parser.parse_args()
     print(HEAD, flush=True)
     for nodes in options.nodes:
-        with RedisServer() as server, ExitStack() as stack:
-            joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
-            crowd = Crowd(server, range(nodes), joiners, probes=options.probe, detect_s=options.detect_s)
-            stack.callback(crowd.close)
-            found = figures(crowd, nodes, rounds=options.rounds, train_s=options.train_s, transfer_s=options.transfer_s)
-            require(found.round_bytes > 0, "the store sent nothing")
-            print(row(found), flush=True)
-            if options.churn:
-                churn(crowd, nodes, options.detect_s)
+        for signs in (False, True) if options.unsigned else (True,):
+            measure(nodes, signs, options)
 
 
 if __name__ == "__main__":

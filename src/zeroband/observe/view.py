@@ -6,7 +6,7 @@ import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import median_low
 from typing import Any, Literal
 
@@ -292,6 +292,7 @@ def node_id_of_member(member_id: str) -> str:
     return member_id.rpartition("#")[0] or member_id
 
 
+@lru_cache(maxsize=4096)  # of the few names of a run, again and again
 def public_key_in(name: str) -> bytes | None:
     """The 32 bytes of the public key at the end of a member's or a node's name; None where it carries none.
 

@@ -83,6 +83,11 @@ def checkers(opening: Opening) -> tuple[str, ...]:
     )
 
 
+def all_check(view: View) -> bool:
+    """Whether so few members live that nearly each of them is among the `checkers` of an opening."""
+    return len(view.alive) <= _CHECKERS + 1
+
+
 def follows(opening: Opening, view: View, rules: Rules) -> str | None:
     """Say why an opening does not follow from the records of its members; None: it does.
 

@@ -50,6 +50,15 @@ FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
 
 
+class LongRecord:
+    """A record of many members: its text is made once, as it takes longer than all else that is done with it."""
+
+    @cached_property
+    def text(self) -> str:
+        """The record as `to_json` gives it."""
+        return _text_of(self)
+
+
 @dataclass(frozen=True)
 class Ready:
     """A member has arrived at the boundary of `round`. Written once for each member and round."""
@@ -134,7 +143,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Opening:
+class Opening(LongRecord):
     """Round `round` is open to exactly these members, in the order of their node ranks."""
 
     version: Version
@@ -218,7 +227,8 @@ class Opening:
     @cached_property
     def unsigned_text(self) -> str:
         """What the signature is over."""
-        return to_json(replace(self, signature=""))
+        signature = json.dumps(self.signature)  # a quote within a text has a backslash before it, so this is the field
+        return self.text.replace(f'"signature": {signature}', '"signature": ""')
 
     @cached_property
     def id(self) -> str:
@@ -352,7 +362,7 @@ VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(LongRecord):
     """A round is committed: the members of its opening hold the same result. Written once for each round."""
 
     opening: Opening
@@ -369,7 +379,7 @@ class Verdict:
     def members(self) -> tuple[str, ...]:
         return self.opening.members
 
-    @property
+    @cached_property
     def sessions(self) -> tuple[str, ...]:
         """The run's session after this round and those before it, the newest first.
 
@@ -561,6 +571,10 @@ class Wait:
 
 def to_json(value: object) -> str:
     """A record as text, always the same for equal records: the store compares openings by it."""
+    return value.text if isinstance(value, LongRecord) else _text_of(value)
+
+
+def _text_of(value: object) -> str:
     return json.dumps(_adapter(type(value)).dump_python(value, warnings="error"), sort_keys=True)
 
 

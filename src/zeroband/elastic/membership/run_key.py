@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from zeroband.elastic.membership.node_key import SIGNATURE_BYTES, NodeKey, is_signed
+from zeroband.elastic.membership.node_key import SIGNATURE_BYTES, NodeKey, is_of_key, is_signed
 from zeroband.observe.view import public_key_in
 
 _KEY_BYTES = 32
+_REMEMBERED = 8
+"""Signatures of this node's own that are not verified when they come back: those of a round or two."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class RunKey:
     secret: bytes
     node: NodeKey | None = None
     """This node's own key. None: no node but a tool, which reads what nodes say and says nothing in their names."""
+    _signed: deque[tuple[bytes, bytes]] = field(
+        default_factory=lambda: deque(maxlen=_REMEMBERED), init=False, repr=False, compare=False
+    )
+    """What this node signed last, with its signatures."""
 
     @staticmethod
     def of(token: str | None, run_id: str, *, node: NodeKey | None = None) -> RunKey:
@@ -30,7 +37,11 @@ class RunKey:
 
     def sign(self, said: bytes) -> bytes:
         """Sign with this node's own key; zeros where there is none."""
-        return bytes(SIGNATURE_BYTES) if self.node is None else self.node.sign(said)
+        if self.node is None:
+            return bytes(SIGNATURE_BYTES)
+        signature = self.node.sign(said)
+        self._signed.append((said, signature))
+        return signature
 
     def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
         """Whether the node that a name is of said this.
@@ -39,7 +50,8 @@ class RunKey:
         """
         if public_key_in(name) is None:
             return self.node is None and not any(signature)
-        return is_signed(name, said, signature)
+        is_own = self.node is not None and is_of_key(name, self.node.public)
+        return (is_own and (said, signature) in tuple(self._signed)) or is_signed(name, said, signature)
 
     @property
     def store_password(self) -> str:

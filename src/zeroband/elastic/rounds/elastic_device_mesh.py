@@ -7,12 +7,12 @@ learn the decision, or the same error, through the local mesh.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_record, to_record
+from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_json, to_json
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (
@@ -42,14 +42,31 @@ _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
 
 def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
     """Run `work` on local rank 0 and return its JSON-ready value, or raise its error, on every local rank."""
-    outcome: dict[str, Any] = {}
-    if local.rank == 0:
-        try:
-            outcome = {"value": work()}
-        except _TRAVELLING_ERRORS as error:
-            kind = next(i for i, kind in enumerate(_TRAVELLING_ERRORS) if isinstance(error, kind))
-            outcome = {"error": kind, "message": str(error)}
-    outcome = broadcast_json(outcome, local)
+    return _value_of(broadcast_json(_outcome_of(work) if local.rank == 0 else {}, local))
+
+
+def record_on_first_rank(local: LocalMesh, kinds: Sequence[type[Any]], work: Callable[[], Any]) -> Any:
+    """As `on_first_rank`, for a record of one of these kinds. The only rank of a node gets it as it is."""
+    if local.world_size == 1:
+        return _value_of(_outcome_of(work))
+
+    def told() -> tuple[int, str]:
+        record = work()
+        return kinds.index(type(record)), to_json(record)
+
+    kind, text = on_first_rank(local, told)
+    return from_json(kinds[kind], text)
+
+
+def _outcome_of(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except _TRAVELLING_ERRORS as error:
+        kind = next(i for i, kind in enumerate(_TRAVELLING_ERRORS) if isinstance(error, kind))
+        return {"error": kind, "message": str(error)}
+
+
+def _value_of(outcome: Mapping[str, Any]) -> Any:
     if "error" in outcome:
         raise _TRAVELLING_ERRORS[outcome["error"]](outcome["message"])
     return outcome["value"]
@@ -124,18 +141,12 @@ class ElasticDeviceMesh:
         `is_member`: it took part in the last round, so that a round without it means Fenced, unless it was only late.
         """
 
-        def wait() -> dict[str, Any]:
-            outcome = self.member.await_turn(
+        def wait() -> Opening | Verdict:
+            return self.member.await_turn(
                 round, self._rules, is_member=is_member, start_deadline_s=self._start_deadline_s
             )
-            return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
 
-        outcome = on_first_rank(self.local, wait)
-        return (
-            from_record(Opening, outcome["record"])
-            if outcome["is_opening"]
-            else from_record(Verdict, outcome["record"])
-        )
+        return record_on_first_rank(self.local, (Opening, Verdict), wait)
 
     def reduce_mean(self, request: RoundRequest) -> Transfer:
         """The weighted mean of the members' contributions, bit-identical on all of them.
@@ -211,9 +222,9 @@ class ElasticDeviceMesh:
         Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
         """
 
-        def wait() -> dict[str, Any]:
+        def wait() -> Verdict:
             try:
-                return to_record(self.member.await_verdict(opening, record))
+                return self.member.await_verdict(opening, record)
             except PeerLost as error:
                 self.member.record_stall(opening.round, str(error))
                 raise
@@ -221,7 +232,7 @@ class ElasticDeviceMesh:
                 self.member.watch(None)
 
         try:
-            return from_record(Verdict, on_first_rank(self.local, wait))
+            return record_on_first_rank(self.local, (Verdict,), wait)
         except PeerLost:
             self._plane.leave_behind()
             raise

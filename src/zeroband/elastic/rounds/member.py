@@ -31,7 +31,7 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.membership.limits import checkers, follows, within_limits
+from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
 from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
@@ -150,6 +150,8 @@ class Rule(Generic[_T]):
     """Members that may propose it: the first one at once, the others one after the other while it stays due."""
     left_s: Callable[[], float] = lambda: math.inf
     """Until a wait of this member's own ends."""
+    takes_all: Callable[[View], bool] = lambda view: False
+    """Whether what others propose is checked by all that was said, so that each look should show it."""
 
     def __call__(self, view: View) -> _T | Wait:
         return self.decide(view)
@@ -298,7 +300,7 @@ class Member:
             """Whoever's patience ends has waited for the longest, so it proposes at once."""
             return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_in(view)
 
-        return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()))
+        return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()), all_check)
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
         """The view without records that are beyond their limits; says once of each that it is refused."""
@@ -467,7 +469,7 @@ class Member:
             left_s = _LOOK_S if due_at_s is None else due_at_s + self._place(rule, view) * step_s - now_s
             if left_s > 0:  # it is for others to propose
                 within_s = min(left_s, _LOOK_S, max(rule.left_s(), _POLL_MIN_S))
-                view = self._await_change(round, view, within_s=within_s, whole=False)
+                view = self._await_change(round, view, within_s=within_s, whole=rule.takes_all(view))
             else:
                 view = self._await_change(round, view, within_s=pauses.pause_s(), whole=True)
 

@@ -211,3 +211,17 @@ def _is_unbounded(annotation: Any) -> bool:
         hints = get_type_hints(annotation, include_extras=True)
         return any(_is_unbounded(hints[part.name]) for part in fields(annotation))
     return any(_is_unbounded(part) for part in get_args(annotation))
+
+
+TRICKY = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(['"signature": "x"', '\\"signature": "', "signature", '", "signature": "x']),
+)
+
+
+@given(st.lists(TRICKY, min_size=1, max_size=3, unique=True), TRICKY)
+def test_signature_of_an_opening_is_over_all_of_it_but_itself(members: list[str], signature: str) -> None:
+    ones = (1,) * len(members)
+    opening = Opening(1, 1, 0, tuple(members), ones, ones, ones, proposer=members[0], signature=signature)
+    assert opening.unsigned_text == to_json(replace(opening, signature=""))
+    assert from_json(Opening, to_json(opening)).unsigned_text == opening.unsigned_text

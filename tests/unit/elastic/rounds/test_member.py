@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
 from zeroband.elastic.membership.records import Evidence, Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
-from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
@@ -158,6 +160,35 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
     verdict = last(lambda: b.vote(opening, "d", {}), lambda: b.await_verdict(opening, {}))
     assert a.await_verdict(opening, {}) == verdict
     assert trips.count(True) == STORE_TRIPS
+
+
+def test_first_of_a_round_asks_the_store_no_more_often(
+    make_member: MakeMember, open_store: Callable[..., RedisStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It checks the opening by the records of all members, which the look shows that brings the opening."""
+    first, last = make_member("a", store=open_store()), make_member("b", store=open_store())
+    monkeypatch.setattr("zeroband.elastic.rounds.member._LOOK_S", 30.0)
+    run, trips = StoreScript.__call__, Counter[str]()
+
+    def counted(script: StoreScript, **asked: Any) -> Any:
+        trips[threading.current_thread().name] += 1
+        return run(script, **asked)
+
+    def play(member: Member, round: int, until: threading.Event, then: threading.Event) -> Verdict:
+        until.wait()
+        member.announce_ready(Ready(round, 5 * round, "s"), start_nodes=2)
+        then.set()
+        opening = turn_of(member, round, Rules(start_nodes=2))
+        return commit(opening, member)[0]
+
+    with ThreadPoolExecutor(1, "first") as threads:
+        for round in (0, 1):
+            monkeypatch.setattr(StoreScript, "__call__", counted if round else run)
+            now, announced = threading.Event(), threading.Event()
+            now.set()
+            verdict = threads.submit(play, first, round, now, announced)
+            assert play(last, round, announced, now) == verdict.result()
+    assert trips["first_0"] == STORE_TRIPS
 
 
 def test_last_of_the_founders_opens_the_run_by_its_first_look(

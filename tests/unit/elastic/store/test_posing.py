@@ -15,7 +15,7 @@ from tests.stores import SHARED, a_verdict, an_opening, open_next
 
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.node_key import NodeKey, is_signed
 from zeroband.elastic.membership.orders import ban, unban
 from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
@@ -170,16 +170,17 @@ def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pyt
     stores["a"].announce_ready(A, READY)
     stores["b"].view(1)
     verified: list[str] = []
-    accepts = RunKey.accepts
 
-    def count(self: RunKey, name: str, said: bytes, signature: bytes) -> bool:
+    def count(name: str, said: bytes, signature: bytes) -> bool:
         verified.append(name)
-        return accepts(self, name, said, signature)
+        return is_signed(name, said, signature)
 
-    monkeypatch.setattr(RunKey, "accepts", count)
+    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", count)
     stores["b"].view(1)
     assert verified == []
     stores["b"].announce_ready(B, READY)
+    assert verified == []  # its own
+    stores["a"].view(1)
     assert {*verified} == {B}
 
 

@@ -102,11 +102,27 @@ def test_what_another_node_says_in_its_name_does_not_count() -> None:
     moved = POSING.seal(replayed, "vote").encode()  # signed as something else
     relabelled = POSING.seal(replayed, "ready", label=Label(7)).encode()  # signed for another round
     for raw, scope in ((forged, "vote"), (moved, "vote"), (relabelled, "ready")):
-        record = OURS.open(raw, scope, by=MEMBER)
-        assert record is not None and not record.is_signed
+        for reader in (OURS, POSING):
+            record = reader.open(raw, scope, by=MEMBER)
+            assert record is not None and not record.is_signed
     for text in ("d", "", "not base64 d"):
         record = OURS.open(POSING.seal(text, "vote").encode(), "vote", by=MEMBER)
         assert record is None or not record.is_signed
+
+
+def test_what_a_node_signed_itself_is_not_verified_again_and_counts_as_that_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seals, others = (Seals(RunKey(b"k" * 32, NODE), "run", "zeroband:{run}") for _ in range(2))
+    raw = seals.seal("d", "vote", "5-abc", by=MEMBER).encode()
+    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", lambda *_: False)
+    assert seals.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d")
+    assert others.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d", is_signed=False)
+    for scope in (("vote", "6-abc"), ("ready", "5-abc"), ("vote",)):
+        assert seals.open(raw, *scope, by=MEMBER) is None
+    for number in range(100):
+        seals.seal("d", "vote", str(number), by=MEMBER)
+    assert seals.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d", is_signed=False)
 
 
 def test_name_without_a_key_counts_with_tools_only() -> None:
