@@ -28,8 +28,8 @@ def hub_options(name: str, key: str) -> Mapping[str, bool]:
     if Path(name).is_dir():
         return {}
     if not is_hub_name(name):
-        problem = "is a file; name the folder that holds it" if Path(name).exists() else "is a folder that is not there"
-        raise ConfigError(f"{key}={name!r} {problem}, or a name on the Hugging Face Hub (owner/name)")
+        problem = "this is a file; name its folder" if Path(name).exists() else "there is no such folder; correct it"
+        raise ConfigError(f"{key}={name!r}: {problem}, or give a name on the Hugging Face Hub (owner/name)")
     return {"local_files_only": True} if hub_problem() else {}
 
 

@@ -77,12 +77,12 @@ def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("/nosuch/folder", "is a folder that is not there"),
-        ("./folder", "is a folder that is not there"),
-        ("../folder", "is a folder that is not there"),
-        ("~/folder", "is a folder that is not there"),
-        ("of/a/folder", "is a folder that is not there"),
-        ("tokenizer.json", "is a file; name the folder that holds it"),
+        ("/nosuch/folder", "there is no such folder; correct it"),
+        ("./folder", "there is no such folder; correct it"),
+        ("../folder", "there is no such folder; correct it"),
+        ("~/folder", "there is no such folder; correct it"),
+        ("of/a/folder", "there is no such folder; correct it"),
+        ("tokenizer.json", "this is a file; name its folder"),
     ],
 )
 def test_path_without_a_folder_is_told_so(
@@ -91,9 +91,11 @@ def test_path_without_a_folder_is_told_so(
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     Path("tokenizer.json").touch()
-    with pytest.raises(ConfigError, match=rf"^data\.tokenizer='{name}' {says}, or a name on the Hugging Face Hub"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.tokenizer='{name}': {says}, or give a name on the Hugging Face Hub"
+    ):
         open_tokenizer(name)
-    with pytest.raises(ConfigError, match=rf"^model\.name='{name}' {says}"):
+    with pytest.raises(ConfigError, match=rf"^model\.name='{name}': {says}"):
         hub_options(name, "model.name")
 
 
