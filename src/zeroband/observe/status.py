@@ -95,6 +95,7 @@ def lacking_in_words(view: RunView) -> str:
 
 
 def nodes_in_words(count: int) -> str:
+    """Return a number of nodes, with the noun in its number."""
     return "1 node" if count == 1 else f"{count} nodes"
 
 
