@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from zeroband import __version__
-from zeroband.node.launched import end_without_a_word
+from zeroband.errors import ConfigError
+from zeroband.node.launched import end_without_a_word, naming_variables_of_torch
 from zeroband.node.process_start import (
     give_home,
     keep_standard_streams,
@@ -20,7 +21,7 @@ from zeroband.node.process_start import (
     send_nowhere,
 )
 
-_EXIT_FAILED = 1
+_EXIT_FAILED, _EXIT_CONFIG = 1, 2
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _EXIT_UNHEARD = 128 + signal.SIGPIPE
 
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _load(chosen)(arguments[1:])
         return code if _is_written() else code or _EXIT_FAILED
+    except ConfigError as error:  # torch could not be loaded; what a command raises it says itself
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -111,7 +115,8 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
     """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
     numbers = end_without_a_word()
     try:
-        return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)
+        with naming_variables_of_torch():
+            return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)
     finally:
         for number, handler in numbers.items():
             signal.signal(number, handler)

@@ -43,6 +43,7 @@ from zeroband.node.launched import (
     let_segments_grow,
     local_rank,
     local_world_size,
+    naming_variables_of_torch,
     rank_and_world_size,
     require_one_task,
     tell_torchrun,
@@ -99,11 +100,13 @@ def _main(argv: Sequence[str] | None) -> int:
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
-            loop = load_uncollected("zeroband.runtime.loop")  # torch
+            with naming_variables_of_torch():
+                loop = load_uncollected("zeroband.runtime.loop")
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:
-                with import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say):
+                summary = import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say)
+                with summary, naming_variables_of_torch():
                     loop.run(config, departure)
             except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):

@@ -20,13 +20,21 @@ _ON = {"1", "ON", "YES", "TRUE"}
 _HUB = "https://huggingface.co"
 
 
-def hub_options(name: str) -> Mapping[str, bool]:
-    """Options of transformers' `from_pretrained`: where the hub is away, to take what is in the cache, or to fail."""
-    return {"local_files_only": True} if not Path(name).is_dir() and hub_problem() else {}
+def hub_options(name: str, key: str) -> Mapping[str, bool]:
+    """Options of transformers' `from_pretrained`: where the hub is away, to take what is in the cache, or to fail.
+
+    key: where the name stands. Raises: ConfigError where the name is a path, and no folder lies there.
+    """
+    if Path(name).is_dir():
+        return {}
+    if not is_hub_name(name):
+        problem = "this is a file; name its folder" if Path(name).exists() else "there is no such folder; correct it"
+        raise ConfigError(f"{key}={name!r}: {problem}, or give a name on the Hugging Face Hub (owner/name)")
+    return {"local_files_only": True} if hub_problem() else {}
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a data set of this name can lie on the hub alone: it is no path, and nothing here is called so."""
+    """Whether what has this name can lie on the hub alone: it is no path, and nothing here is called so."""
     return not name.startswith(("/", ".", "~")) and name.count("/") <= 1 and not Path(name).exists()
 
 

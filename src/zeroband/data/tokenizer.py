@@ -350,7 +350,8 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"{way_to_extra('hf')}"
         ) from e
     try:
-        return HuggingFaceTokenizer(name, transformers.AutoTokenizer.from_pretrained(name, **hub_options(name)))
+        options = hub_options(name, "data.tokenizer")
+        return HuggingFaceTokenizer(name, transformers.AutoTokenizer.from_pretrained(name, **options))
     except ConfigError:
         raise
     except Exception as e:  # its libraries raise bare exceptions for files that they cannot make sense of

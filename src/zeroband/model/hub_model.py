@@ -121,7 +121,8 @@ class TransformersBlueprint(ForeignBlueprint):
         overrides = {key: None if value == NONE else value for key, value in (section.config or {}).items()}
         try:
             if section.name is not None:
-                return library.AutoConfig.from_pretrained(section.name, **hub_options(section.name), **overrides)
+                options = hub_options(section.name, "model.name")
+                return library.AutoConfig.from_pretrained(section.name, **options, **overrides)
             kind = overrides.pop("model_type")
             if kind not in library.CONFIG_MAPPING:
                 close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
@@ -171,7 +172,7 @@ class TransformersBlueprint(ForeignBlueprint):
 
     def _pretrained(self) -> Any:
         assert self._section.name is not None, "weights belong to a name"
-        options: dict[str, Any] = {**hub_options(self._section.name)}
+        options: dict[str, Any] = {**hub_options(self._section.name, "model.name")}
         if self._section.attention is not None:
             options["attn_implementation"] = self._section.attention
         try:

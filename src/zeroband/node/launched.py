@@ -9,9 +9,10 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,9 @@ TOGETHER_S = 2.0
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch reads its allocator's settings; all releases from 2.11 know the first, and some warn of the others."""
+
+_OF_TORCH = ("TORCH", "PYTORCH", "TRITON", "AOT")
+"""How the variables begin that torch reads while its parts are loaded, some of them at the first step."""
 
 
 class LeaveRequests:
@@ -157,6 +161,27 @@ def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
         Path(file).write_text(json.dumps({"message": record}), encoding="utf-8")
         return True
     return False
+
+
+@contextlib.contextmanager
+def naming_variables_of_torch() -> Generator[None]:
+    """Raise ConfigError for a variable of the environment that torch cannot make sense of, as its parts are loaded."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        said = str(error).strip()
+        ours = {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
+        named = [name for name in ours if name in said] or [name for name in ours if _is_word_of(said, ours[name])]
+        if not named:
+            raise
+        raise ConfigError(
+            f"torch refuses {named[0]}={ours[named[0]]!r} of the environment: {said.splitlines()[0]}; unset it, or "
+            "correct it"
+        ) from error
+
+
+def _is_word_of(text: str, value: str) -> bool:
+    return bool(value) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:

@@ -58,7 +58,11 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP", "key")
     now_s = now()
     rows = [columns, *(_row(node, now_s) for node in view.nodes)]
-    lines = [*aligned(rows), "", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
+    lines = [
+        *aligned(rows),
+        "",
+        f"run {view.run_id}, {nodes_in_words(len(view.members))} in: {', '.join(view.members) or '-'}",
+    ]
     if view.store is not None:
         lines.append(f"store {view.store}")
     if view.sent_bytes and view.ddp_bytes:
@@ -86,8 +90,13 @@ def lacking_in_words(view: RunView) -> str:
     here = sum(node.node_id in view.members for node in view.nodes)
     if view.has_all_machines or here == len(view.members):
         return ""
-    are_in = "1 node is in" if len(view.members) == 1 else f"{len(view.members)} nodes are in"
-    return f"{are_in}; files of {here} are here"
+    verb = "is" if len(view.members) == 1 else "are"
+    return f"{nodes_in_words(len(view.members))} {verb} in; files of {here} are here"
+
+
+def nodes_in_words(count: int) -> str:
+    """Return a number of nodes, with the noun in its number."""
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def strangers_in_words(view: RunView) -> str:

@@ -189,6 +189,18 @@ def test_thoughts_that_the_template_does_not_write_are_told_of(folder: Path) -> 
         assert encoder.without_thoughts == expected
 
 
+def test_corpus_of_thoughts_that_are_not_written_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [{"role": "assistant", "content": "2", "reasoning_content": thought} for thought in ("", "I", "add")]
+    rows = [json.dumps({"messages": [{"role": "user", "content": "1+1"}, answer]}) for answer in answers]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    source = ChatSource(type="chat", paths=(f"{tmp_path}/a.jsonl",))
+    prepare(DataConfig(source=source, seq_length=64, cache_dir=tmp_path / "cache"), 0).close()
+    (told,) = [record.__dict__["fields"] for record in caplog.records if "assistant thought" in record.message]
+    assert (told["count"], told["first"]) == (2, f"{tmp_path}/a.jsonl:2")
+
+
 def test_bytes_have_their_own_template_and_are_exported_with_it(tmp_path: Path) -> None:
     tokenizer = opened("byte", None)
     (chat,) = encode(tokenizer, [{"role": "user", "content": "é"}, {"role": "assistant", "content": "→!"}])

@@ -1,4 +1,4 @@
-"""A hub that is away is found out at once, and its client is not left to try for a minute."""
+"""A hub that is away is found out at once, its client is not left to try for a minute, and it is asked for no path."""
 
 from __future__ import annotations
 
@@ -71,7 +71,32 @@ def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:2")  # of which nothing is known yet
     monkeypatch.setattr(socket, "create_connection", refuse)
-    assert hub_options(str(tmp_path)) == {}
+    assert hub_options(str(tmp_path), "model.name") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nosuch/folder", "there is no such folder; correct it"),
+        ("./folder", "there is no such folder; correct it"),
+        ("../folder", "there is no such folder; correct it"),
+        ("~/folder", "there is no such folder; correct it"),
+        ("of/a/folder", "there is no such folder; correct it"),
+        ("tokenizer.json", "this is a file; name its folder"),
+    ],
+)
+def test_path_without_a_folder_is_told_so(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").touch()
+    with pytest.raises(
+        ConfigError, match=rf"^data\.tokenizer='{name}': {says}, or give a name on the Hugging Face Hub"
+    ):
+        open_tokenizer(name)
+    with pytest.raises(ConfigError, match=rf"^model\.name='{name}': {says}"):
+        hub_options(name, "model.name")
 
 
 @pytest.mark.parametrize(("name", "value"), [("HF_HUB_OFFLINE", "1"), ("HTTP_PROXY", "http://127.0.0.1:2")])
@@ -79,7 +104,7 @@ def test_hub_behind_a_proxy_or_switched_off_is_left_to_its_client(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert hub_options("nobody/none") == {} and hub_hint() == ""
+    assert hub_options("nobody/none", "model.name") == {} and hub_hint() == ""
 
 
 class _Refusing(BaseHTTPRequestHandler):
@@ -93,7 +118,7 @@ def test_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub_options("nobody/none") == {}
+        assert hub_options("nobody/none", "model.name") == {}
 
 
 def test_hub_that_accepts_and_says_nothing_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

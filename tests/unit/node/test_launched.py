@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.node.launched import RANKS_FILE, let_segments_grow, rank_and_world_size, require_one_task
+from zeroband.node.launched import (
+    RANKS_FILE,
+    let_segments_grow,
+    naming_variables_of_torch,
+    rank_and_world_size,
+    require_one_task,
+)
 
 GROWING = "expandable_segments:True"
 
@@ -29,6 +37,41 @@ def test_trainer_sees_to_it_before_it_loads_torch() -> None:
     environ = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
     done = subprocess.run([sys.executable, "-c", probe], env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"2 {GROWING} False\n", done.stderr  # nothing to train
+
+
+@pytest.mark.parametrize(
+    ("says", "named"),
+    [
+        ("The value of TORCH_LOGS must be none", "TORCH_LOGS='bogus' of the environment: The value of TORCH_LOGS must"),
+        ("\nInvalid log settings: bogus, must be\nmore", "TORCH_LOGS='bogus' of the environment: Invalid log settings"),
+        ("invalid literal for int(): 'many'", "TORCHINDUCTOR_COMPILE_THREADS='many'"),
+        ("bogusly, TORCH and somebody else's: loud", ""),
+    ],
+)
+def test_variable_that_torch_refuses_is_named(monkeypatch: pytest.MonkeyPatch, says: str, named: str) -> None:
+    for name, value in {"TORCH_LOGS": "bogus", "TORCHINDUCTOR_COMPILE_THREADS": "many", "OTHER": "loud"}.items():
+        monkeypatch.setenv(name, value)
+    kind, text = (ConfigError, f"torch refuses {named}") if named else (ValueError, says)
+    with pytest.raises(kind, match=re.escape(text)), naming_variables_of_torch():
+        raise ValueError(says)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("TORCH_DISTRIBUTED_DEBUG", "loud", "The value of"),
+        ("TORCHINDUCTOR_CACHE_DIR", "/dev/null", "[Errno 17] File exists"),  # read where FSDP2 shards the model
+    ],
+)
+def test_train_ends_with_a_sentence_where_torch_refuses_a_variable(
+    tmp_path: Path, name: str, value: str, why: str
+) -> None:
+    command = [sys.executable, "-m", "zeroband.train", "@debug/normal", "--run.dir", str(tmp_path), "--run.id", "x"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "ZERO_BAND_DATA__CACHE_DIR": str(tmp_path), name: value}
+    done = subprocess.run([*command, "--train.dtype", "bfloat16"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"zeroband: torch refuses {name}={value!r} of the environment: {why}" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])

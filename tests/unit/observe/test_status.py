@@ -404,6 +404,13 @@ def test_loss_of_a_run_is_the_mean_of_its_members_newest_ones() -> None:
     assert RunView("r").loss is None
 
 
+def test_one_node_is_not_called_nodes() -> None:
+    for members, said in (((), "0 nodes in"), (("a#1",), "1 node in"), (("a#1", "b#1"), "2 nodes in")):
+        run = RunView("r", (replace(A, members=members),))
+        assert f", {said}: " in render(run)
+        assert f"  {said}  " in progress_line(Scene("", run, 0.0, ("a",), (), 0, ""))
+
+
 def test_all_nodes_are_said_to_have_sent_when_each_has_made_a_round() -> None:
     ahead = replace(A, ddp_bytes=100)
     assert traffic(shown(ahead, replace(B, round=0, sent_bytes=0))) == "nothing sent yet"

@@ -22,7 +22,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, RunHistory, Span
 from zeroband.observe.lines import RoundView
 from zeroband.observe.node_history import LinkView
-from zeroband.observe.status import human_count, lacking_in_words, strangers_in_words
+from zeroband.observe.status import human_count, lacking_in_words, nodes_in_words, strangers_in_words
 from zeroband.observe.view import AT_WORK, EventView, JoinView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
@@ -188,10 +188,11 @@ def _standing(
     state, words = _run_state(view, None if at_s is not None else age_s, waiting is not None)
     if not view.nodes and is_unread:
         words = "Nothing of this run could be read yet."
+    if lacking := lacking_in_words(replace(view, has_all_machines=setting.has_all_machines)):
+        before = "" if state == "training" else f"{words} "  # who trains here is not how many are in
+        words = f"{before}{lacking}; --store shows all."
     if view.strangers:
         words += f" {strangers_in_words(view)}."
-    if lacking := lacking_in_words(replace(view, has_all_machines=setting.has_all_machines)):
-        words += f" {lacking}; --store shows all."
     sample = known.sample(at_s)
     return {
         "place": setting.place,
@@ -273,7 +274,7 @@ def _run_state(view: RunView, age_s: float | None, is_waiting: bool) -> tuple[st
     if at_work and is_waiting and age_s is not None and age_s > _STALLED_S:
         return "stalled", f"No node has recorded anything for {age(age_s)}."
     if at_work:
-        return "training", f"{_nodes(len(at_work))} in, {_nodes(len(states))} seen."
+        return "training", f"{nodes_in_words(len(at_work))} in, {nodes_in_words(len(states))} seen."
     if "finished" in states:  # one that died as it started says nothing more
         return "finished", "All inner steps are done."
     if "joining" in states or "starting" in states:
@@ -285,10 +286,6 @@ def _run_state(view: RunView, age_s: float | None, is_waiting: bool) -> tuple[st
         "stalled",
         f"No node trains any more: all {len(states)} left or were lost; round {view.round} is the newest.",
     )
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zeroband.observe.status import human_bytes, human_count
+from zeroband.observe.status import human_bytes, human_count, nodes_in_words
 from zeroband.observe.view import AT_WORK, NodeView
 from zeroband.tools.top.scene import Scene, bars, on_its_way, stretch_means
 
@@ -154,7 +154,7 @@ def progress_line(scene: Scene) -> str:
     loss = "no loss yet" if run.loss is None else f"loss {run.loss:.3f}"
     return (
         f"outer step {_of(run.round or 0, scene.total_rounds)}  step {_of(run.step, run.total_steps)}  {loss}  "
-        f"epoch {'-' if run.epoch is None else run.epoch}  {len(run.members)} nodes in  {traffic(scene)}"
+        f"epoch {'-' if run.epoch is None else run.epoch}  {nodes_in_words(len(run.members))} in  {traffic(scene)}"
     )
 
 
