@@ -14,14 +14,13 @@ from typing import Any, cast
 
 from zeroband.config.section import MASK
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import FolderFacts
+from zeroband.observe.facts import CONFIG_FILE, FolderFacts
 from zeroband.observe.history import RunHistory
 from zeroband.observe.words import command
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.state import read_setting
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
 
-CONFIG_FILE = "config.toml"
 AUDITED_BYTES = 32 * 2**20
 """Most bytes of events that are audited here: the audit holds every round in memory, some 15 times as much."""
 
