@@ -14,9 +14,10 @@ from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
     from zeroband.node.launched import end_without_a_word
-    from zeroband.node.process_start import keep_standard_streams
+    from zeroband.node.process_start import keep_standard_streams, load_unwinder
 
     keep_standard_streams()
+    load_unwinder()
     end_without_a_word()
 
 import ctypes

@@ -23,7 +23,7 @@ from types import FrameType
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
-from zeroband.node.process_start import keep_standard_streams, outlast_readers
+from zeroband.node.process_start import keep_standard_streams, load_unwinder, outlast_readers
 from zeroband.node.processes import start_leashed
 from zeroband.node.processors import share_processors, usable_processors
 
@@ -73,6 +73,7 @@ class Launch:
 
 def main(argv: Sequence[str]) -> int:
     """Run a script as the arguments say. Returns the exit code."""
+    load_unwinder()
     try:
         return Launcher(parse(argv)).run()
     except ConfigError as error:

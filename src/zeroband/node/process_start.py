@@ -6,6 +6,7 @@ Loads no other package.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import pwd
@@ -75,6 +76,15 @@ def keep_standard_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  for as long as it runs
+
+
+def load_unwinder() -> None:
+    """Load what glibc opens when the first thread ends: without a free descriptor then, it aborts the process.
+
+    Does nothing where the C library is another one.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgcc_s.so.1")
 
 
 def outlast_readers(*, stdout: bool) -> None:

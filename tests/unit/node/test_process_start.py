@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import pwd
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,17 @@ def test_work_goes_on_where_nobody_can_be_told(redirections: str) -> None:
         "[print('x' * 9999, file=to, flush=True) for to in (sys.stdout, sys.stderr) * 30]; print('last'); sys.exit(7)"
     )
     assert run(probe, f"2> /dev/null {redirections}") == 7
+
+
+@pytest.mark.parametrize("first, code", [("pass", -signal.SIGABRT), ("load_unwinder()", 0)])
+def test_thread_may_end_without_a_free_descriptor(first: str, code: int) -> None:
+    probe = (
+        "import ctypes, os, resource, threading; from zeroband.node.process_start import load_unwinder; "
+        f"{first}; end = ctypes.CDLL(None).pthread_exit; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); "
+        "threading.Thread(target=lambda: end(None), daemon=True).start(); time = __import__('time'); "
+        "time.sleep(0.3); os._exit(0)"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], stderr=subprocess.DEVNULL).returncode == code
 
 
 def test_letters_that_a_terminal_lacks_are_escaped() -> None:
