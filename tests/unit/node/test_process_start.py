@@ -41,7 +41,7 @@ def test_work_goes_on_where_nobody_can_be_told(redirections: str) -> None:
     assert run(probe, f"2> /dev/null {redirections}") == 7
 
 
-@pytest.mark.parametrize("first, code", [("pass", -signal.SIGABRT), ("load_unwinder()", 0)])
+@pytest.mark.parametrize(("first", "code"), [("pass", -signal.SIGABRT), ("load_unwinder()", 0)])
 def test_thread_may_end_without_a_free_descriptor(first: str, code: int) -> None:
     probe = (
         "import ctypes, os, resource, threading; from zeroband.node.process_start import load_unwinder; "
