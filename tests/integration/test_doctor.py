@@ -34,7 +34,7 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture
 def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
     """What one of three nodes finds, with its token."""
-    for name, value in (("LEASE_S", 0.5), ("_CONNECT_S", 2.0), ("_LONG_ENOUGH_S", 0.05), ("_RENEW_S", 0.1)):
+    for name, value in (("LEASE_S", 1.5), ("_CONNECT_S", 5.0), ("_LONG_ENOUGH_S", 0.05), ("_RENEW_S", 0.1)):
         monkeypatch.setattr(pairs, name, value)
 
     def one(node_id: str, token: str) -> list[PairFinding]:
