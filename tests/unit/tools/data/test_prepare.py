@@ -502,7 +502,7 @@ def test_bytes_that_are_no_text_are_taken_where_they_are_asked_for(tmp_path: Pat
         (("--seq-length", "8"), "--pack best-fit and --seq-length T"),
         (("--min-tokens", "3", "--max-tokens", "2"), "--min-tokens 3 is above --max-tokens 2"),
         (("--binary", "--tokenizer", "gpt2"), "--binary needs --tokenizer byte"),
-        (("--tokenizer", "/nosuch"), "--tokenizer='/nosuch': neither"),
+        (("--tokenizer", "/nosuch"), "--tokenizer='/nosuch': there is no such folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(lines: Path, out: Path, flags: tuple[str, ...], says: str) -> None:
