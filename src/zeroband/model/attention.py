@@ -105,6 +105,13 @@ def varlen_attention() -> Attend:
     return attend_varlen
 
 
+def __getattr__(name: str) -> Any:
+    """Return `attend_varlen`, made when a driver asks for it by name: torch's module takes seconds to load."""
+    if name == "attend_varlen":
+        return varlen_attention()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) -> tuple[Attend, str]:
     """Return the fastest `Attend` for activations of this type, and why not a faster one; empty where there is none."""
     if device.type != "cuda":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zeroband.config.model import LlamaConfig
+from zeroband.model import attention
 from zeroband.model.attention import attend_plain, attention_on, rope_table, rotate
 
 
@@ -70,6 +71,13 @@ def test_another_first_document_changes_no_bit_of_the_second() -> None:
 
 def test_a_cpu_takes_the_plain_path_and_says_nothing() -> None:
     assert attention_on(torch.device("cpu"), torch.bfloat16, LlamaConfig()) == (attend_plain, "")
+
+
+def test_flash_attention_is_had_by_its_name() -> None:
+    """Drivers outside of the package trace a GPU's path by it: `from zeroband.model.attention import attend_varlen`."""
+    assert attention.attend_varlen.__name__ == "attend_varlen"
+    with pytest.raises(AttributeError, match="has no attribute 'attend_other'"):
+        _ = attention.attend_other
 
 
 def test_rope_scores_depend_only_on_distance() -> None:
