@@ -117,4 +117,6 @@ def test_member_that_goes_on_alone_is_named_and_costs_the_others_no_step(record_
     digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
     assert len(digests) == len({round for round, _ in digests})
     made = [verdict.opening.contributors() for round, verdict in recorded.history.items() if 0 < round <= reached[0]]
-    assert made and all(steps == 4 for by in made for member, steps in by.items() if node_id_of_member(member) in HONEST)
+    assert made and all(
+        steps == 4 for by in made for member, steps in by.items() if node_id_of_member(member) in HONEST
+    )
