@@ -95,7 +95,13 @@ def open_store(config: RunConfig) -> RedisStore:
     """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
     assert config.store.address is not None, "config_of_order and order_desk see to that"
     token = config.run.token.get_secret_value() if config.run.token else None
-    return open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
+    store = open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
+    try:
+        store.operator = _signer(config, (store.record() or {}).get("run.operator", _NO_OPERATOR))
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> RedisStore:
@@ -105,7 +111,6 @@ def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> Red
     try:
         store.find_run()
         store.require_token()
-        store.operator = _signer(config, (store.record() or {}).get("run.operator", _NO_OPERATOR))
     except BaseException:
         store.close()
         raise
