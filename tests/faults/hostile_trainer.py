@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds import member as rounds
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
@@ -36,11 +37,20 @@ def altered(opening: Opening, **fields: object) -> Opening:
     return copy
 
 
+def to_itself(opening: Opening) -> Opening:
+    """The opening without any other member."""
+    place = opening.members.index(opening.proposer)
+    lists = ("members", "weights", "steps", "steps_requested", "trust", "trained", "corpora", "largest")
+    kept = {name: (getattr(opening, name)[place],) for name in lists if getattr(opening, name)}
+    return replace(opening, sites=(), gains=(), network=LinkTable(), **kept)
+
+
 OPENINGS: dict[str, Callable[[RedisStore, Opening], Opening]] = {
     "sites out of range": lambda _, opening: altered(opening, sites=(9,) * len(opening.members)),
     "other weights": lambda store, opening: store.signed(
         replace(opening, weights=tuple(1 + weight for weight in opening.weights)), opening.proposer
     ),
+    "alone": lambda store, opening: store.signed(to_itself(opening), opening.proposer),
 }
 
 

@@ -92,3 +92,31 @@ def test_weights_that_take_the_whole_mean_or_no_float_holds_are_refused(record_r
     for node, said in reasons(recorded, "record_refused").items():
         assert any(text.startswith("weight=1000000000000, and ") for text in said), node
         assert any(text.startswith("weight=10") and "less than or equal to" in text for text in said), node
+
+
+def test_member_that_goes_on_alone_is_named_and_costs_the_others_no_step(record_run: RecordRun) -> None:
+    """It opens a round to itself, votes and commits; the others write over that, and none has to come back."""
+    reached = list[int]()
+
+    def tell(story: Any) -> None:
+        def is_refused() -> bool:
+            return all(any(e["kind"] == "opening_refused" for e in story.node(n).events()) for n in HONEST)
+
+        story.until(is_refused, "all others refuse the opening")
+        seen = max(story.history)
+        story.until(lambda: max(story.history) >= seen + 5, "the run goes on")
+        reached.append(seen + 5)
+
+    env = {"HOSTILE_NODE": HOSTILE, "HOSTILE_PLAN": "alone"}
+    outer = ("diloco", "--outer.inner-steps", "4")
+    recorded = record_run(tell, outer=outer, ranks=(1, 1, 1), faults={}, steps_per_round=4, script=SCRIPT, env=env)
+    for node, said in reasons(recorded, "opening_refused").items():
+        assert any(f"{HOSTILE}#" in text and "without most members" in text for text in said), said
+        assert len(recorded.lives(node)) == 1
+        assert not [e for e in recorded.events[node] if e["kind"] in ("fenced", "left_behind", "rejoined")]
+    digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
+    assert len(digests) == len({round for round, _ in digests})
+    made = [verdict.opening.contributors() for round, verdict in recorded.history.items() if 0 < round <= reached[0]]
+    assert made and all(
+        steps == 4 for by in made for member, steps in by.items() if node_id_of_member(member) in HONEST
+    )

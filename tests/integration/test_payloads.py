@@ -131,6 +131,28 @@ def test_bytes_of_a_round_are_those_of_its_payloads(recorded: Recorded) -> None:
     assert rounds[0]["outer/payload_ratio"] == pytest.approx(2 * parameters / payload_bytes)
 
 
+@pytest.mark.soak
+def test_node_of_two_ranks_scores_payloads_as_nodes_of_one_do(tmp_path: Path) -> None:
+    """Its ranks hold the parameters in shards (FSDP), and measure each payload together."""
+
+    def tell(story: Story) -> None:
+        story.until_contributing("node0", "node1", "node2")
+        begun = max(story.history)
+        story.until(lambda: max(story.history) >= begun + 8, "eight rounds more")
+
+    outer = ("sparseloco", "--outer.inner-steps", "2", "--outer.robust.type", "clip")
+    score = ("--outer.score.rounds", "1", "--outer.score.members", "3", "--data.hold-out", "0.1")
+    setup = Setup(outer=(*outer, *score), ranks=(2, 1, 1), faults={}, steps_per_round=2, detect_s=2.0)
+    recorded = record(tmp_path, setup, tell)
+    for records in recorded.metrics.values():
+        measured = [r for r in records if r.get("outer/score_s")]
+        assert len(measured) > 3 and all(-1 <= r["outer/gain"] <= 1 for r in records if "outer/gain" in r)
+    for number in list(recorded.history)[:-1]:
+        assert len({event["digest"] for event in recorded.of_round("round_committed", number).values()}) == 1
+    scored = {gain.member for verdict in recorded.history.values() for gain in verdict.opening.gains}
+    assert {node_id_of_member(member) for member in scored} == {"node0", "node1", "node2"}
+
+
 # -- through an aggregator ------------------------------------------------------------------------------------------
 
 

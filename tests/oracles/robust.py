@@ -21,19 +21,29 @@ class Part:
     share: np.float32
 
 
-def in_lanes(terms: npt.NDArray[np.float64]) -> float:
-    """The sum of float64 terms in 16 lanes, which are added from the first to the last."""
-    lanes = [np.float64(0)] * LANES
-    for i, term in enumerate(terms):
-        lanes[i % LANES] += term
+def in_lanes(terms: npt.NDArray[np.float32] | npt.NDArray[np.float64]) -> float:
+    """The sum of terms in 16 lanes of their kind, which are added in float64 from the first to the last."""
+    lanes = np.zeros(LANES, terms.dtype)
+    for start in range(0, len(terms), LANES):
+        row = terms[start : start + LANES]
+        lanes[: len(row)] += row
     total = np.float64(0)
     for lane in lanes:
-        total += lane
+        total += np.float64(lane)
     return float(total)
 
 
-def square(x: Floats) -> float:
-    return in_lanes(x.astype(np.float64) ** 2)
+def product(a: Floats, b: Floats) -> float:
+    """The sum of the products of two rows: in float32, and in float64 where that is too large or too small for it."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = in_lanes(a * b)
+    return total if 1e-20 < abs(total) < 1e30 else in_lanes(a.astype(np.float64) * b.astype(np.float64))
+
+
+def squared_distance(a: Floats, b: Floats) -> float:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        total = in_lanes((a - b) ** 2)
+    return total if 1e-20 < total < 1e30 else in_lanes((a.astype(np.float64) - b.astype(np.float64)) ** 2)
 
 
 def median_low(values: Sequence[float]) -> float:
@@ -54,7 +64,7 @@ def middle(rows: Sequence[Floats], trim: int) -> Floats:
 
 
 def clipped(parts: Sequence[Part], total: float) -> Floats:
-    norms = [float(np.sqrt(square(part.values))) for part in parts]
+    norms = [float(np.sqrt(product(part.values, part.values))) for part in parts]
     most = median_low(norms) if len(parts) > 2 else float("inf")
     counted = sum(float(part.share) for part in parts)
     out = np.zeros_like(parts[0].values)
@@ -73,8 +83,7 @@ def centered(parts: Sequence[Part], total: float, iterations: int) -> Floats:
     counted = sum(float(part.share) for part in parts)
     for _ in range(iterations):
         before = out.copy()
-        off = [part.values.astype(np.float64) - before.astype(np.float64) for part in parts]
-        distances = [float(np.sqrt(in_lanes(one**2))) for one in off]
+        distances = [float(np.sqrt(squared_distance(part.values, before))) for part in parts]
         most = median_low(distances)
         for part, distance in zip(parts, distances, strict=True):
             weight = np.float32(float(part.share) / counted * shrunk(distance, most))

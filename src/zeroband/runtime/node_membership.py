@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-from zeroband.config.outer import CustomConfig, DilocoConfig
+from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.reach import Ways, ways_to
-from zeroband.elastic.membership.records import FOUNDING_ROUND, View, view_to_record
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
@@ -123,6 +123,11 @@ class NodeMembership:
             before_retry=before_retry,
         )
         store.judge.on_forgery = lambda place, member: self._tell_impostor(member, place)
+        store.on_left_out = self._tell_left_out
+        if isinstance(config.outer, RoundsConfig):
+            store.quorum = config.outer.quorum
+        if config.run.operator is not None:
+            store.take_orders_of(config.run.operator, config.run.id, config.rollback)
         stack.callback(store.close)
         if config.run.token is None and self._node.local.rank == 0:
             _log.warning(
@@ -151,6 +156,10 @@ class NodeMembership:
 
     def _tell_impostor(self, member_id: str, where: str) -> None:
         self._on_event("impostor", member_id=member_id, where=where)
+
+    def _tell_left_out(self, opening: Opening) -> None:
+        reason = f"{opening.proposer} opened it without most members, which live and reach one another"
+        self._on_event("opening_refused", round=opening.round, reason=reason)
 
     # -- memory, port and data path -----------------------------------------------------------------------------
 

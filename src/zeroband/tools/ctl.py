@@ -1,8 +1,9 @@
-"""`zeroband ctl pause | resume | drain NODE | ban NODE | unban NODE | rollback --step N | status`: orders to a run.
+"""`zeroband ctl pause | resume | drain NODE | ban NODE | unban NODE | rollback --step N | status | operator`: orders.
 
 They go through the run's store and are in force from the next round on, on all nodes at once; every node writes into
 its events what it did. Store, run.id and run.token are named as `zeroband store` prints them, or by --store, --run-id
-and --token-file, or by the configuration of a node (@file.toml --flags). Going back also needs --ckpt.path.
+and --token-file, or by the configuration of a node (@file.toml --flags). Going back also needs --ckpt.path. `operator`
+prints run.operator for ZERO_BAND_RUN__OPERATOR_TOKEN: a run that has it takes orders from who has that token alone.
 Exit codes: 0 done, 2 the order makes no sense for this run or the arguments are wrong, 1 the store is out of reach.
 """
 
@@ -20,6 +21,7 @@ from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import ResumeConfig
 from zeroband.elastic.membership import orders
+from zeroband.elastic.membership.orders import OperatorKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
@@ -40,6 +42,9 @@ from zeroband.tools.arguments import (
 
 _STORE_PATIENCE_S = 5.0
 
+_NO_OPERATOR = "None"
+"""As a run's record has it that names none."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Give one order, and say what will happen. Returns the exit code."""
@@ -50,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
 def _order(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = config_of_order(options, rest)
     order = Order(options.action, getattr(options, "node", ""), getattr(options, "step", 0))
+    if order.action == "operator":
+        print(_operator_key(config).public)
+        return 0
     with closing(open_store(config)) as store:
         print(obey(order, config, store))
     return 0
@@ -77,7 +85,7 @@ class Order:
     """What an operator wants of a run."""
 
     action: str
-    """pause, resume, drain, ban, unban, rollback or status."""
+    """pause, resume, drain, ban, unban, rollback, status or operator."""
     node: str = ""
     """Its id; for a ban its key's short name will do as well."""
     step: int = 0
@@ -87,7 +95,13 @@ def open_store(config: RunConfig) -> RedisStore:
     """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
     assert config.store.address is not None, "config_of_order and order_desk see to that"
     token = config.run.token.get_secret_value() if config.run.token else None
-    return open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
+    store = open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
+    try:
+        store.operator = _signer(config, (store.record() or {}).get("run.operator", _NO_OPERATOR))
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> RedisStore:
@@ -103,6 +117,36 @@ def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> Red
     return store
 
 
+def _signer(config: RunConfig, operator: str) -> OperatorKey | None:
+    """What signs orders to a run with this `run.operator`; None: it has none, or nothing is ordered here.
+
+    Raises ConfigError where the token is another operator's.
+    """
+    if operator == _NO_OPERATOR or config.run.operator_token is None:
+        return None
+    key = _operator_key(config)
+    if key.public != operator:
+        raise ConfigError(f"run.operator_token is that of {key.public}; the run's operator is {operator}")
+    return key
+
+
+def _operator_key(config: RunConfig) -> OperatorKey:
+    if config.run.operator_token is None:
+        raise ConfigError("run.operator_token is not set; give it in ZERO_BAND_RUN__OPERATOR_TOKEN")
+    return OperatorKey(config.run.operator_token.get_secret_value(), config.run.id)
+
+
+def _require_operator(store: Store) -> None:
+    """Raise ConfigError where the run has an operator and this is another one: members would not obey."""
+    if isinstance(store, RedisStore) and store.operator is None:
+        operator = (store.record() or {}).get("run.operator", _NO_OPERATOR)
+        if operator != _NO_OPERATOR:
+            raise ConfigError(
+                f"the run takes orders signed by run.operator={operator} alone; give its run.operator_token in "
+                "ZERO_BAND_RUN__OPERATOR_TOKEN"
+            )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("ctl", __doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ORDER")
@@ -113,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         return actions.add_parser(name, help=meaning, parents=[access], allow_abbrev=False)
 
     add("status", "how the run stands in its store")
+    add("operator", "prints the key of run.operator_token, for run.operator")
     add("pause", "members wait at their next boundary, with their leases")
     add("resume", "ends a pause")
     add("drain", "a node leaves after its round").add_argument("node", metavar="NODE", help="its node.id")
@@ -128,6 +173,8 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
     view = store.view(FOUNDING_ROUND)
     if not view.is_known:
         raise ConfigError(f"this store has no run.id={config.run.id!r}; name the run and the store of its nodes")
+    if order.action != "status":
+        _require_operator(store)
     match order.action:
         case "pause":
             store.give_orders(orders.pause)

@@ -195,3 +195,24 @@ def test_cosines_travel_in_a_byte_each() -> None:
 def test_parts_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="5 values take 20"):
         combine(CLIP, FP32, [torch.zeros(19, dtype=torch.uint8)], [1.0], 5)
+
+
+@EACH_RULE
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18, 1e30], ids=str)
+def test_values_whose_squares_float32_does_not_hold_are_combined_as_others(rule: RobustRule, scale: float) -> None:
+    """On every instruction set, with the bits of the plain one, and with the cosines of values of a usual size."""
+    n, shares = 2 * PIECE, [0.25] * 4
+    sources = [noise(n, 1) + 0.5 * noise(n, seed + 2) for seed in range(4)]
+    parts = [(scale * source).view(torch.uint8) for source in sources]
+    plain = [
+        oracle.Part(
+            [bytes(p.numpy()) for p in part.split(4 * PIECE)], part.view(torch.float32).numpy(), np.float32(0.25)
+        )
+        for part in parts
+    ]
+    expected = torch.from_numpy(oracle.combined(rule.name, plain, trim=rule.trim, iterations=rule.iterations))
+    usual = combine(rule, FP32, [source.view(torch.uint8) for source in sources], shares, n)[1].cosines()
+    for variant in range(len(native.variants())):
+        found, measured = combine(rule, FP32, parts, shares, n, variant=variant)
+        assert torch.equal(bits(found), bits(expected)), native.variants()[variant]
+        assert measured.cosines() == pytest.approx(usual, abs=1e-4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.orders import OperatorKey, Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
@@ -128,6 +128,23 @@ def test_order_without_the_token_of_the_run_says_so(
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "sesame")
     assert give(redis_url, "pause") == 0
     assert run.view(0).orders == Orders(1, is_paused=True)
+
+
+def test_run_with_an_operator_takes_orders_of_that_one_alone(
+    store: RedisStore, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZERO_BAND_RUN__OPERATOR_TOKEN", "of the operator")
+    assert give(redis_url, "operator") == 0
+    operator = capsys.readouterr().out.strip()
+    assert operator == OperatorKey("of the operator", "run").public
+    store.found_or_match({"run.operator": operator})
+    store.take_orders_of(operator, "run", None)
+    assert give(redis_url, "pause") == 0 and store.view(0).orders.is_paused
+    monkeypatch.setenv("ZERO_BAND_RUN__OPERATOR_TOKEN", "of another")
+    assert give(redis_url, "resume") == 2 and f"the run's operator is {operator}" in capsys.readouterr().err
+    monkeypatch.delenv("ZERO_BAND_RUN__OPERATOR_TOKEN")
+    assert give(redis_url, "resume") == 2 and "give its run.operator_token" in capsys.readouterr().err
+    assert give(redis_url, "status") == 0 and store.view(0).orders.is_paused
 
 
 def test_ban_keeps_a_nodes_key_out_until_it_ends_and_status_shows_keys(

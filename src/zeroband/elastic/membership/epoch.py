@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from zeroband.elastic.membership import blame
-from zeroband.elastic.membership.ballots import digest_in
+from zeroband.elastic.membership.ballots import digest_in, electors
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
@@ -35,7 +35,7 @@ from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.rings import plan
 from zeroband.elastic.membership.scoring import ScoringRule, gains_told
 from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
-from zeroband.elastic.membership.succession import electors, may_commit
+from zeroband.elastic.membership.succession import may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import trust_of
 

@@ -4,15 +4,22 @@ They come from an operator, or from the members themselves where a round's loss 
 
 An order is in force from the next opening on: an opening names the orders that it was proposed under, and the store
 refuses one that was proposed under others. So a round begins under the same orders on all nodes, or not at all.
+
+Without `run.operator` whoever has the token is an operator. With it orders carry what the operator said last, signed,
+and members take only those that follow from that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+import base64
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 
-from zeroband.config.ranges import Count, EachMember, Id, Number
-from zeroband.elastic.membership.node_key import is_of_key, node_name
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+from zeroband.config.ranges import Count, EachMember, Id, Number, Text
+from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey, is_of_key, is_signed, node_name
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member, short_key
 
@@ -38,6 +45,10 @@ class Orders:
     returns: Count = 0
     banned: EachMember[Id] = ()
     """Names of nodes whose keys take no part: no member admits them, and what they say does not count."""
+    said: Text = ""
+    """What an operator with a key said last, as JSON; empty: none has said anything."""
+    signature: Id = ""
+    """The operator's, in base64, over that."""
 
     def bans(self, name: str) -> bool:
         """Whether a member's or a node's key is banned."""
@@ -136,3 +147,85 @@ def _changed(orders: Orders, **fields: object) -> Orders:
     """The next version, or the same orders where nothing changes."""
     changed = replace(orders, **fields)
     return orders if changed == orders else replace(changed, version=orders.version + 1)
+
+
+# -- an operator's own key --------------------------------------------------------------------------------------------
+
+_MEMBERS_SAY = ("version", "answered", "returned_to", "returns", "said", "signature")
+"""What members add to an operator's words."""
+_MEMBERS_END = ("rollback", "skips_data", "is_paused")
+"""What members may end or, where a loss calls for it, begin."""
+
+
+class OperatorKey:
+    """The key of a run's operator, made of a token that the nodes do not have."""
+
+    def __init__(self, token: str, run_id: str) -> None:
+        salt = f"zeroband operator {run_id}".encode()
+        self._key = NodeKey(Scrypt(salt=salt, length=SECRET_BYTES, n=2**14, r=8, p=1).derive(token.encode()))
+        self._run_id = run_id
+
+    @property
+    def public(self) -> str:
+        """What nodes know it by: run.operator."""
+        return self._key.public
+
+    def changed(self, orders: Orders, change: Callable[[Orders], Orders]) -> Orders:
+        """The orders after a change by this operator, signed.
+
+        It signs what it said before and the change, so nothing that stands in the store without its signature: of what
+        members say, whether the run is paused, and that an order to go back is done.
+        """
+        said = _said_by(orders, self.public, self._run_id) or Orders()
+        ours = replace(
+            said,
+            **{name: getattr(orders, name) for name in (*_MEMBERS_SAY, "is_paused")},
+            rollback=said.rollback if said.rollback == orders.rollback else None,
+        )
+        after = change(ours)
+        if after == ours:
+            if ours == orders and orders.is_paused == said.is_paused:
+                return orders
+            after = replace(ours, version=orders.version + 1)  # somebody else gave this order
+        kept = {name: value for name, value in asdict(after).items() if name not in ("said", "signature")}
+        text = json.dumps(kept, sort_keys=True)
+        signature = self._key.sign(_signed(self._run_id, text))
+        return replace(after, said=text, signature=base64.b64encode(signature).decode())
+
+
+def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for_return: Callable[[int], bool]) -> bool:
+    """Whether orders say what the operator of this public key said last, or what members make of that by the rules.
+
+    Members end an order to go back, and answer the loss of a round. `before`: the orders that counted last.
+    `calls_for_return`: whether the loss of this round calls for going back.
+    """
+    if orders == before:
+        return True
+    said, last = _said_by(orders, operator, run_id), _said_by(before, operator, run_id) or Orders()
+    if said is None or said.version < last.version or orders.version < said.version:
+        return False
+    answers = orders.answered > before.answered and calls_for_return(orders.answered)
+    stood = before if orders.said == before.said else said
+    if not answers and (orders.rollback not in (None, stood.rollback) or orders.is_paused != stood.is_paused):
+        return False
+    if not answers and orders.rollback is not None and orders.skips_data != stood.skips_data:
+        return False
+    ours, theirs = (asdict(each) for each in (orders, said))
+    return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBERS_SAY, *_MEMBERS_END))
+
+
+def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
+    """What the operator said last; nothing where none has said anything, None where it is not signed."""
+    if not orders.said:
+        return Orders()
+    try:
+        signature = base64.b64decode(orders.signature, validate=True)
+        told = json.loads(orders.said)
+        said = Orders(**{**told, "leaving": tuple(told["leaving"]), "banned": tuple(told["banned"])})
+    except (ValueError, TypeError, KeyError):
+        return None
+    return said if is_signed(f"#{operator}", _signed(run_id, orders.said), signature) else None
+
+
+def _signed(run_id: str, said: str) -> bytes:
+    return f"zeroband orders 1\0{run_id}\0{said}".encode()

@@ -42,6 +42,8 @@ def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
     if view.is_settling:
         return JoinEvent.WAIT
     agreed = pending(view)
+    if agreed is not None and view.committed is not None and not view.alive.isdisjoint(view.committed.members):
+        return JoinEvent.JOIN  # whoever wrote that the run begins again: members of it live
     if agreed is not None and (agreed.member in view.alive or not resumes):
         return agreed if resumes else JoinEvent.JOIN
     if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):

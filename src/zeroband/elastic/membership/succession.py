@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroband.config.ranges import Id, Text
-from zeroband.elastic.membership.ballots import digest_in
+from zeroband.elastic.membership.ballots import digest_in, electors
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, VerdictRecord
 
@@ -182,13 +182,6 @@ def places_of_stores(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
     """Host and port of the stores that members hold, of the first few: one that more than half reach is enough."""
     holders = [peers[member] for member in sorted(peers) if peers[member].store_port]
     return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MOST_STORES]
-
-
-def electors(verdict: Verdict) -> tuple[str, ...]:
-    """The members of a committed round that stay; where none does, all of them."""
-    opening = verdict.opening
-    staying = tuple(m for m, steps in zip(opening.members, opening.steps_requested, strict=False) if steps > 0)
-    return staying or opening.members
 
 
 def may_commit(members: Collection[str], verdict: Verdict) -> bool:

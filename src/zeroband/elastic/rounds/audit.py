@@ -5,6 +5,7 @@ round is audited: showing and summing up cost the same for any size, so short ro
 draw hits, everybody shows everybody its part of what was drawn, and sums these parts up again. An owner remembers the
 parts that it got by hashes (`kernels.keyed_hash`), so that it can tell a member that shows another part than it sent.
 What follows from the findings is in `membership.blame`. Local rank 0 draws, shows and compares; the others only wait.
+Where members tell one another what they measured of a robust combination, their draws go along.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ def drawers(opening: Opening, numel: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(world), key=lot)[:count]))
 
 
+def draw_lengths(opening: Opening, numel: int) -> tuple[int, ...]:
+    """Bytes that each member draws, in their order."""
+    drawing = drawers(opening, numel)
+    return tuple(_DRAW_BYTES if place in drawing else 0 for place in range(len(opening.members)))
+
+
+def new_draw(length: int) -> Tensor:
+    """Bytes that nobody knew before, (length,) uint8."""
+    return torch.frombuffer(bytearray(os.urandom(length)), dtype=torch.uint8) if length else torch.empty(0).byte()
+
+
 def chance_of(opening: Opening, numel: int) -> float:
     """How likely a round of so many values is audited, in 0..1: so that audits take a hundredth of its time at most."""
     steps = median_low([n for n in opening.steps if n > 0] or [0])
@@ -140,30 +152,33 @@ class Auditor:
         self._chance = chance
         self.key = HashKey()
 
-    def audit(self, request: RoundRequest, moved: Transfer) -> tuple[Transfer, Findings]:
+    def audit(
+        self, request: RoundRequest, moved: Transfer, drawn: Sequence[Tensor] | None = None
+    ) -> tuple[Transfer, Findings]:
         """Audit a mean that this node got and has not voted for; nothing where parts came through others.
 
-        Raises PeerLost, as a transfer does.
+        `drawn`: what each member drew, by `draw_lengths`, when it held the whole result; None: that is still to be
+        gathered. Raises PeerLost, as a transfer does.
         """
         opening, hashes = request.opening, moved.hashes
         if not self._mesh.is_so(hashes is not None and any(opening.shares)):
             return moved, Findings()
-        members, own = opening.members, opening.members.index(request.member_id)
-        draw = set(drawers(opening, request.result.numel()))
-        told, drawn = self._gather(
-            request, _draw(), [_DRAW_BYTES if p in draw else 0 for p in range(len(members))], _DRAWS
-        )
-        chance = self._chance(opening, request.result.numel())
-        if not self._mesh.is_so(any(hits(one, chance, len(draw)) for one in drawn if one.numel())):
-            return _with(moved, told), Findings()
+        own = opening.members.index(request.member_id)
+        if drawn is None:
+            lengths = draw_lengths(opening, request.result.numel())
+            told, drawn = self._gather(request, new_draw(lengths[own]), lengths, _DRAWS)
+            moved = added(moved, told)
+        chance, draws = self._chance(opening, request.result.numel()), [one for one in drawn if one.numel()]
+        if not self._mesh.is_so(any(hits(one, chance, len(draws)) for one in draws)):
+            return moved, Findings()
         stretches = [] if hashes is None else _stretches(drawn, moved.borders, hashes)
-        size = len(draw) * self._size(request)
+        size = len(draws) * self._size(request)
         payload = (
             self._parts_of(request, stretches, size) if opening.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
         )
         again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in opening.shares], _SHOWS)
         found = Findings() if hashes is None else self._compare(request, hashes, stretches, drawn, shown)
-        return replace(_with(_with(moved, told), again), is_refused=bool(found.wrong or found.denied)), found
+        return replace(added(moved, again), is_refused=bool(found.wrong or found.denied)), found
 
     def _gather(
         self, request: RoundRequest, payload: Tensor, lengths: Sequence[int], number: int
@@ -243,19 +258,14 @@ class Auditor:
         return torch.equal(expected.view(torch.int32), got.view(torch.int32))
 
 
-def _with(moved: Transfer, more: Transfer) -> Transfer:
-    """A transfer with what another one took and moved."""
+def added(moved: Transfer, more: Transfer) -> Transfer:
+    """A transfer with what another one of its round took and moved."""
     return replace(
         moved,
         took_s=moved.took_s + more.took_s,
         sent_bytes=moved.sent_bytes + more.sent_bytes,
         received_bytes=moved.received_bytes + more.received_bytes,
     )
-
-
-def _draw() -> Tensor:
-    """Bytes that nobody knew before, (_DRAW_BYTES,) uint8."""
-    return torch.frombuffer(bytearray(os.urandom(_DRAW_BYTES)), dtype=torch.uint8)
 
 
 def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], hashes: PartHashes) -> list[Stretch]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
-from zeroband.elastic.rounds.audit import Auditor, Findings
+from zeroband.elastic.rounds.audit import Auditor, Findings, added, draw_lengths, new_draw
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
@@ -142,33 +142,30 @@ class MeanExchange:
         request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, key)
         moved = self._mesh.reduce_mean(request)
         self._parts = parts_of(self.result_of(turn), moved.borders)
-        moved = moved if robust is None else self._compare(opening, moved, robust)
+        moved, drawn = (moved, None) if robust is None else self._compare(request, moved, robust)
         if self._auditor is not None and members > 1:
-            moved, self._found = self._auditor.audit(request, moved)
+            moved, self._found = self._auditor.audit(request, moved, drawn)
         return moved
 
     def testimony(self) -> Evidence:
         return self._found.added_to(Evidence(held=tuple(map(hash_of, self._parts))))
 
-    def _compare(self, opening: Opening, moved: Transfer, robust: Robustly) -> Transfer:
+    def _compare(self, request: RoundRequest, moved: Transfer, robust: Robustly) -> tuple[Transfer, Sequence[Tensor]]:
         """Tell the others what was measured on this node's shard, and hear what they measured on theirs.
 
-        Of an owner who lies only its own word is wrong: the median of all is taken, without a member's own.
+        Of an owner who lies only its own word is wrong: the median of all is taken, without a member's own. With it
+        goes what each member draws for an audit: who has this to tell holds the whole result.
         """
-        members, world = opening.members, len(opening.members)
-        own = encode_cosines(robust.measured.cosines())
-        gathering, room = (
-            Gathering((world,) * world, number=1, is_report=True),
-            torch.empty(world**2, dtype=torch.uint8),
-        )
-        told = self._mesh.gather(RoundRequest(opening, self._mesh.member_id, own, room), gathering)
-        return replace(
-            moved,
-            took_s=moved.took_s + told.took_s,
-            sent_bytes=moved.sent_bytes + told.sent_bytes,
-            received_bytes=moved.received_bytes + told.received_bytes,
-            agreement=cosines_of(members, room) if self._mesh.local.rank == 0 else {},
-        )
+        opening, members, world = request.opening, request.opening.members, len(request.opening.members)
+        draws = (0,) * world if self._auditor is None else draw_lengths(opening, request.result.numel())
+        lengths = tuple(world + length for length in draws)
+        drawn = new_draw(draws[members.index(request.member_id)])
+        own = torch.cat([encode_cosines(robust.measured.cosines()), drawn])
+        gathering, room = Gathering(lengths, number=1, is_report=True), torch.empty(sum(lengths), dtype=torch.uint8)
+        told = self._mesh.gather(RoundRequest(opening, request.member_id, own, room), gathering)
+        said = room.split(list(lengths))
+        agreement = cosines_of(members, [one[:world] for one in said]) if self._mesh.local.rank == 0 else {}
+        return replace(added(moved, told), agreement=agreement), [one[world:] for one in said]
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
@@ -203,12 +200,12 @@ def hash_of(part: Tensor) -> str:
     return hashlib.sha256(part.numpy().data).hexdigest()
 
 
-def cosines_of(members: Sequence[str], told: Tensor) -> dict[str, float]:
+def cosines_of(members: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
     """The median of what the others measured of each member, where one of them did.
 
-    `told`: (members * members,) uint8, what each measured of all, as `encode_cosines` has it.
+    `told`: (members,) uint8 of each, what it measured of all, as `encode_cosines` has it.
     """
-    by_owner = [decode_cosines(said) for said in told.split(len(members))]
+    by_owner = [decode_cosines(said) for said in told]
     found = dict[str, float]()
     for place, member in enumerate(members):
         said = [cosines[place] for owner, cosines in enumerate(by_owner) if owner != place]

@@ -35,6 +35,13 @@ class StoreBackup:
         """What this member said itself."""
         return StoreBackup(self.member_id, self.run, ready=self.ready, vote=self.vote)
 
+    @property
+    def is_of_a_joiner(self) -> bool:
+        """Whether the run has rounds and none lists this member, which so far only believes what it saw of them."""
+        openings = [self.opening, None if self.committed is None else self.committed.opening]
+        listed = [m for opening in openings if opening is not None for m in (*opening.members, *opening.late)]
+        return self.committed is not None and self.member_id not in listed
+
 
 class LiveBackup:
     """The newest that this member saw and said."""
@@ -80,8 +87,14 @@ class LiveBackup:
 
     @property
     def to_restore(self) -> StoreBackup:
-        """What a store that lost it gets back. One of several gets this member's words: the rest begins with it."""
-        return self.known if self.generation is None else replace(self.known.own_words, generation=self.generation)
+        """What a store that lost it gets back: a member's own words and the rounds that it was in.
+
+        One of several stores gets this member's words: the rest begins with it.
+        """
+        known = self.known
+        if self.generation is not None:
+            return replace(known.own_words, generation=self.generation)
+        return known.own_words if known.is_of_a_joiner else known
 
     def account(self) -> MemberReport:
         """What this member knows."""
@@ -126,11 +139,11 @@ class LiveBackup:
             return self._failed if is_lost else None
 
     def learn(self, view: View) -> None:
-        """Take over what a view shows that is newer, and all of it where the run goes on in another session."""
+        """Take over what a view shows that is newer; all of it in a joiner, and where the run is in another session."""
         with self._lock:
             known = self._known
             opening, committed, orders = known.opening, known.committed, known.orders
-            if _is_of_another_session(view, known):
+            if _is_of_another_session(view, known) or (known.is_of_a_joiner and view.is_known):
                 opening, committed, orders = view.opening, view.committed, view.orders
             if view.opening is not None and (opening is None or view.opening.version >= opening.version):
                 opening = view.opening

@@ -45,9 +45,11 @@ _REPEAT_S = 60.0
 _UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
 _UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
+_NOT_ORDERED = "the operator of this run (run.operator) did not sign it"
 _NOT_IN_IT = "it is about an opening that does not list the member which wrote it"
 _OF_A_BANNED_NODE = "a node whose key is banned proposed it"
 NOT_VOTED_FOR = "it is not the verdict that the members of its round voted for"
+LEAVES_OUT_MOST = "one member goes on by it without most of the others, which are alive and reach one another"
 _MALFORMED = "it is sealed by a node of this run, but says nothing that this version understands"
 
 _log = get_logger(__name__)
@@ -73,6 +75,8 @@ class RecordVerifier:
         """Told, once a minute at most for each place, where a record stands that another than this member wrote."""
         self._orders = Orders()
         """As they were read last."""
+        self.are_ordered: Callable[[Orders, Orders], bool] = lambda orders, before: True
+        """Whether orders count behind the ones before."""
         self._expected: tuple[Verdict, bytes] | None = None
         """The verdict that follows from this node's newest vote, and its record."""
         self._newest: tuple[Verdict, bytes] | None = None
@@ -82,6 +86,11 @@ class RecordVerifier:
     def token_check(self) -> str:
         """What tells two tokens apart without telling either."""
         return self._seals.token_check
+
+    @property
+    def is_of_a_node(self) -> bool:
+        """Whether a node reads here. A tool only shows what it reads."""
+        return self._seals.has_own_key
 
     def junk(self, name: str) -> bytes:
         """What stood at this place when it was looked at last and does not count; empty if it did."""
@@ -221,7 +230,7 @@ class RecordVerifier:
             self.reject(name, raw, _UNSEALED)
             return None
         opening = self._read(Opening, name, raw, record)
-        if opening is None or not self._is_of_its_proposer(name, raw, opening):
+        if opening is None or not self.is_of_its_proposer(name, raw, opening):
             return None
         if committed is None:
             counts = not self.session or self.session in opening.sessions
@@ -233,7 +242,8 @@ class RecordVerifier:
         self._junk.pop(name, None)
         return opening
 
-    def _is_of_its_proposer(self, name: str, raw: bytes, opening: Opening) -> bool:
+    def is_of_its_proposer(self, name: str, raw: bytes, opening: Opening) -> bool:
+        """Whether the member that an opening names has proposed it; else the record with it does not count."""
         by = opening.proposer
         if not self._seals.is_signed(opening.unsigned_text, opening.signature, "opening", by=by):
             if self.reject(name, raw, _UNSIGNED):
@@ -412,8 +422,12 @@ class RecordVerifier:
         if self.session and not record.label.sessions:
             self.reject(name, raw, _FOREIGN)
             return Orders()
-        self._orders = self._read(Orders, name, raw, record) or Orders()
-        return self._orders
+        orders = self._read(Orders, name, raw, record) or Orders()
+        if not self.are_ordered(orders, self._orders):
+            self.reject(name, raw, _NOT_ORDERED)
+            return replace(self._orders, version=0)  # as one that lacks them, so that members bring them back
+        self._orders = orders
+        return orders
 
     def seal_run(self, shared: Mapping[str, str], sessions: tuple[str, ...] | None = None) -> str:
         """`sessions`: those of a verdict with which another one begins; None: this node is in it already."""

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from zeroband.elastic.membership.ballots import is_voted_for
-from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave_out
+from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
+from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
 from zeroband.elastic.membership.records import (
     Evidence,
     LinkRates,
@@ -32,12 +33,15 @@ from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.keys import HISTORY_LENGTH, ROUND_TTL_S, RUN_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.patches import patch_of, patched, tag_of
-from zeroband.elastic.store.record_verifier import NOT_VOTED_FOR
+from zeroband.elastic.store.record_verifier import LEAVES_OUT_MOST, NOT_VOTED_FOR
 from zeroband.elastic.store.redis_run import PAUSE_MAX_S
 from zeroband.elastic.store.seals import id_of
 from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
 from zeroband.elastic.store.store_in_use import StoreInUse, stamp_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
+
+if TYPE_CHECKING:  # the guardian needs no schema of a run
+    from zeroband.config.schema import RollbackConfig
 
 MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
 """At most so many links of a run are measured at one time, each for so long."""
@@ -107,7 +111,15 @@ class RedisStore(StoreInUse, Store):
         self._voted_on = ""
         """Opening of the newest vote that was given through this store."""
         self._doubted = "", 0.0
-        """Opening of the newest verdict that was not shown to be voted for, and since when."""
+        """The newest opening whose verdict was not shown to be voted for, or that left this member out; since when."""
+        self.quorum = 0.5
+        """Part of the weight that may go on without members that are late."""
+        self.operator: OperatorKey | None = None
+        """Signs the orders that are given through this store; None: they carry no signature, as those of members."""
+        self.on_left_out: Callable[[Opening], object] = lambda opening: None
+        """Told of an opening that does not count, since it goes on without most members that live."""
+        self._granted_ms, self._living_then = 0, frozenset[str]()
+        """When this node's lease was renewed last, by the store's clock, and who was alive then."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
 
     @property
@@ -205,15 +217,27 @@ class RedisStore(StoreInUse, Store):
         refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
             seen = [refuted, known.changes, known.alive_tag, known.peers.change]
-            granted, against, *living = self.run_script(scripts.RENEW, *args, *seen)
+            granted, against, *living, now_ms = self.run_script(scripts.RENEW, *args, *seen)
             if granted:
-                return self._living(known, *living)
+                peers = self._living(known, *living)
+                self._granted_ms, self._living_then = int(now_ms), known.alive
+                return peers
             opening = self.judge.opening(self.keys.opening, against, None)
             is_newer = opening is not None and opening.version > listed_version
-            if opening is not None and is_newer and member_id not in (*opening.members, *opening.late):
+            is_out = opening is not None and member_id not in (*opening.members, *opening.late)
+            if opening is not None and is_newer and is_out and not self._was_taken(opening, int(now_ms)):
                 return None
             refuted = against
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
+
+    def _was_taken(self, opening: Opening, now_ms: int) -> bool:
+        """Whether this node's lease cannot have run out, and one member opened a round without several others.
+
+        The node takes the lease again: its trainer sees who else lives, and so whether the round may go on without it.
+        """
+        others = self._living_then.difference(opening.members)
+        went_on = len(self._living_then) - len(others)
+        return 0 <= now_ms - self._granted_ms < self._lease_ms and went_on <= 1 < len(others)
 
     def _living(self, known: StoreCache, times: Sequence[Any], alive: Any, peers: Sequence[Any]) -> dict[str, Peer]:
         """The living members, as a renewal tells what is new of them."""
@@ -410,49 +434,92 @@ class RedisStore(StoreInUse, Store):
     def _judge_records(self, known: StoreCache) -> None:
         """Read the records of which there is one each; some count only beside others."""
         keys, judge, raw = self.keys, self.judge, known.records.get
-        known.orders = judge.orders(keys.orders, raw("orders"))
+        known.is_doubted = False
         committed = self._believed(known, judge.verdict(keys.committed, raw("committed")))
+        known.orders = judge.orders(keys.orders, raw("orders"))
         opening = judge.opening(keys.opening, raw("opening"), committed)
+        before = committed or self._newest
+        if opening is not None and before is not None and opening.round > before.round:
+            opening = self._lawful(known, opening, before)
         if opening != known.opening:
             known.forget_votes()
         known.committed, known.opening, known.view = committed, opening, None
         known.failed = judge.failure(keys.failed, opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
-        known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+        is_of_a_member = committed is not None and self._own in (*committed.members, *committed.opening.late)
+        restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+        known.restart_point = None if is_of_a_member else restart_point  # the run is not dead: this member lives
 
     def _believed(self, known: StoreCache, verdict: Verdict | None) -> Verdict | None:
         """The verdict, if members voted for it. Else the one before, and the store counts as settling for a lease.
 
-        A member of the round has compared it with its own vote; it asks for the others' votes where it was not in it.
-        A member that never voted on it, of a run with one store, knows that it is forged.
+        A member of the round has compared it with its own vote; it asks for the others' votes where it was not in it,
+        as a joiner does. A member that never voted on it, of a run with one store, knows that it is forged.
         """
         before, own = self._newest, self._own
-        known.is_doubted = False
         if verdict is None or (before is not None and verdict.round <= before.round):
             return verdict
-        knows_members = before is not None and own in (*before.members, *before.opening.late)
         has_voted = self.judge.is_expected(verdict) or verdict.opening.id == self._voted_on
-        if before is not None and knows_members and not has_voted:
-            if own in verdict.members and not self.has_several:
-                self.judge.reject(self.keys.committed, known.records["committed"] or b"", NOT_VOTED_FOR)
+        name, raw = self.keys.committed, known.records["committed"] or b""
+        listed = (*before.members, *before.opening.late) if before is not None else ()
+        if has_voted or (before is None and not self.judge.is_of_a_node):
+            self._newest = verdict
+            return verdict
+        if own in listed and own in verdict.members and not self.has_several:
+            self.judge.reject(name, raw, NOT_VOTED_FOR)
+            return None
+        if before is None or own in listed:
+            if not self.judge.is_of_its_proposer(name, raw, verdict.opening):
                 return None
-            key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
-            if self._is_doubtful(verdict, key, known.alive.intersection(before.members) - {own}):
+            is_voted = self._is_voted_for(known, verdict, verdict.members if before is None else before.members)
+            takes_part = verdict.members if is_voted else known.alive
+            may_go_on = before is None or self._may_leave_out(known, verdict.opening, before, takes_part)
+            if may_go_on is False:
+                self._reject_taken(known, "committed", verdict.opening)
+                return None
+            if not (is_voted and may_go_on) and self._has_doubts(verdict.opening):
                 known.is_doubted = True
                 return before
         self._newest = verdict
         return verdict
 
-    def _is_doubtful(self, verdict: Verdict, key: str, known: Collection[str]) -> bool:
-        """Whether the votes here do not show that these members voted for a verdict that is new since a lease."""
-        id, now_s = verdict.opening.id, time.monotonic()
-        if self._doubted[0] != id:
-            self._doubted = id, now_s
-        if 1000 * (now_s - self._doubted[1]) > self._lease_ms:
-            return False
+    def _lawful(self, known: StoreCache, opening: Opening, before: Verdict) -> Opening | None:
+        """The opening, unless it leaves this member out and must not; the store counts as settling while it may not."""
+        may_go_on = self._may_leave_out(known, opening, before, known.alive)
+        if may_go_on is False:
+            self._reject_taken(known, "opening", opening)
+            return None
+        if may_go_on is None and self._has_doubts(opening):
+            known.is_doubted = True
+            return None
+        return opening
+
+    def _may_leave_out(
+        self, known: StoreCache, opening: Opening, before: Verdict, takes_part: Collection[str]
+    ) -> bool | None:
+        """As in `membership.ballots`, by what this node has seen; `takes_part`: as there."""
+        ready = known.ready.read if known.round == opening.round else {}
+        here = Present(known.alive, known.peers.read, ready, self.quorum)
+        return may_leave_out(opening, before, self._own, here, takes_part)
+
+    def _reject_taken(self, known: StoreCache, name: str, opening: Opening) -> None:
+        """Have a record not count by which one member goes on without most others; say who opened its round."""
+        if self.judge.reject(getattr(self.keys, name), known.records[name] or b"", LEAVES_OUT_MOST):
+            self.on_left_out(opening)
+
+    def _has_doubts(self, opening: Opening) -> bool:
+        """Whether this opening, which is in doubt, has been so for less than a lease."""
+        now_s = time.monotonic()
+        if self._doubted[0] != opening.id:
+            self._doubted = opening.id, now_s
+        return 1000 * (now_s - self._doubted[1]) <= self._lease_ms
+
+    def _is_voted_for(self, known: StoreCache, verdict: Verdict, members: Collection[str]) -> bool:
+        """Whether the votes here show that most of these members which a verdict lists have voted for it."""
+        key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
         votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
-        return not is_voted_for(verdict, votes, known)
+        return is_voted_for(verdict, votes, {*members} - {self._own})
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)
@@ -528,6 +595,19 @@ class RedisStore(StoreInUse, Store):
         current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
         return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
 
+    def take_orders_of(self, operator: str, run_id: str, rollback: RollbackConfig | None) -> None:
+        """Have orders count only if they follow from what the operator of this public key signed.
+
+        `rollback`: as the run has it, by which members answer a loss themselves.
+        """
+
+        def calls_for_return(round: int) -> bool:
+            newest = self._newest
+            is_it = newest is not None and newest.round == round
+            return is_it and bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
+
+        self.judge.are_ordered = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
+
     def history(self) -> list[Verdict]:
         raw = self.run_script(scripts.READ_HISTORY)
         return self.judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
@@ -541,6 +621,6 @@ class RedisStore(StoreInUse, Store):
                     time.sleep(PAUSE_MAX_S)
                     continue
                 orders = replace(orders, version=newest)
-            changed = change(orders)
+            changed = change(orders) if self.operator is None else self.operator.changed(orders, change)
             if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed

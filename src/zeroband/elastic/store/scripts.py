@@ -369,7 +369,7 @@ return 1
 RENEW = _script(
     "leases clock peers opening run changes news peers_at",
     "member lease_ms silence_ms first peer ttl refuted changes alive peers",
-    (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS),
+    (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS, bytes),
     """
 -- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
 -- caller reads the opening; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
@@ -381,7 +381,7 @@ wake(key.leases, key.clock, ends, silence)
 for _, member in ipairs(alive_at(key.leases, longest(now, silence))) do redis.call('ZADD', key.leases, ends, member) end
 local opening = redis.call('GET', key.opening)
 if arg.first == '0' and not holds(key.leases, arg.member, now) and opening and opening ~= arg.refuted then
-  return {0, opening, {false, false, false}, 1, {'0', 0, 0}}
+  return {0, opening, {false, false, false}, 1, {'0', 0, 0}, string.format('%.0f', now)}
 end
 redis.call('ZADD', key.leases, ends, arg.member)
 redis.call('HSET', key.clock, 'pulse', now)
@@ -398,7 +398,7 @@ end
 let_live(arg.ttl, {key.leases, key.clock, key.peers, key.run, key.peers_at})
 local times = redis.call('HMGET', key.changes, 'born', 'n', 'links')
 local peers = since(key.peers, key.peers_at, goes_on and arg.peers or '0')
-return {1, false, times, alive_unless(key.leases, now, arg.alive), peers}
+return {1, false, times, alive_unless(key.leases, now, arg.alive), peers, string.format('%.0f', now)}
 """,
 )
 

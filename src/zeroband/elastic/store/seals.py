@@ -64,6 +64,11 @@ class Seals:
         self.token_check = self._mac("token")
         """Equal for two nodes with one token; does not tell it."""
 
+    @property
+    def has_own_key(self) -> bool:
+        """Whether a node seals here, which can sign for itself."""
+        return self._keys.node is not None
+
     def _mac(self, *parts: str) -> str:
         said = "\0".join((self._prefix, *parts)).encode()
         return hmac.new(self._key, said, hashlib.sha256).hexdigest()[:_MAC_DIGITS]

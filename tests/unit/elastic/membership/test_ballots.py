@@ -6,10 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.stores import an_opening
+from tests.stores import a_peer, an_opening
 
-from zeroband.elastic.membership.ballots import digest_in, is_alike, is_voted_for, vote_for, vote_of
-from zeroband.elastic.membership.records import Verdict
+from zeroband.elastic.membership.ballots import (
+    Present,
+    digest_in,
+    is_alike,
+    is_voted_for,
+    may_leave_out,
+    vote_for,
+    vote_of,
+)
+from zeroband.elastic.membership.records import Ready, Verdict
 
 RECORD: dict[str, Any] = {"progress": {"inner_step": 8}, "weight": 3, "session": "s", "grad_norm": 2.0}
 SCORED = {**RECORD, "agreement": {"a": 0.5, "b": -0.1}}
@@ -68,3 +76,42 @@ def test_more_than_half_of_the_members_that_one_knows_have_voted(
 ) -> None:
     said = {member: vote_of(OWN) if vote == "for" else vote for member, vote in votes.items()}
     assert is_voted_for(OWN, said, known) is counts
+
+
+FOUR = Verdict(an_opening("a", "b", "c", "x"), "d")
+LATE = an_opening("x", version=2, round=1, late=("a", "b", "c"))
+ALONE = an_opening("x", version=2, round=1)
+APART = {member: a_peer(member, *{"a", "b", "c", "x"} - {member}) for member in "abcx"}
+STATES = {member: Ready(1, 1, f"state of {member}") for member in "abc"}
+HEAVY = {member: Ready(1, 9 if member == "x" else 1, "state") for member in "abcx"}
+
+
+@pytest.mark.parametrize(
+    ("opening", "here", "counts"),
+    [
+        (ALONE, Present("abcx"), False),
+        (an_opening("x", "j", version=2, round=1), Present("abcxj"), False),
+        (an_opening("j", version=2, round=1), Present("abcxj"), False),
+        (LATE, Present("abcx"), False),
+        (ALONE, Present("abcx", {"x": a_peer("x", "a", "b", "c")}), False),
+        (an_opening("b", "x", version=2, round=1), Present("abcx"), True),
+        (an_opening("a", version=2, round=1), Present("abcx"), True),
+        (ALONE, Present("ax"), None),
+        (ALONE, Present("x"), None),
+        (ALONE, Present("abcx", APART), True),
+        (ALONE, Present("abcx", ready=STATES), True),
+        (ALONE, Present("abcx", ready={**STATES, "b": STATES["a"]}), False),
+        (LATE, Present("abcx", ready=HEAVY), True),
+        (LATE, Present("abcx", quorum=0.2, ready=dict(list(HEAVY.items())[:1])), False),
+    ],
+)
+def test_one_member_goes_without_others_only_where_these_are_gone_apart_different_or_light(
+    opening: Any, here: Present, counts: bool | None
+) -> None:
+    """As member "a" sees it, of a round of four."""
+    assert may_leave_out(opening, FOUR, "a", here, here.alive) is counts
+
+
+def test_round_of_two_may_go_on_with_one() -> None:
+    pair = Verdict(an_opening("a", "x"), "d")
+    assert may_leave_out(ALONE, pair, "a", Present("ax"), "ax")

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.orders import (
+    OperatorKey,
     Orders,
     answer_loss,
+    ban,
     drain,
+    follow,
     give_up_rollback,
     go_on,
     pause,
@@ -100,3 +103,72 @@ def test_run_goes_back_at_most_so_often_in_a_row_to_one_checkpoint_and_once_for_
 
 def test_operator_s_rollback_trains_the_samples_again() -> None:
     assert roll_back(Orders(skips_data=True), 5, {5}).skips_data is False
+
+
+# -- an operator's own key --------------------------------------------------------------------------------------------
+
+OPERATOR, RUN = OperatorKey("sesame", "run"), "run"
+NOTHING = Orders()
+PAUSED = OPERATOR.changed(NOTHING, pause)
+RESUMED = OPERATOR.changed(PAUSED, go_on)
+BACK = OPERATOR.changed(RESUMED, lambda given: roll_back(given, 5, [5]))
+DONE = replace(BACK, rollback=None, version=BACK.version + 1)
+DRAINED = OPERATOR.changed(DONE, lambda given: drain(given, "b", ALIVE))
+ANSWERED = answer_loss(DONE, 7, 5, most=2, skips_data=True)
+GIVEN_UP = answer_loss(DONE, 7, None, most=2, skips_data=True)
+
+
+@pytest.mark.parametrize(
+    ("orders", "before"),
+    [
+        (PAUSED, NOTHING),
+        (RESUMED, PAUSED),
+        (BACK, RESUMED),
+        (BACK, NOTHING),
+        (DONE, BACK),
+        (DONE, NOTHING),
+        (DRAINED, DONE),
+        (ANSWERED, DONE),
+        (GIVEN_UP, DONE),
+        (replace(ANSWERED, rollback=None, version=9), ANSWERED),
+        (OPERATOR.changed(GIVEN_UP, go_on), GIVEN_UP),
+    ],
+)
+def test_orders_count_that_follow_from_what_the_operator_signed(orders: Orders, before: Orders) -> None:
+    assert follow(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
+
+
+@pytest.mark.parametrize(
+    ("orders", "before"),
+    [
+        (pause(NOTHING), NOTHING),
+        (roll_back(NOTHING, 5, [5]), NOTHING),
+        (ban(RESUMED, "a", ["a#1"]), RESUMED),
+        (drain(RESUMED, "b", ALIVE), RESUMED),
+        (go_on(PAUSED), PAUSED),
+        (roll_back(RESUMED, 5, [5]), RESUMED),
+        (replace(DONE, rollback=5, version=9), DONE),
+        (replace(BACK, rollback=10), RESUMED),
+        (replace(BACK, skips_data=True), RESUMED),
+        (replace(PAUSED, version=9), RESUMED),
+        (replace(PAUSED, said=RESUMED.said), NOTHING),
+        (replace(PAUSED, signature="AAAA"), NOTHING),
+        (replace(PAUSED, signature="?"), NOTHING),
+        (replace(PAUSED, said="[]"), NOTHING),
+        (OperatorKey("another", RUN).changed(NOTHING, pause), NOTHING),
+        (OperatorKey("sesame", "another run").changed(NOTHING, pause), NOTHING),
+        (answer_loss(DONE, 8, 5, most=2, skips_data=True), DONE),
+        (replace(ANSWERED, rollback=0, version=9), ANSWERED),
+        (pause(ANSWERED), ANSWERED),
+    ],
+)
+def test_orders_that_a_member_makes_up_do_not_count(orders: Orders, before: Orders) -> None:
+    """Nor the operator's of another run, older ones, or one to go back that is done."""
+    assert not follow(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
+
+
+def test_operator_signs_nothing_that_it_did_not_say_itself() -> None:
+    forged = ban(roll_back(RESUMED, 10, [10]), "a", ["a#1"])
+    ordered = OPERATOR.changed(forged, lambda given: drain(given, "b", ALIVE))
+    assert (ordered.rollback, ordered.banned, ordered.leaving) == (None, (), ("b#1", "b#2"))
+    assert ordered.version == forged.version + 1

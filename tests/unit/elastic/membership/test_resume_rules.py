@@ -87,6 +87,12 @@ def test_agreement_is_followed_while_its_proposer_lives() -> None:
     assert way_in(a_view(A, alive=frozenset({B}), restart_point=agreed), resumes=True) == "begin"
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+def test_agreement_that_was_made_up_beside_a_living_member_is_not_followed(resumes: bool) -> None:
+    view = a_view(A, alive=frozenset({A, C}), restart_point=a_restart_point())
+    assert way_in(view, resumes=resumes) == "join"
+
+
 def test_agreement_is_spent_with_its_round() -> None:
     assert pending(a_view(A, restart_point=a_restart_point(round=5))) is not None
     assert pending(a_view(A, restart_point=a_restart_point(round=4))) is None

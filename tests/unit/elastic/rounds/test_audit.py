@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.blame import judge, refusal
 from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.rounds import audit as audits
 from zeroband.elastic.rounds.audit import Auditor, Stretch, chance_of, drawers, hits, stretch_at
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded, State
@@ -111,6 +112,11 @@ class Meeting:
         self._told: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the gatherings that there were."""
+        return sorted(self._told)
+
     def gather(self, place: int, gathering: Gathering, sent: Tensor, result: Tensor) -> None:
         with self._lock:
             self._told.setdefault(gathering.number, {})[place] = sent.clone()
@@ -144,6 +150,8 @@ class Audited:
     opening: Opening
     said: dict[str, Evidence]
     refused: set[str]
+    gatherings: list[int]
+    """Numbers of those that it took."""
 
     def put_out(self) -> set[str]:
         return {m for b in self.blames() if b.consequence == "out" for m in b.members}
@@ -173,7 +181,7 @@ HONEST = Lies()
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws that meet the shard of the second member, in each round."""
     drawn = torch.tensor(list(int.to_bytes(NUMEL // 4 + 5000, 8, "little")), dtype=torch.uint8)
-    monkeypatch.setattr("zeroband.elastic.rounds.audit._draw", lambda: drawn)
+    monkeypatch.setattr("zeroband.elastic.rounds.audit.new_draw", lambda length: drawn[:length])
 
 
 @pytest.fixture
@@ -188,6 +196,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
         codec: Codec = CODECS["int8"],
         rule: RobustRule | None = None,
         is_encoded: bool = False,
+        has_drawn: bool = False,
         chance: float = 1.0,
         **fields: Any,
     ) -> Audited:
@@ -227,13 +236,13 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
                 opening, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None
             )
             moved = Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes[n])
-            told, found = auditors[n].audit(request, moved)
+            told, found = auditors[n].audit(request, moved, [audits.new_draw(8)] * 4 if has_drawn else None)
             return told.is_refused, found.added_to(Evidence(held=tuple("hold" for _ in NODES)))
 
         done = list(pool.map(audited, range(4)))
         said = {NODES[n]: evidence if n != liar else lies.says(evidence) for n, (_, evidence) in enumerate(done)}
         refuse = {n for n, (is_refused, _) in enumerate(done) if is_refused and not (n == liar and lies.result)}
-        return Audited(opening, said, {NODES[n] for n in refuse})
+        return Audited(opening, said, {NODES[n] for n in refuse}, meeting.numbers)
 
     yield run
     pool.shutdown()
@@ -251,6 +260,13 @@ def test_honest_sum_is_confirmed_to_the_last_bit(
     assert not audited.refused
     assert all(not e.wrong and not e.denied and len(e.shown) == 4 for e in audited.said.values())
     assert len({evidence.shown for evidence in audited.said.values()}) == 1
+
+
+@pytest.mark.parametrize(("has_drawn", "chance", "gatherings"), [(True, 0.0, []), (True, 1.0, [3]), (False, 0.0, [2])])
+def test_draws_that_came_with_something_else_cost_no_gathering(
+    audit: Callable[..., Audited], has_drawn: bool, chance: float, gatherings: list[int]
+) -> None:
+    assert audit(has_drawn=has_drawn, chance=chance).gatherings == gatherings
 
 
 def test_round_that_nobody_draws_is_not_audited(audit: Callable[..., Audited]) -> None:

@@ -16,8 +16,8 @@ from tests.stores import SHARED, a_verdict, an_opening, open_next
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.node_key import NodeKey, is_signed
-from zeroband.elastic.membership.orders import ban, unban
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, StoreTerm
+from zeroband.elastic.membership.orders import OperatorKey, ban, go_on, pause, roll_back, unban
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import MemberReport
 from zeroband.elastic.store.backup import StoreBackup
@@ -42,7 +42,10 @@ def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
         opened[node].found_or_match(SHARED)
         assert opened[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
     founding = opened["a"].signed(an_opening(A, B), A)
-    assert open_next(opened["a"], founding) and opened["a"].propose_verdict(a_verdict(founding))
+    assert open_next(opened["a"], founding)
+    for node, member in (("a", A), ("b", B)):
+        opened[node].vote(founding, member, vote_of(a_verdict(founding)))
+    assert opened["a"].propose_verdict(a_verdict(founding))
     yield opened
     for store in opened.values():
         store.close()
@@ -235,3 +238,138 @@ def test_verdict_on_a_round_that_one_was_late_for_counts_by_the_others_votes(
         assert open_next(stores["a"], stores["a"].signed(an_opening(A, version=3, round=2, late=(B,)), A))
     view = stores["b"].view(1)
     assert view.committed == verdict and not view.is_settling
+
+
+# -- one member against the others ------------------------------------------------------------------------------------
+
+C = KEYS["x"].new_member_id("x")
+HONEST = (("a", A), ("b", B))
+
+
+def renews(store: RedisStore, node: str, member: str) -> bool:
+    return store.renew_lease(member, Peer(node, "host", 1, True)) is not None
+
+
+@pytest.fixture
+def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
+    """A, B and C, which lies, are in round 1; A and B stand at its boundary."""
+    assert stores["x"].renew_lease(C, Peer("x", "host", 1, True), first=True) is not None
+    opening = stores["a"].signed(an_opening(A, B, C, version=2, round=1), A)
+    verdict = a_verdict(opening)
+    assert open_next(stores["a"], opening)
+    for node, member in (("a", A), ("b", B), ("x", C)):
+        stores[node].announce_ready(member, READY)
+        stores[node].expect_verdict(verdict)
+        stores[node].vote(opening, member, vote_of(verdict))
+    assert stores["a"].propose_verdict(verdict)
+    for node, member in (("a", A), ("b", B)):
+        assert stores[node].announce_ready(member, replace(READY, round=2)).committed == verdict
+    return stores
+
+
+def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> Opening:
+    """Have C open round 2 without A and B, vote for what it likes, and commit it."""
+    opening = stores["x"].signed(an_opening(C, *with_joiners, version=3, round=2), C)
+    verdict = replace(a_verdict(opening, digest="made up"), record={"n": 7})
+    assert open_next(stores["x"], opening)
+    stores["x"].expect_verdict(verdict)
+    stores["x"].vote(opening, C, vote_of(verdict))
+    assert stores["x"].propose_verdict(verdict)
+    return opening
+
+
+@pytest.mark.parametrize("joiners", [(), ("y#1",)], ids=["alone", "with a joiner of its own"])
+def test_round_that_one_member_commits_without_the_living_others_counts_for_none_of_them(
+    three: dict[str, RedisStore], redis_client: redis.Redis, joiners: tuple[str, ...]
+) -> None:
+    """The others say who opened it, write over it, and commit that round themselves."""
+    told: list[Opening] = []
+    three["b"].on_left_out = told.append
+    before = three["b"].view(2)
+    taken = go_on_alone(three, *joiners)
+    for node in "ab":
+        view = three[node].view(2)
+        assert view.opening is None and view.committed is None
+    assert told and {opening.proposer for opening in told} == {C} and told[0] == taken
+    assert before.opening is not None and before.committed is not None
+    for node, member in HONEST:
+        ready = replace(READY, round=2)
+        three[node].restore(StoreBackup(member, record_of(SHARED), before.opening, before.committed, ready=ready))
+    redis_client.hset(three["a"].keys.clock, "settled", 0)
+    assert [three[node].view(2).committed for node in "ab"] == [before.committed] * 2
+    opening = three["a"].signed(an_opening(A, B, version=3, round=2), A)
+    assert open_next(three["a"], opening) and three["b"].view(2).opening == opening
+
+
+def test_lease_that_one_member_takes_from_the_others_is_theirs_again(
+    three: dict[str, RedisStore], redis_client: redis.Redis
+) -> None:
+    """C removes their leases and goes on alone: until they renew them, nothing is decided; then it does not count."""
+    assert all(renews(three[node], node, member) for node, member in HONEST)
+    redis_client.zrem(three["a"].keys.leases, A, B)
+    go_on_alone(three)
+    seen = three["a"].view(2)
+    assert seen.is_settling and seen.opening is None and seen.committed is not None and seen.committed.round == 1
+    assert all(renews(three[node], node, member) for node, member in HONEST)
+    assert [three[node].view(2).committed for node in "ab"] == [None, None]
+
+
+def test_leases_that_ran_out_are_refused_once_another_member_went_on_alone(
+    three: dict[str, RedisStore], redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(renews(three[node], node, member) for node, member in HONEST)
+    for node, member in HONEST:
+        three["x"].expire_lease(member)
+        monkeypatch.setattr(three[node], "_granted_ms", 0)  # long before now
+    go_on_alone(three)
+    assert not any(renews(three[node], node, member) for node, member in HONEST)
+
+
+def test_joiner_believes_a_verdict_only_with_the_votes_of_most_that_it_lists(
+    three: dict[str, RedisStore], redis_client: redis.Redis, redis_url: str
+) -> None:
+    """One that C wrote in the names of all; a tool shows it all the same, and members have written over it."""
+    seen = three["a"].view(2)
+    assert seen.committed is not None
+    opening = three["x"].signed(an_opening(A, B, C, version=3, round=2), C)
+    forged = replace(a_verdict(opening, digest="made up"), record={"n": 7})
+    honest = redis_client.get(three["x"].keys.committed)
+    redis_client.set(three["x"].keys.committed, three["x"].judge.seal_verdict(forged))
+    redis_client.hset(three["x"].keys.votes, C, three["x"].judge.seal_vote(C, opening, vote_of(forged)))
+    joiner = RunKey(b"k" * 32, NodeKey.new())
+    with closing(RedisStore(redis_url, "run", key=joiner, lease_s=1000.0, patience_s=5.0)) as store:
+        view = store.view(0)
+        assert view.committed is None and view.is_settling
+        redis_client.set(three["x"].keys.committed, honest or b"")
+        view = store.view(0)
+        assert view.committed == seen.committed and not view.is_settling
+    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), patience_s=5.0)) as tool:
+        assert tool.view(0).committed == seen.committed
+
+
+def test_orders_that_the_operator_did_not_sign_count_for_no_member(three: dict[str, RedisStore]) -> None:
+    """Members bring the operator's back, which stay in force meanwhile."""
+    operator = OperatorKey("of the operator alone", "run")
+    for node in "ab":
+        three[node].take_orders_of(operator.public, "run", None)
+    three["x"].give_orders(pause)
+    assert not three["a"].view(2).orders.is_paused
+    three["x"].operator = operator
+    ordered = three["x"].give_orders(pause)
+    assert [three[node].view(2).orders for node in "ab"] == [ordered, ordered] and ordered.is_paused
+    three["x"].operator = None
+    for change in (go_on, lambda given: roll_back(given, 5, [5]), lambda given: ban(given, "a", [A])):
+        three["x"].give_orders(change)
+        seen = three["a"].view(2)
+        assert replace(seen.orders, version=ordered.version) == ordered and seen.orders.version < ordered.version
+        assert A in seen.alive
+        three["a"].restore(StoreBackup(A, record_of(SHARED), seen.opening, seen.committed, orders=ordered))
+        assert {store.view(2).orders for store in three.values()} == {ordered}
+
+
+def test_agreement_to_begin_again_counts_for_no_member_that_lives(three: dict[str, RedisStore]) -> None:
+    view = three["x"].view(2)
+    assert view.committed is not None
+    again = RestartPoint(2, 0, "made up", C, view.committed.sessions)
+    assert three["x"].propose_restart_point(again, view)
+    assert [three[node].view(2).restart_point for node in "ab"] == [None, None]
