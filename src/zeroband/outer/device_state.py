@@ -72,6 +72,8 @@ class DeviceState(Merge):
     `params`, `momentum`: the canonical state, (n,) float32 on CPU.
     """
 
+    keeps_delta = False
+
     def __init__(
         self,
         buffers: SharedBuffers,

@@ -24,12 +24,15 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.observe.log import get_logger
 from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.outer.merge import FragmentDrift
 from zeroband.outer.schedule import Schedule
 from zeroband.state.flat import parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of
 from zeroband.state.round_state import RoundUpdate
+
+_log = get_logger(__name__)
 
 
 class ManySteps(Schedule[Algorithm]):
@@ -73,7 +76,7 @@ class ManySteps(Schedule[Algorithm]):
         if not self._runner.is_under_way:
             return ()
         arrived = self._runner.arrived(self._missed)
-        report = self._receive(arrived, since=self._learned.steps / self._phase_steps)
+        report = self._arrive(arrived, since=self._learned.steps / self._phase_steps)
         return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
@@ -95,7 +98,7 @@ class ManySteps(Schedule[Algorithm]):
         reports = list[RoundReport]()
         before = self._runner.arrived(self._missed) if self._runner.is_under_way else None
         if before is not None and not self._is_delayed:
-            reports.append(self._receive(before, since=1.0))
+            reports.append(self._arrive(before, since=1.0))
         if before is not None and self._is_delayed:
             self._merge.on_counted(self._runner.turn, before.verdict.opening.share(self._parts.mesh.member_id))
         self._drift.end_phase()
@@ -104,6 +107,10 @@ class ManySteps(Schedule[Algorithm]):
         if before is not None and self._is_delayed:
             reports.append(self._apply_committed(before, self._merge.on_late_apply))
         if self.progress.is_complete:
+            fields = {"round": self.round, "steps": self._learned.steps}
+            _log.info(
+                "the run is complete; the inner steps beside its last round count for nothing", extra={"fields": fields}
+            )
             return reports
         if not is_finite:
             self._parts.inner.forget_moments()
@@ -111,7 +118,10 @@ class ManySteps(Schedule[Algorithm]):
         barrier(self._local)
         offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
         if waits:
-            committed = self._commit(offer)
+            committed = self._commit(offer) if closes else self._runner.commit_or_start(offer, self._late)
+            if committed is None:
+                self._begin_phase()
+                return reports
             is_restart = self._overlap != 0 or closes
             reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
             if not is_finite:
@@ -191,6 +201,19 @@ class ManySteps(Schedule[Algorithm]):
 
     def _commit(self, offer: Offer) -> Committed:
         return self._runner.commit(offer, self._missed)
+
+    def _arrive(self, committed: Committed, since: float) -> RoundReport:
+        """Take over a round that travelled beside training, `since` phases after it was contributed to.
+
+        Where training waits for rounds, this node was late: it began anew when it contributed (`_late`), and all that
+        it learned since stays relative to the outer parameters.
+        """
+        if self._overlap != 0:
+            return self._receive(committed, since)
+        if self._learned.steps == 0:
+            return self._restart_on(committed)
+        follow = self._merge.rebase_after_step(self._runner.turn)
+        return self._apply_committed(committed, lambda _turn: follow())
 
     def _receive(self, committed: Committed, since: float) -> RoundReport:
         """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
@@ -278,6 +301,25 @@ class ManySteps(Schedule[Algorithm]):
         return self.state_digest
 
     # -- being late ---------------------------------------------------------------------------------------------
+
+    def _late(self, round: int, offer: Offer) -> Offer:
+        """Catch up as `_missed`, and train on where samples are left; what was learned waits for the next round.
+
+        The contribution holds it, so the fragment begins anew with the outer parameters. It waits at the boundary
+        where no step is left, it leaves, or a checkpoint of all nodes is next.
+        """
+        offer = self._missed(round, offer)
+        has_samples = count(self.upcoming()) >= self._parts.length.shape.batch_size
+        may_go = has_samples and not (self._parts.departure.is_asked or self._is_end())
+        if not broadcast_json(may_go and self._merge.keeps_delta, self._local):
+            return offer
+        if offer.is_left_out:
+            self._restart()
+        turn = self._runner.turn
+        self._drift.restart(turn)
+        self._merge.restart(turn)
+        _log.info("late; trains on while its contribution waits for the next round", extra={"fields": {"round": round}})
+        return replace(offer, is_beside=True)
 
     def _missed(self, round: int, offer: Offer) -> Offer:
         """Catch up with what this node learned left as it is: relative to where the outer parameters go meanwhile.

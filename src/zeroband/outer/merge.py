@@ -45,6 +45,9 @@ Contribute = Callable[[Tensor, Tensor, Tensor], None]
 class Merge(ABC):
     """A node's own parameters, relative to the outer ones."""
 
+    keeps_delta = True
+    """Whether a node may train on while the outer parameters step without what it learns meanwhile."""
+
     @property
     @abstractmethod
     def anchor(self) -> Tensor:

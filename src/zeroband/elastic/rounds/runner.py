@@ -63,6 +63,8 @@ class Offer:
     is_leaving: bool = False
     is_left_out: bool = False
     """It learned something that is not finite."""
+    is_beside: bool = False
+    """Its node was late, and trains on until a round takes it."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,12 @@ class RoundRunner:
 
         Raises RoundsMissed for a joiner, who catches up by itself.
         """
+        committed = self.commit_or_start(offer, missed)
+        assert committed is not None, "who goes on beside training asks for it"
+        return committed
+
+    def commit_or_start(self, offer: Offer, missed: Missed) -> Committed | None:
+        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said."""
         return self._finish(offer, partial(self._attempt, offer), missed)
 
     def start(self, offer: Offer) -> None:
@@ -154,9 +162,11 @@ class RoundRunner:
         (offer, background), flags = self._background, self._parts.mesh.flags
         flags.count_only(None)
         try:
-            return self._finish(offer, background.wait, missed)
+            committed = self._finish(offer, background.wait, missed)
         finally:
             self._background = None
+        assert committed is not None, "training waits for it now"
+        return committed
 
     def abandon(self) -> None:
         """Give up a round that is on its way: this trainer ends."""
@@ -308,8 +318,8 @@ class RoundRunner:
             **self._algorithm.describe(opening, result, state.record),
         }
 
-    def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed:
-        """Have a round committed that this node is in. `bring`: the first attempt."""
+    def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
+        """Have a round committed that this node is in; None where it goes on beside. `bring`: the first attempt."""
         self._is_awaited = True
         try:
             outcome = bring()
@@ -317,6 +327,8 @@ class RoundRunner:
                 if offer.is_joining:
                     raise RoundsMissed(outcome.round)
                 offer = missed(outcome.round, offer)
+                if offer.is_beside:
+                    return self.start(replace(offer, is_beside=False))
                 outcome = self._attempt(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:
