@@ -5,20 +5,21 @@ All nodes load the same file and settings; which of them lie follows from their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zeroband.config.outer import CustomConfig, OuterSGDConfig
 from zeroband.config.section import Section
-from zeroband.elastic.rounds.coordinator import Offer
-from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT, MeanExchange
-from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.elastic.rounds.exchange import Exchange, MeanExchange
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.transport.engine import Encoded
+from zeroband.kernels.robust import RobustRule
 from zeroband.observe.view import node_id_of_member
-from zeroband.outer.many_steps import PARAMS, ManySteps
+from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.robust import rule_of
 
@@ -26,7 +27,7 @@ MOMENTUM = "momentum"
 OUTER = OuterSGDConfig(lr=0.7, momentum=0.6)
 
 
-class Liar(ManySteps):
+class Liar(Algorithm):
     """Outer state: parameters and momentum, as DiLoCo's."""
 
     sections = (PARAMS, MOMENTUM)
@@ -40,24 +41,36 @@ class Liar(ManySteps):
         """Nodes before the first one that lies."""
 
     def __init__(self, parts: OuterParts, config: CustomConfig, settings: Settings) -> None:
+        super().__init__(parts, config, settings)
         place = int(node_id_of_member(parts.mesh.member_id).removeprefix("node"))
         self._lie = settings.lie if place >= settings.honest else "none"
         self._optimizer = OuterSGD(OUTER)
-        encoded = None
-        if self._lie == "nan":  # what is encoded here is refused, so the bytes are written by hand
-            size = parts.codec.encoded_size(parts.buffers.numel)
-            encoded = Encoded(torch.full((size,), 255, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
-        exchange = MeanExchange(
-            parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, encoded, rule_of(config.robust)
-        )
-        super().__init__(parts, config, settings, exchange=exchange)
+        if self._lie == "weight":
+            announce = parts.mesh.announce_ready
+            parts.mesh.announce_ready = lambda ready: announce(replace(ready, weight=1000 * ready.weight))
 
-    def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
+    def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         self._optimizer.apply(outer[PARAMS], outer[MOMENTUM], result, outer_step=outer_step)
 
-    def contribute(self, turn: int) -> bool:
-        is_finite = super().contribute(turn)
-        own = self._buffers[CONTRIBUTION]
+    def exchange(self) -> Exchange:
+        return LyingExchange(self.parts, self._lie, rule_of(self.config.robust))
+
+
+class LyingExchange(MeanExchange):
+    """A mean to which this node does not contribute what it learned."""
+
+    def __init__(self, parts: OuterParts, lie: str, rule: RobustRule | None) -> None:
+        encoded = None
+        if lie == "nan":  # what is encoded here is refused, so the bytes are written by hand
+            size = parts.codec.encoded_size(parts.buffers.numel)
+            encoded = Encoded(torch.full((size,), 255, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
+        super().__init__(parts, rule, encoded=encoded)
+        self._lie = lie
+        self._own, self._common = parts.buffers[CONTRIBUTION], parts.buffers[RESULT]
+
+    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+        is_finite = super().load(round, turn, names)
+        own = self._own
         match self._lie:
             case "noise":
                 noise = torch.randn(own.numel())
@@ -69,15 +82,10 @@ class Liar(ManySteps):
             case "scale":
                 own.mul_(100)
             case "copy":  # of what the others came to in the last round, since theirs of this one are sealed
-                own.copy_(self._buffers[RESULT])
+                own.copy_(self._common)
             case _:
                 pass
         return is_finite
-
-    def _offer(self, **said: Any) -> Offer:
-        offer = super()._offer(**said)
-        object.__setattr__(offer, "weight", offer.weight * (1000 if self._lie == "weight" else 1))
-        return offer
 
 
 ALGORITHM = Liar

@@ -14,12 +14,12 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from zeroband.config.section import Section
-from zeroband.outer.many_steps import PARAMS, ManySteps
+from zeroband.outer.algorithm import PARAMS, Algorithm
 
 MEAN, SQUARES = "mean", "squares"
 
 
-class FedAdam(ManySteps):
+class FedAdam(Algorithm):
     """Adam on the mean pseudo-gradient d.
 
     m <- b1 m + (1 - b1) d;  v <- b2 v + (1 - b2) d d, both from 0;  outer <- outer - lr m / (sqrt(v) + tau).
@@ -37,7 +37,7 @@ class FedAdam(ManySteps):
         tau: PositiveFloat = 1e-3
         """How adaptive: pseudo-gradients far below it move a parameter in proportion."""
 
-    def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
+    def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         """Each line rounds once, so all nodes get the same bits."""
         knobs, mean, squares = self.settings, outer[MEAN], outer[SQUARES]
         mean.mul_(knobs.beta1).add_(result.mul(1 - knobs.beta1))

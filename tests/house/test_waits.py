@@ -82,7 +82,7 @@ def section(root: Path) -> str:
 
 NOT_FOUND_BY_NAME = {
     "runtime/join.py: NodeRuntimeSteps._announce",  # asks for `join` of an algorithm
-    "elastic/rounds/coordinator.py: RoundCoordinator._arrived",  # BackgroundRound.wait, which is in the table
+    "elastic/rounds/runner.py: RoundRunner.arrived",  # BackgroundRound.wait, which is in the table
 }
 ONLY_BY_TORCH = {"node/mesh.py: init_local_mesh"}
 """Waits inside collectives, which have no call of their own to be found by."""

@@ -35,9 +35,8 @@ from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import (
     History,
-    OuterAlgorithm,
     OuterParts,
-    Schedule,
+    RunLength,
     Scorer,
     Scoring,
 )
@@ -57,7 +56,8 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.outer.many_steps import ManySteps
-from zeroband.outer.registry import build_algorithm
+from zeroband.outer.registry import build_schedule
+from zeroband.outer.schedule import Schedule
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
@@ -318,7 +318,7 @@ class FakeNode:
     journal: Journal
     departure: Departure
     faults: FaultPoints
-    outer: OuterAlgorithm
+    outer: Schedule[Any]
     loss: float = 0.0
     """Of its next inner steps."""
     steps: int = 0
@@ -415,14 +415,19 @@ class FakeNode:
         """A round of one step of whichever algorithm this is."""
         has_inner_steps = isinstance(self.outer, ManySteps)
         report = self.diloco_step(update, tokens, ends_round=True) if has_inner_steps else self.ddp_step(update, tokens)
-        assert report is not None
-        return report
+        return self._last(report)
 
     def take_steps(self, updates: Sequence[Tensor], tokens: int) -> RoundReport:
         """A round of an algorithm that has many inner steps, with these."""
         reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
-        assert reports[-1] is not None
-        return reports[-1]
+        return self._last(reports[-1])
+
+    def _last(self, report: RoundReport | None) -> RoundReport:
+        """The report of a round that is over; a late node, which would train on, waits for it without a step."""
+        if report is not None:
+            return report
+        self.reports += self.outer.flush()
+        return self.reports[-1]
 
     def entry(self, round: int) -> RoundUpdate | None:
         """What its journal keeps of a round."""
@@ -543,13 +548,13 @@ class FakeRun:
             shards=ShardMap(layout, 0, 1),
             fragments=fragments,
             feedback=ErrorFeedback(buffers, sent, self.codec),
-            schedule=Schedule(shape, PhaseLength(pace or steps, seconds), self.flush_every),
+            length=RunLength(shape, PhaseLength(pace or steps, seconds), self.flush_every),
             history=History(journal, _OfFakeRun(self, name), auto_rollback, self.memory),
             departure=departure,
             faults=faults,
             scoring=Scoring(self.scoring, self.scorer(name)) if self.scoring and self.scorer else None,
         )
-        outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
+        outer = build_schedule(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]

@@ -18,15 +18,13 @@ from torch.optim import SGD
 from zeroband.checkpoint.state_dict_file import pack, unpack
 from zeroband.config.outer import DdpConfig, DemoConfig, Outer
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
-from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
+from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
 from zeroband.model.optim import sign_step
 from zeroband.node.sharding import is_sharded, local_part
 from zeroband.observe.log import get_logger
 from zeroband.outer.ddp import Ddp
-from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.outer.torch_optimizer import OneRounding, TorchOuterOptimizer
-from zeroband.state.flat import parameter_shards
 
 _log = get_logger(__name__)
 
@@ -234,15 +232,11 @@ class LoopDdp(Ddp):
     """DDP over a user's optimizer. Outer state: the parameters and its moments, `inner_NAME` each."""
 
     def __init__(self, parts: OuterParts, optimizer: CommonOptimizer) -> None:
-        self._clip_norm = None
         self._optimizer = optimizer
-        self.sections = (PARAMS, *(f"inner_{moment}" for moment in optimizer.common_moments))
-        open_buffers(parts.buffers, self.sections)
-        EveryStep.__init__(self, parts)
+        super().__init__(parts, clip_norm=None)
 
-    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        moments = {f"inner_{moment}": shards for moment, shards in self._optimizer.common_moments.items()}
-        return {PARAMS: parameter_shards(self._parts.model), **moments}
+    def _moments(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {f"inner_{moment}": shards for moment, shards in self._optimizer.common_moments.items()}
 
 
 def loop_state_of(

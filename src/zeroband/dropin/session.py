@@ -29,7 +29,7 @@ from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
@@ -40,7 +40,8 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_
 from zeroband.node.sharding import NamedParameters, is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.outer.registry import build_algorithm
+from zeroband.outer.registry import build_schedule, schedule_of
+from zeroband.outer.schedule import Schedule
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
 from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
 from zeroband.runtime.join import open_runtime
@@ -145,7 +146,7 @@ class Session:
             departure=departure,
             port=port,
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
-            build_algorithm=partial(_build_algorithm, config, options.outer, self._own),
+            build_schedule=partial(_build_schedule, config, options.outer, self._own),
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> Report:
@@ -414,12 +415,12 @@ def _require_usable(config: RunConfig, outer: OuterStep | None, *, copies: int) 
             )
 
 
-def _build_algorithm(config: RunConfig, outer: OuterStep | None, own: LoopState, parts: OuterParts) -> OuterAlgorithm:
-    """The outer algorithm of a loop that clips its gradients itself."""
+def _build_schedule(config: RunConfig, outer: OuterStep | None, own: LoopState, parts: OuterParts) -> Schedule[Any]:
+    """The rounds of a loop that clips its gradients itself."""
     assert config.outer is not None, "the drop-in has one"
     if isinstance(outer, TorchOuterOptimizer):
         assert isinstance(config.outer, DilocoConfig)
-        return TorchDiLoCo(parts, config.outer, outer)
+        return schedule_of(parts, config.outer, TorchDiLoCo(parts, config.outer, outer))
     if isinstance(own, CommonOptimizer):
-        return LoopDdp(parts, own)
-    return build_algorithm(parts, config.outer, clip_norm=None)
+        return schedule_of(parts, config.outer, LoopDdp(parts, own))
+    return build_schedule(parts, config.outer, clip_norm=None)

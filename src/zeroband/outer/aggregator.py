@@ -22,7 +22,7 @@ from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
 from zeroband.observe.log import get_logger
 from zeroband.outer.compression.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
-from zeroband.outer.compression.sparse_codec import Payload
+from zeroband.outer.compression.sparse_codec import Payload, SparseCodec
 from zeroband.outer.payloads import PayloadExchange
 
 _LENGTH_BYTES = 8
@@ -37,7 +37,7 @@ def aggregator_of(opening: Opening) -> str:
     return opening.members[order[opening.retries % len(order)]]
 
 
-class AggregatedExchange(PayloadExchange):
+class AggregatedExchange(PayloadExchange[SparseCodec]):
     """Payloads to one member, their sum to all."""
 
     _told: Tensor

@@ -1,63 +1,54 @@
 """An outer algorithm from a file of its own: `outer.type = "custom"`.
 
-The file says `ALGORITHM = CLASS`: an `OuterAlgorithm` that is called with `OuterParts`, the [outer] section and the
-settings, validated as its `Settings`. `ManySteps` is the base of those whose rounds are many inner steps, `EveryStep`
-of those that synchronise at each one; of the latter outer.inner_steps is 1.
+The file says `ALGORITHM = CLASS`: an `Algorithm`, whose rounds are many inner steps, or a `StepAlgorithm`, which
+synchronises at each one; of the latter outer.inner_steps is 1. The class is called with the node's `OuterParts`, the
+[outer] section and the settings, validated as its `Settings`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from zeroband.config.outer import CustomConfig
 from zeroband.config.section import Section, key_value
-from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.errors import ConfigError
 from zeroband.node.user_file import load_file
-from zeroband.outer.every_step import EveryStep
+from zeroband.outer.algorithm import Algorithm, AnyAlgorithm, StepAlgorithm
+from zeroband.outer.schedule import Schedule
 
 _NAME = "ALGORITHM"
-_NEEDED = (
-    *("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state"),
-    *("learned", "is_boundary"),
-)
+_PAGE = "docs/tutorials/write-an-algorithm.md"
+_OF_OLD = ("take_step", "sync_gradients", "sync_parameters")
+"""Methods of algorithms that were schedules themselves, as earlier versions had them."""
 
 
 @dataclass(frozen=True)
 class CustomAlgorithm:
     """What a file holds."""
 
-    build: Callable[[OuterParts, CustomConfig, Section], OuterAlgorithm]
+    build: type[AnyAlgorithm]
     settings: Section
     digest: str
     """Digest of the file, which all nodes must have alike."""
     sections: tuple[str, ...]
     """Names of the sections of its outer state."""
-    is_every_step: bool
-    """All nodes hold one model and the inner optimizer's state at every step, whatever the number of their ranks."""
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether all nodes hold one model and one inner optimizer at every step, whatever their numbers of ranks."""
+        return issubclass(self.build, StepAlgorithm)
 
 
 def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
     """The algorithm that a section names. Raises ConfigError where the file has none, or refuses the settings."""
     file = load_file(Path(config.algorithm), "outer.algorithm")
-    found = getattr(file.module, _NAME, None)
-    missing = [name for name in _NEEDED if not hasattr(found, name)]
-    missing += sorted(getattr(found, "__abstractmethods__", ()))
-    if not isinstance(found, type) or missing:
-        what = f"has no {', '.join(missing)}" if isinstance(found, type) else "is no class"
-        raise ConfigError(
-            f"outer.algorithm={config.algorithm!r}: its {_NAME} {what}; "
-            f"end the file with {_NAME} = CLASS, such as a ManySteps (zeroband/outer/many_steps.py)"
-        )
-    algorithm: Any = found
-    is_every_step = issubclass(found, EveryStep)
-    if is_every_step:
+    algorithm = _algorithm_in(file.module, config.algorithm)
+    if issubclass(algorithm, StepAlgorithm):
         _require_single_steps(config)
     elif config.merge == "eager" and getattr(algorithm, "outer_sgd", None) is None:
         raise ConfigError(
@@ -65,8 +56,27 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
             "(`outer_sgd`), so that what counted at once can be taken out again; set outer.merge = "
             '"overwrite" or "mix"'
         )
-    settings = _settings(config, getattr(algorithm, "Settings", Section))
-    return CustomAlgorithm(algorithm, settings, file.digest, tuple(algorithm.sections), is_every_step)
+    settings = _settings(config, algorithm.Settings)
+    return CustomAlgorithm(algorithm, settings, file.digest, tuple(algorithm.sections))
+
+
+def _algorithm_in(module: object, path: str) -> type[AnyAlgorithm]:
+    """The class that a file names. Raises ConfigError where it is no algorithm, or one of an earlier version's form."""
+    found = getattr(module, _NAME, None)
+    is_class = isinstance(found, type)
+    if is_class and (issubclass(found, Schedule) or any(hasattr(found, name) for name in _OF_OLD)):
+        raise ConfigError(
+            f"outer.algorithm={path!r}: its {_NAME} has the form of an earlier version; make it an Algorithm with "
+            f"`step` in place of `take_step`, or a StepAlgorithm, as {_PAGE} shows"
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if not (is_class and issubclass(found, Algorithm | StepAlgorithm)) or missing:
+        what = f"has no {', '.join(missing)}" if missing else "is no Algorithm"
+        raise ConfigError(
+            f"outer.algorithm={path!r}: its {_NAME} {what}; "
+            f"end the file with {_NAME} = CLASS, such as an Algorithm (zeroband/outer/algorithm.py)"
+        )
+    return found
 
 
 def _require_single_steps(config: CustomConfig) -> None:
@@ -75,17 +85,19 @@ def _require_single_steps(config: CustomConfig) -> None:
     schedule = config.inner_steps, config.inner_seconds, config.fragments, config.overlap
     if schedule != (1, None, 1, 0) or waits != (None, None):
         raise ConfigError(
-            f"outer.algorithm={config.algorithm!r} is an EveryStep, whose rounds are one inner step; set "
+            f"outer.algorithm={config.algorithm!r} is a StepAlgorithm, whose rounds are one inner step; set "
             "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, "
             "outer.straggler_grace, outer.fragments nor outer.overlap"
         )
     if config.robust is not None:
-        raise ConfigError(f"outer.algorithm={config.algorithm!r} is an EveryStep; outer.robust is for many inner steps")
+        raise ConfigError(
+            f"outer.algorithm={config.algorithm!r} is a StepAlgorithm; outer.robust is for many inner steps"
+        )
 
 
-def require_robust(config: CustomConfig, algorithm: OuterAlgorithm) -> None:
+def require_robust(config: CustomConfig, exchange: Exchange) -> None:
     """Raise ConfigError where contributions are to be combined robustly, and the algorithm has its own way."""
-    if config.robust is not None and not getattr(getattr(algorithm, "exchange", None), "is_robust", False):
+    if config.robust is not None and not exchange.is_robust:
         raise ConfigError(
             f"outer.algorithm={config.algorithm!r} has its own exchange, which outer.robust does not change; drop "
             "outer.robust"

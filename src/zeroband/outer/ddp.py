@@ -13,56 +13,58 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.exchange import CONTRIBUTION
-from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.exchange import Exchange
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.kernels.scan import norm
-from zeroband.outer.every_step import PARAMS, EveryStep
+from zeroband.outer.algorithm import PARAMS, StepAlgorithm
 from zeroband.state.flat import gradient_shards, parameter_shards
 
-_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-class Ddp(EveryStep):
+class Ddp(StepAlgorithm):
     """The mean of the gradients is the gradient of all nodes."""
 
-    sections = (PARAMS, *_ADAMW_MOMENTS)
+    sections = (PARAMS, "exp_avg", "exp_avg_sq")
+    """The moments are AdamW's; with another inner optimizer they are its own."""
+    has_moments = True
 
     def __init__(self, parts: OuterParts, *, clip_norm: float | None) -> None:
-        self._clip_norm = clip_norm
-        named: dict[str, str] = dict(zip(_ADAMW_MOMENTS, parts.stepper.moment_names, strict=True))
-        self.sections = tuple(named.get(section, section) for section in self.sections)
-        open_buffers(parts.buffers, self.sections)
         super().__init__(parts)
+        self._clip_norm = clip_norm
+        self.sections = (PARAMS, *self._moments())
+        open_buffers(parts.buffers, self.sections)
 
-    def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._count_step()
-        contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
-        self._parts.shards.store(gradients, contribution)
-        self._parts.feedback.add_to(contribution, gradients)
-        is_finite = self._is_contribution_finite(gradients)
-        self._committed = self._commit(self._offer(weighted=is_finite))
-        record = self._committed.verdict.record
-        self._set_gradients(self._committed.result, record)
+    def _moments(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """This rank's shards of the inner optimizer's moments, by section."""
+        return self.parts.stepper.moments()
+
+    def contribute(self, exchange: Exchange, round: int) -> bool:
+        gradients = gradient_shards(self.parts.model)
+        self.parts.shards.store(gradients, self.parts.buffers[CONTRIBUTION])
+        return exchange.load(round, 0, gradients)
+
+    def norm(self, record: Mapping[str, Any] | None) -> float:
+        assert record is not None, "a round is waited for"
         return float(record["grad_norm"])
 
-    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
+    def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
         """Clipped by the norm that the verdict fixed for all nodes."""
-        super()._set_gradients(result, record)
-        norm = float(record["grad_norm"])
+        super().set_gradients(result, record, inner_step=inner_step)
+        norm = self.norm(record)
         if record["weight"] > 0 and self._clip_norm is not None and norm > self._clip_norm:
-            for shard in gradient_shards(self._parts.model).values():
+            for shard in gradient_shards(self.parts.model).values():
                 shard.mul_(self._clip_norm / norm)
 
-    def _describe(self, result: Tensor) -> Mapping[str, Any]:
+    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
         """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
-        return {"grad_norm": norm(result), "updates_before": self._parts.stepper.update_count}
+        return {"grad_norm": norm(result), "updates_before": self.parts.stepper.update_count}
 
-    def _describe_founding(self) -> Mapping[str, Any]:
-        return {"grad_norm": 0.0, "updates_before": self._parts.stepper.update_count}
+    def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"grad_norm": 0.0, "updates_before": self.parts.stepper.update_count}
 
-    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {PARAMS: parameter_shards(self._parts.model), **self._parts.stepper.moments()}
+    def held(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {PARAMS: parameter_shards(self.parts.model), **self._moments()}
 
-    def _seek(self, record: Mapping[str, Any]) -> None:
+    def seek(self, record: Mapping[str, Any]) -> None:
         updates = record.get("updates_before", 0) + (record["weight"] > 0)
-        self._parts.stepper.seek(Progress.from_record(record["progress"]).inner_step, update_count=updates)
+        self.parts.stepper.seek(Progress.from_record(record["progress"]).inner_step, update_count=updates)

@@ -13,7 +13,7 @@ then train from parameters that lack their newest gradient. Those parameters are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.rounds.coordinator import Committed
+from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.node.mesh import broadcast_json, clip_grad_norm_
+from zeroband.node.mesh import clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
+from zeroband.outer.algorithm import PARAMS, StepAlgorithm
 from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
-from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.scoring import PayloadScores
@@ -46,80 +45,50 @@ def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.devic
     return SparseResidual(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
 
 
-class Demo(EveryStep):
+class Demo(StepAlgorithm):
     """`clip_norm`: of this node's gradient. The inner optimizer steps by signs (`optim.sign_step`)."""
 
     local_sections = (MOMENTUM,)
 
     def __init__(self, parts: OuterParts, config: DemoConfig, *, clip_norm: float | None) -> None:
-        rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
+        super().__init__(parts, config)
         self._clip_norm = clip_norm
-        self._overlaps = config.overlap > 0
-        self._is_finite = True
-        self._memory = LocalMemory(parts, MOMENTUM, [rule])
+        self._norm = 0.0
+        """The norm of this node's newest gradient."""
+        self.overlaps = config.overlap > 0
+        rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
         kind, clips = AggregatedExchange if config.aggregator else PayloadExchange, config.robust is not None
-        self._payloads = kind(parts.mesh, parts.buffers, self._memory, [rule.codec], divisor="senders", clips=clips)
+        memory = LocalMemory(parts, MOMENTUM, [rule])
+        self._payloads = kind(parts, memory, [rule.codec], divisor="senders", clips=clips)
         stepper = parts.stepper
         self._scores = PayloadScores(
             parts, self._payloads, PARAMS, lambda outer, alone: outer - alone.sign().mul(stepper.lr)
         )
-        super().__init__(parts, self._payloads)
 
-    def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
-        return self._scores.measure(verdict, 0)
+    def exchange(self) -> Exchange:
+        return self._payloads
 
-    def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._count_step()
-        norm = clip_grad_norm_(self._parts.model, self._clip_norm).item()
-        self._committed = self._arrived_before()
-        self._is_finite = self._contribute(norm)
-        if not self._overlaps:
-            self._committed = self._commit(self._offer(weighted=self._is_finite))
-        if self._committed is None:
-            self._parts.stepper.zero_grad()  # the trainer's step moves nothing
-        else:
-            self._set_gradients(self._committed.result, self._committed.verdict.record)
-        return norm
+    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, turn)
 
-    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        reports = [] if self._committed is None else [self._apply_committed()]
-        if self._overlaps:
-            reports += self._send()
-        self._begin_phase()
-        return reports
-
-    def flush(self) -> Sequence[RoundReport]:
-        committed = self._arrived_before()
-        return () if committed is None else (self._step_by(committed),)
-
-    def _send(self) -> Sequence[RoundReport]:
-        """Have the payload travel beside the next step; where the nodes wait for it instead, step by it at once."""
-        waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
-        if waits:
-            return (self._step_by(self._commit(self._offer(weighted=self._is_finite))),)
-        self._start(self._offer(weighted=self._is_finite))
-        self._parts.inner.seek(self.inner_step)
-        return ()
-
-    def _contribute(self, norm: float) -> bool:
+    def contribute(self, exchange: Exchange, round: int) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
-        held, shards = gradient_shards(self._parts.model), self._parts.shards
+        self._norm = clip_grad_norm_(self.parts.model, self._clip_norm).item()
+        held, shards = gradient_shards(self.parts.model), self.parts.shards
         gradients = {name: shards.own(name, gradient) for name, gradient in held.items()}  # of copies, this rank's part
-        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.stepper.lr):
-            self._memory.pack(0, self._payloads.payload(0))
+        if math.isfinite(self._norm) and self._payloads.take(0, gradients, scale=self.parts.stepper.lr):
             return True
-        fields = {"round": self.round + 1, "norm": norm}
+        fields = {"round": round, "norm": self._norm}
         _log.warning("non-finite update: weight 0 this round", extra={"fields": fields})
         return False
 
-    def _arrived_before(self) -> Committed | None:
-        """The round that travels beside this step, if one does; from here on there may be a new payload."""
-        return self._arrived() if self._is_under_way else None
+    def norm(self, record: Mapping[str, Any] | None) -> float:
+        return self._norm
 
-    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
+    def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
         """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
-        self._parts.inner.seek(self.progress.inner_step)
-        super()._set_gradients(result, record)
+        self.parts.stepper.seek(inner_step)
+        super().set_gradients(result, record, inner_step=inner_step)
 
-    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {PARAMS: parameter_shards(self._parts.model)}
+    def held(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {PARAMS: parameter_shards(self.parts.model)}

@@ -7,7 +7,7 @@ that follows it; it is loaded anew where the state comes from elsewhere, and a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.rounds.exchange import CONTRIBUTION
+from zeroband.elastic.rounds.exchange import MeanExchange, are_finite
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
+from zeroband.kernels.robust import RobustRule
 from zeroband.kernels.scan import all_finite
 from zeroband.node.async_copy import PinnedMemory
+from zeroband.outer.merge import Contribute, Merge
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import ShardMap, SharedBuffers
 
@@ -61,13 +64,15 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
         )
 
 
-class DeviceState:
-    """Also the replica (`InnerParameters`) of a node that waits for every round. Its parameters are the model's.
+class DeviceState(Merge):
+    """Also the merge of a node that waits for every round. Its parameters are the model's.
 
     Made, and its methods called, by all local ranks, but for `encode_borders`. `buffers`: with an open contribution
     buffer, where values of blocks that several shards share meet. `model_shards`: this rank's, by name, on the device.
     `params`, `momentum`: the canonical state, (n,) float32 on CPU.
     """
+
+    keeps_delta = False
 
     def __init__(
         self,
@@ -203,19 +208,17 @@ class DeviceState:
                 "comes again"
             )
 
-    # -- a replica ----------------------------------------------------------------------------------------------
+    # -- a merge ------------------------------------------------------------------------------------------------
 
     @property
     def anchor(self) -> Tensor:
         return self._canonical[0]
 
-    def sent(self, turn: int, share: float, outer_step: int) -> None:
-        """Do nothing: no round travels beside training (`require_device`)."""
+    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
+        """Write nothing: `DeviceExchange` has the contribution encoded on the GPU."""
+        return ()
 
-    def counted(self, turn: int, share: float) -> None:
-        """Do nothing, as in `sent`."""
-
-    def expect(self, turn: int) -> None:
+    def on_late_apply(self, turn: int) -> None:
         self.restart(turn)
 
     def receive(self, turn: int) -> None:
@@ -237,9 +240,25 @@ class DeviceState:
         for name, place in self._places.items():
             shards[name].detach().view(-1).copy_(place.params)
 
-    def following(self, turn: int) -> Callable[[], None]:
+    def rebase_after_step(self, turn: int) -> Callable[[], None]:
         """Start from the outer parameters: all that this node learned is in its contribution."""
         return partial(self.restart, turn)
+
+
+class DeviceExchange(MeanExchange):
+    """The mean of contributions that the GPU encodes."""
+
+    def __init__(self, parts: OuterParts, device: DeviceState, rule: RobustRule | None) -> None:
+        super().__init__(parts, rule, encoded=device.encoded)
+        self._device = device
+        self._numel = parts.buffers.numel
+
+    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+        is_finite = are_finite(self._device.contribute(), self._mesh.local, round)
+        if is_finite and self._mesh.local.rank == 0:
+            self._device.encode_borders()
+            self.largest = self._codec.largest(self._device.encoded.contribution, self._numel)
+        return is_finite
 
 
 def _whole_blocks(start: int, stop: int) -> tuple[int, int]:

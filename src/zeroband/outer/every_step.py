@@ -1,133 +1,130 @@
-"""What algorithms have in common whose rounds are one inner step: all nodes hold one model at every step.
+"""The schedule whose rounds are one inner step: all nodes hold one model at every step.
 
-What the nodes make together of their gradients becomes the gradient of all of them, by which the inner optimizer steps.
 The outer state is the whole training state. It is written out after every step, so that a joiner can fetch it at any
-time.
+time. A round is waited for, or travels while the next step runs and is applied at its end.
 """
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
-from zeroband.elastic.rounds.exchange import RESULT, Exchange, MeanExchange
-from zeroband.elastic.rounds.interfaces import LaterPart, OuterParts
+from zeroband.elastic.rounds.interfaces import RESULT, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.node.mesh import barrier
-from zeroband.state.flat import gradient_shards
+from zeroband.elastic.rounds.runner import Committed
+from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.outer.algorithm import StepAlgorithm
+from zeroband.outer.schedule import Schedule
 from zeroband.state.round_state import RoundUpdate
 
-PARAMS = "params"
 
+class EveryStep(Schedule[StepAlgorithm]):
+    """Rounds of one inner step, with an algorithm that makes the gradient of all nodes."""
 
-class EveryStep(RoundCoordinator):
-    """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
-
-    sections = (PARAMS,)
     has_own_steps = False
 
-    def __init__(self, parts: OuterParts, exchange: Exchange | None = None) -> None:
-        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments, audits=False)
-        super().__init__(parts, exchange or mean)
+    def __init__(self, parts: OuterParts, algorithm: StepAlgorithm) -> None:
+        super().__init__(parts, algorithm, algorithm.exchange())
         self._committed: Committed | None = None
+        """The round whose result lies in the model as its gradient."""
+        self._is_finite = True
+        """Whether the newest contribution is."""
         parts.buffers.open(*self.sections, RESULT)
-        self.state_digest = self._store_state()
+        self._state.digest = self._store_state()
 
-    # -- what an algorithm says of itself -----------------------------------------------------------------------
+    # -- the trainer's hooks ------------------------------------------------------------------------------------
 
-    @abstractmethod
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Contribute the gradients that lie in the model, and put what the nodes made of them into their place."""
-        ...
-
-    @abstractmethod
-    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """This rank's shards of each section, by parameter; writing to them writes to the model and its optimizer."""
-        ...
-
-    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
-        """Put a committed result into the model.
-
-        Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
-        """
-        if record["weight"] == 0:
-            self._parts.stepper.zero_grad()
-        else:
-            self._parts.shards.load(gradient_shards(self._parts.model), result)
-
-    def _seek(self, record: Mapping[str, Any]) -> None:
-        """Bring the inner optimizer to the place that a verdict stands for."""
-        self._parts.stepper.seek(Progress.from_record(record["progress"]).inner_step)
-
-    # -- the round ----------------------------------------------------------------------------------------------
+        self._count_step()
+        self._committed = self._arrived_before()
+        self._is_finite = self._algorithm.contribute(self.exchange, self.round + 1)
+        if not self._algorithm.overlaps:
+            self._committed = self._commit(weighted=self._is_finite)
+        if self._committed is None:
+            self._parts.stepper.zero_grad()  # the trainer's step moves nothing
+            return self._algorithm.norm(None)
+        self._set_gradients(self._committed.result, self._committed.verdict.record)
+        return self._algorithm.norm(self._committed.verdict.record)
 
     def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        report = self._apply_committed()
+        reports = [] if self._committed is None else [self._apply(self._committed)]
+        if self._algorithm.overlaps:
+            reports += self._send()
         self._begin_phase()
-        return (report,)
+        return reports
 
-    def _apply_committed(self) -> RoundReport:
-        committed, self._committed = self._committed, None
-        assert committed is not None, "sync_gradients comes first"
-        started_at_s = time.monotonic()
-        with self._changing_state():
-            self._advance(committed.verdict, self._store_state())
-        self._keep_in_journal(committed)
-        self._parts.faults.at("applied", self.round)
-        return self._report(committed, time.monotonic() - started_at_s)
-
-    def _store_state(self) -> str:
-        """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
-        for section, shards in self._held().items():
-            self._parts.shards.store(shards, self._buffers[section])
-        return self._digest()
+    def flush(self) -> Sequence[RoundReport]:
+        committed = self._arrived_before()
+        return () if committed is None else (self._step_by(committed),)
 
     def join(self) -> RoundReport:
-        report = self._step_by(self._commit(self._offer(is_joining=True)))
+        report = self._step_by(self._commit(is_joining=True))
         self._begin_phase()
         return report
 
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    def _send(self) -> Sequence[RoundReport]:
+        """Have the contribution travel beside the next step; where the nodes wait for it, step by it at once."""
+        waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
+        if waits:
+            return (self._step_by(self._commit(weighted=self._is_finite)),)
+        self._runner.start(self._offer(weighted=self._is_finite))
+        self._parts.inner.seek(self.inner_step)
+        return ()
+
+    def _commit(self, *, weighted: bool = True, is_joining: bool = False) -> Committed:
+        return self._runner.commit(self._offer(weighted=weighted, is_joining=is_joining), self._missed)
+
+    def _arrived_before(self) -> Committed | None:
+        """The round that travels beside this step, if one does; from here on there may be a new contribution."""
+        return self._runner.arrived(self._missed) if self._runner.is_under_way else None
+
+    def _apply(self, committed: Committed) -> RoundReport:
+        """Note the state that the inner optimizer's step by a committed round led to."""
+        self._committed, started_at_s = None, time.monotonic()
+        with self._state.changing():
+            self._advance(committed.verdict, self._store_state())
+        return self._applied(committed, since_s=started_at_s)
+
     def _step_by(self, committed: Committed) -> RoundReport:
         """Step by a round for which the trainer makes no step."""
-        self._committed = committed
         self._step(committed.result, committed.verdict.record)
-        return self._apply_committed()
+        return self._apply(committed)
 
     def _step(self, result: Tensor, record: Mapping[str, Any]) -> None:
         self._set_gradients(result, record)
         self._parts.stepper.step()
         self._parts.stepper.zero_grad()
-        self._seek(record)  # a round of joiners alone is no step of the schedule
+        self._algorithm.seek(record)  # a round of joiners alone is no step of the schedule
 
-    def adopt(
-        self,
-        round: int,
-        record: Mapping[str, Any],
-        sections: Mapping[str, Tensor] | None = None,
-        later: Sequence[LaterPart] = (),
-    ) -> str:
-        assert not later, "an optimizer steps all of a matrix at once"
-        with self._changing_state(sections):
-            self._load_state(record)
-            self._record_state(round, record, self._store_state())
-        return self.state_digest
+    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
+        self._algorithm.set_gradients(result, record, inner_step=self.progress.inner_step)
 
-    def _load_state(self, record: Mapping[str, Any]) -> None:
-        """Take the training state from the sections."""
-        self._seek(record)
-        for section, shards in self._held().items():
-            self._parts.shards.load(shards, self._buffers[section])
-        barrier(self._local)  # all have read before anybody writes
+    # -- the outer state ----------------------------------------------------------------------------------------
+
+    def _store_state(self) -> str:
+        """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
+        for section, shards in self._algorithm.held().items():
+            self._parts.shards.store(shards, self._parts.buffers[section])
+        return self._state.compute_digest()
+
+    def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
+        assert not self._state.later, "an optimizer steps all of a matrix at once"
+        with self._state.changing(sections):
+            self._algorithm.seek(record)
+            for section, shards in self._algorithm.held().items():
+                self._parts.shards.load(shards, self._parts.buffers[section])
+            barrier(self._local)  # all have read before anybody writes
+            self._state.note(round, record, self._store_state())
 
     def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
         barrier(self._local)
         self._step(result, update.record)
-        with self._changing_state():
-            self._record_state(update.round, update.record, self._store_state())
+        with self._state.changing():
+            self._state.note(update.round, update.record, self._store_state())
         return self.state_digest

@@ -22,16 +22,11 @@ _CHUNK = 1 << 20
 class OuterOptimizer(Protocol):
     """Shapes: all (n,) float32 on CPU, slices of the flat state at the same place."""
 
+    sends_parameters: bool
+    """Contributions are parameters, which move with the outer ones until they count; else they are differences."""
+
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
         """What this node sends: a function of the outer parameters and of its own after the inner steps."""
-        ...
-
-    def detach(self, outer: Tensor, contribution: Tensor) -> None:
-        """Make a contribution independent of the outer parameters, which change before it is sent; in place."""
-        ...
-
-    def attach(self, outer: Tensor, contribution: Tensor) -> None:
-        """The inverse of `detach`, for the outer parameters that hold now."""
         ...
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
@@ -46,17 +41,13 @@ class OuterSGD:
     Source: DiLoCo, arXiv:2311.08105, algorithm 1; torch.optim.SGD with dampening 0.
     """
 
+    sends_parameters = False
+
     def __init__(self, config: OuterSGDConfig) -> None:
         self._config = config
 
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
         torch.sub(outer, inner, out=out)
-
-    def detach(self, outer: Tensor, contribution: Tensor) -> None:
-        """Do nothing: it is a difference already."""
-
-    def attach(self, outer: Tensor, contribution: Tensor) -> None:
-        """Do nothing: it is sent as a difference."""
 
     def momentum_at(self, outer_step: int) -> float:
         """Momentum of an outer step: grows linearly over the warm-up, so that step 1 has the least."""
@@ -83,14 +74,10 @@ class PlainAverage:
     one node alone trains exactly as without an outer algorithm. Needs a codec that keeps them.
     """
 
+    sends_parameters = True
+
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
         out.copy_(inner)
-
-    def detach(self, outer: Tensor, contribution: Tensor) -> None:
-        contribution.sub_(outer)
-
-    def attach(self, outer: Tensor, contribution: Tensor) -> None:
-        contribution.add_(outer)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
         outer.copy_(mean)

@@ -9,16 +9,17 @@ bytes, and what is looked at does not depend on the node.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
-from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.exchange import RESULT, hash_of, parts_of
+from zeroband.elastic.rounds.exchange import hash_of, largest_of, parts_of
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
@@ -26,9 +27,8 @@ from zeroband.kernels.robust import Measured
 from zeroband.node.mesh import add_up, all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
 from zeroband.outer.compression.combine import MOST_SOURCES
-from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec, norm_of
+from zeroband.outer.compression.sparse_codec import Divisor, Payload
 from zeroband.outer.local_memory import LocalMemory
-from zeroband.state.flat import SharedBuffers
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 
@@ -36,31 +36,75 @@ _PAYLOAD, _GATHERED = "payload", "gathered"
 _log = get_logger(__name__)
 
 
-class PayloadExchange:
+class PayloadCodec(Protocol):
+    """What payloads of a fragment are, and what they say. `SparseCodec` says what each argument means."""
+
+    @property
+    def numel(self) -> int:
+        """Values of the fragment."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Length of every payload."""
+        ...
+
+    def check(self, data: Tensor) -> Payload:
+        """Accept bytes from elsewhere as one node's payload. Raises MalformedPayload."""
+        ...
+
+    def norm(self, payload: Payload) -> float:
+        """How long a payload is, among those of a round: the same number on every node."""
+        ...
+
+    def decode(
+        self,
+        payloads: Sequence[Payload],
+        out: Tensor,
+        *,
+        weights: Sequence[float] | None = None,
+        parts: Sequence[float] | None = None,
+        divisor: Divisor = "none",
+        clips: bool = False,
+        measured: Measured | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Write the weighted sum of payloads, each rank its share. Raises MalformedPayload where it is not finite."""
+        ...
+
+
+_C = TypeVar("_C", bound=PayloadCodec)
+
+
+class PayloadExchange(Generic[_C]):
     """Gathers the payloads of the members that have weight, and decodes them in the order of the members.
 
-    `memory`: what this node's payloads are taken out of. `divisor`: as in `SparseCodec.decode`. `counts_tokens`:
-    payloads count with their members' shares of the round, and in the divisor with their parts of it; else each counts
-    1. `clips`: as for `SparseCodec.decode`. Called by all local ranks.
+    `memory`: what this node's payloads are taken out of. `codecs`: one for each fragment. `divisor`: as in
+    `SparseCodec.decode`. `counts_tokens`: payloads count with their members' shares of the round, and in the divisor
+    with their parts of it; else each counts 1. `clips`: as for `SparseCodec.decode`. `shows_own`: the contribution
+    buffer gets what this node's payload says, for merges that count it at once. Called by all local ranks.
     """
 
-    is_mean = False
+    largest: float | None = None
+    has_memory = True
 
     def __init__(
         self,
-        mesh: ElasticDeviceMesh,
-        buffers: SharedBuffers,
+        parts: OuterParts,
         memory: LocalMemory,
-        codecs: Sequence[SparseCodec],
+        codecs: Sequence[_C],
         *,
         divisor: Divisor = "none",
         counts_tokens: bool = False,
         clips: bool = False,
+        shows_own: bool = False,
     ) -> None:
-        buffers.open(RESULT)
-        buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
-        self._mesh = mesh
-        self._buffers = buffers
+        parts.buffers.open(RESULT)
+        parts.buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
+        self._mesh = parts.mesh
+        self._buffers = parts.buffers
+        self._wire_layout = parts.wire_layout
         self._memory = memory
         self._codecs = codecs
         self._bounds = list(pairwise(accumulate((codec.numel for codec in codecs), initial=0)))
@@ -70,6 +114,7 @@ class PayloadExchange:
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._clips = clips
+        self._shows_own = shows_own
         self._agreement: dict[str, float] = {}
         """Cosine of each member's payload and the last result, on local rank 0, where they are compared."""
         self._gathered: Tensor | None = None
@@ -82,11 +127,10 @@ class PayloadExchange:
 
     @property
     def is_robust(self) -> bool:
-        """Whether a member that lies moves the result only so far."""
         return self._clips
 
     @property
-    def _codec(self) -> SparseCodec:
+    def _codec(self) -> _C:
         """That of the fragment which the round is about."""
         return self._codecs[self._turn]
 
@@ -97,6 +141,27 @@ class PayloadExchange:
     def payload(self, turn: int) -> Tensor:
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
         return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
+
+    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+        written = dict(self._wire_layout.parts(self._buffers[CONTRIBUTION], names))
+        if largest_of(written, self._mesh.local, round) is None or not self.take(turn, written):
+            return False
+        if self._shows_own:
+            sent, local = self._buffers[CONTRIBUTION][slice(*self._bounds[turn])], self._mesh.local
+            payload = Payload(self.payload(turn))
+            self._codecs[turn].decode([payload], sent, rank=local.rank, world_size=local.world_size)
+            barrier(local)
+        return True
+
+    def take(self, turn: int, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
+        """Add this rank's finite shards to the memory, and make the payload of what is largest there.
+
+        False on all local ranks where a value became too large for float32.
+        """
+        if not self._memory.accumulate(shards, scale=scale):
+            return False
+        self._memory.pack(turn, self.payload(turn))
+        return True
 
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][slice(*self._bounds[turn])]
@@ -151,7 +216,7 @@ class PayloadExchange:
     ) -> None:
         """Have payloads added up, without the longest ones where the sum is not finite; say who is left out."""
         while not is_done(opening, payloads):
-            norms = {member: norm_of(self._codec, payload) for member, payload in payloads.items()}
+            norms = {member: self._codec.norm(payload) for member, payload in payloads.items()}
             longest = max(norms, key=norms.__getitem__)
             payloads.pop(longest)
             self._refused[longest] = f"its norm of {norms[longest]:.3g} makes the sum larger than float32 holds"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zeroband.config.outer import (
     CustomConfig,
     DdpConfig,
@@ -11,16 +13,35 @@ from zeroband.config.outer import (
     RoundsConfig,
     SparseLocoConfig,
 )
-from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.outer.algorithm import Algorithm, AnyAlgorithm, StepAlgorithm
 from zeroband.outer.custom import load_algorithm, require_robust
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.demo import Demo
 from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.every_step import EveryStep
+from zeroband.outer.many_steps import ManySteps
+from zeroband.outer.schedule import Schedule
 from zeroband.outer.sparseloco import SparseLoCo
 
 
-def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None) -> OuterAlgorithm:
-    """The algorithm of an [outer] section. `clip_norm`: of gradients, for those that see them."""
+def build_schedule(parts: OuterParts, config: Outer, *, clip_norm: float | None) -> Schedule[Any]:
+    """The rounds that an [outer] section asks for. `clip_norm`: of gradients, for algorithms that see them."""
+    schedule = schedule_of(parts, config, _algorithm(parts, config, clip_norm))
+    if isinstance(config, CustomConfig):
+        require_robust(config, schedule.exchange)
+    return schedule
+
+
+def schedule_of(parts: OuterParts, config: Outer, algorithm: AnyAlgorithm) -> Schedule[Any]:
+    """The rounds of an algorithm."""
+    if isinstance(algorithm, StepAlgorithm):
+        return EveryStep(parts, algorithm)
+    assert isinstance(algorithm, Algorithm) and isinstance(config, RoundsConfig)
+    return ManySteps(parts, algorithm, config)
+
+
+def _algorithm(parts: OuterParts, config: Outer, clip_norm: float | None) -> AnyAlgorithm:
     match config:
         case DilocoConfig():
             return DiLoCo(parts, config)
@@ -32,9 +53,7 @@ def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None
             return Demo(parts, config, clip_norm=clip_norm)
         case CustomConfig():
             custom = load_algorithm(config)
-            built = custom.build(parts, config, custom.settings)
-            require_robust(config, built)
-            return built
+            return custom.build(parts, config, custom.settings)
 
 
 def are_rounds_steps(config: Outer | None) -> bool:

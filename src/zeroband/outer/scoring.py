@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class PayloadScores:
     """Scores payloads of the newest round. `section`: of the parameters. `step`: (outer, result) -> outer after it."""
 
     def __init__(
-        self, parts: OuterParts, payloads: PayloadExchange, section: str, step: Callable[[Tensor, Tensor], Tensor]
+        self, parts: OuterParts, payloads: PayloadExchange[Any], section: str, step: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         self._parts = parts
         self._payloads = payloads

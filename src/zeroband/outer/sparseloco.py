@@ -18,13 +18,12 @@ from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.rounds.exchange import CONTRIBUTION
+from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.node.mesh import barrier
+from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec, SparseRule
+from zeroband.outer.compression.sparse_codec import Divisor, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
-from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.scoring import PayloadScores
 from zeroband.state.flat import FlatLayout
@@ -49,52 +48,33 @@ def error_rule(config: SparseLocoConfig, layout: FlatLayout, *, device: torch.de
     return SparseResidual(SparseCodec(layout, rule, device=device), decay=config.decay)
 
 
-class SparseLoCo(ManySteps):
+class SparseLoCo(Algorithm):
     """Outer state: the parameters alone. What a late node has not contributed yet lies in its payload."""
 
     local_sections = (ERRORS,)
 
     def __init__(self, parts: OuterParts, config: SparseLocoConfig) -> None:
+        super().__init__(parts, config)
         self.outer_sgd = OuterSGDConfig(lr=config.lr, momentum=0.0, nesterov=False)
         layout, fragments = FlatLayout.of(parts.model), parts.fragments
         rule = partial(error_rule, config, device=parts.mesh.local.device)
         rules = [rule(layout.only(fragment.names)) for fragment in fragments]
-        self._codecs = [rule(arranged(layout, [fragment])).codec for fragment in fragments]
-        self._memory = LocalMemory(parts, ERRORS, rules)
         self._payloads = PayloadExchange(
-            parts.mesh,
-            parts.buffers,
-            self._memory,
-            self._codecs,
+            parts,
+            LocalMemory(parts, ERRORS, rules),
+            [rule(arranged(layout, [fragment])).codec for fragment in fragments],
             divisor=_DIVISORS[config.divisor],
             counts_tokens=True,
             clips=config.robust is not None,
+            shows_own=config.merge == "eager",
         )
-        self._is_eager = config.merge == "eager"
         self._scores = PayloadScores(parts, self._payloads, PARAMS, lambda outer, alone: outer - alone.mul(config.lr))
-        super().__init__(parts, config, exchange=self._payloads)
 
-    def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
-        assert self.outer_sgd is not None
-        outer[PARAMS].sub_(result.mul(self.outer_sgd.lr))
+    def exchange(self) -> Exchange:
+        return self._payloads
 
-    def _score(self, verdict: Verdict) -> tuple[float | None, ...]:
-        return self._scores.measure(verdict, self._turn)
+    def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
+        outer[PARAMS].sub_(result.mul(self.config.lr))
 
-    def contribute(self, turn: int) -> bool:
-        """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""
-        deltas = self._write_contribution(turn)
-        if not (self._is_contribution_finite(deltas) and self._memory.accumulate(deltas)):
-            return False
-        payload = self._payloads.payload(turn)
-        self._memory.pack(turn, payload)
-        if self._is_eager:  # what counts at once is what was sent
-            sent, local = self._buffers[CONTRIBUTION][self._bounds[turn]], self._local
-            self._codecs[turn].decode([Payload(payload)], sent, rank=local.rank, world_size=local.world_size)
-            barrier(self._local)
-        return True
-
-    def _withdraw(self, turn: int) -> None:
-        """What the payload took goes back to the errors, which have all that was learned."""
-        self._payloads.conclude(counts=False)
-        self._inner_parameters.restart(turn)
+    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, turn)

@@ -21,7 +21,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
-from zeroband.outer.many_steps import PARAMS, ManySteps
+from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.state.flat import digest_of
 
 UPDATES = "outer_updates"
@@ -217,32 +217,32 @@ def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: number.clone() if isinstance(number, Tensor) else number for name, number in numbers.items()}
 
 
-class TorchDiLoCo(ManySteps):
+class TorchDiLoCo(Algorithm):
     """DiLoCo whose outer step is an optimizer of torch's. Outer state: the parameters and its moments."""
 
     def __init__(self, parts: OuterParts, config: DilocoConfig, optimizer: TorchOuterOptimizer) -> None:
+        super().__init__(parts, config)
         self._optimizer = optimizer
         self._moments = {f"outer_{name}": name for name in optimizer.state_names}
         self.sections = (PARAMS, *self._moments)
-        super().__init__(parts, config)
 
-    def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
+    def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         state = {name: outer[section] for section, name in self._moments.items()}
         self._optimizer.apply(outer[PARAMS], state, result, step=outer_step)
 
     # -- the count of its steps: rounds to which nobody contributed are none --------------------------------------
 
-    def _updates(self) -> list[int]:
-        return list(self.record.get(UPDATES) or [0] * len(self._bounds))
+    def step_number(self, record: Mapping[str, Any], fragments: int) -> int:
+        return record[UPDATES][(Progress.from_record(record["progress"]).outer_step - 1) % fragments]
 
-    def _step_of(self, record: Mapping[str, Any]) -> int:
-        turn = (Progress.from_record(record["progress"]).outer_step - 1) % len(self._bounds)
-        return record[UPDATES][turn]
+    def _updates(self, before: Mapping[str, Any]) -> list[int]:
+        return list(before.get(UPDATES) or [0] * len(self.parts.fragments))
 
-    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
-        updates = self._updates()
-        updates[self._turn] += opening.total_weight > 0
-        return {**super()._describe_round(opening, result, agreement), UPDATES: updates}
+    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        updates = self._updates(before)
+        turn = Progress.from_record(before["progress"]).outer_step % len(updates)
+        updates[turn] += opening.total_weight > 0
+        return {UPDATES: updates}
 
-    def _describe_founding(self) -> Mapping[str, Any]:
-        return {UPDATES: self._updates()}
+    def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {UPDATES: self._updates(before)}

@@ -21,12 +21,13 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
 
     from zeroband.checkpoint.own_state import OwnState
     from zeroband.checkpoint.writer_process import PeerWriters
-    from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts, SyncHooks
+    from zeroband.elastic.rounds.interfaces import OuterParts, SyncHooks
     from zeroband.elastic.rounds.rollback import RolledBack
     from zeroband.elastic.rounds.round_report import RoundReport
     from zeroband.errors import Fenced
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
+    from zeroband.outer.schedule import Schedule
 
 
 class HeldPort(NamedTuple):
@@ -69,7 +70,7 @@ class NodeParts:
     """The node's port where it is open already; None: its guardian opens it."""
     corpus: str = SHARED
     """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
-    build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
+    build_schedule: Callable[[OuterParts], Schedule[Any]] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
 
     @property

@@ -22,9 +22,8 @@ from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import (
     History,
-    OuterAlgorithm,
     OuterParts,
-    Schedule,
+    RunLength,
     Scorer,
     Scoring,
     verify,
@@ -33,10 +32,10 @@ from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
 from zeroband.node.shm import restarting_launcher
-from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
 from zeroband.outer.many_steps import ManySteps
-from zeroband.outer.registry import are_rounds_steps, build_algorithm
+from zeroband.outer.registry import are_rounds_steps, build_schedule
+from zeroband.outer.schedule import Schedule
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.node_membership import NodeMembership
@@ -70,7 +69,7 @@ def state_on_all(local: LocalMesh, kind: type[RoundState], get: Callable[[], S])
     return got[0] if got else cast(S, None if said is None else kind(**said))
 
 
-def take_over(outer: OuterAlgorithm, state: RoundState, what: str, local: LocalMesh) -> str:
+def take_over(outer: Schedule[Any], state: RoundState, what: str, local: LocalMesh) -> str:
     """Take over a state, from the section buffers or else from its own sections; returns its digest.
 
     `what`: it is in an error. Raises RecoveryFailed where the digest is not the one that the state claims.
@@ -118,7 +117,7 @@ class NodeRuntime:
             source_for(config, node.node_id), node.node_id, layout, node.faults, on_piece, node.shared, data
         )
 
-    def _build_outer(self, layout: FlatLayout, on_event: Callable[..., object]) -> OuterAlgorithm:
+    def _build_outer(self, layout: FlatLayout, on_event: Callable[..., object]) -> Schedule[Any]:
         node, config, local = self._node, self._node.config, self.mesh.local
         codec = codec_of(config)
         if isinstance(config.outer, DilocoConfig):
@@ -137,16 +136,16 @@ class NodeRuntime:
             shards=ShardMap.of(layout, node.parameters, local),
             fragments=fragments,
             feedback=ErrorFeedback(self.buffers, wire_layout, codec),
-            schedule=Schedule(shape_of(config, node.sample_tokens), phase_length_of(config), flush_every),
+            length=RunLength(shape_of(config, node.sample_tokens), phase_length_of(config), flush_every),
             history=self._history(on_event),
             departure=node.departure,
             faults=node.faults,
             scoring=self._scoring,
         )
-        if node.build_algorithm is not None:
-            return node.build_algorithm(parts)
+        if node.build_schedule is not None:
+            return node.build_schedule(parts)
         assert config.outer is not None, "a run of several nodes has an outer algorithm"
-        return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
+        return build_schedule(parts, config.outer, clip_norm=config.optim.clip_norm)
 
     def _history(self, on_event: Callable[..., object]) -> History:
         local, restorer, rollback = self.mesh.local, self.restorer, self._node.config.rollback
@@ -191,7 +190,7 @@ class NodeRuntime:
     def state_parts(self) -> StateParts:
         common, own = self.outer.sections, self.outer.local_sections
         held = {name: self.buffers[name] for name in (*common, *own)}
-        return StateParts(common, own, held, {}, has_moments=isinstance(self.outer, Ddp))
+        return StateParts(common, own, held, {}, has_moments=self.outer.has_moments)
 
     @property
     def outer_parameters(self) -> Tensor:
@@ -209,7 +208,7 @@ class NodeRuntime:
         in the outer state.
         """
         local, inner = self._node.local, self._node.inner
-        if isinstance(self.outer, Ddp) and inner.moment_names:
+        if self.outer.has_moments and inner.moment_names:
             return True
         assert self.restorer is not None, "a checkpoint was read"
         own = {name: self.buffers[name] for name in self.outer.local_sections}

@@ -7,7 +7,7 @@ Source: Seide et al., 1-bit stochastic gradient descent, 2014; Karimireddy et al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -34,12 +34,12 @@ class ErrorFeedback:
             buffers.open(_RESIDUAL)
             self.residual = buffers[_RESIDUAL]
 
-    def add_to(self, contribution: Tensor, shards: Mapping[str, Tensor]) -> None:
+    def add_to(self, contribution: Tensor, names: Collection[str]) -> None:
         """Add what the last round took to this rank's shards of a new contribution, (n,) float32. Once for each."""
         if self.residual is None:
             return
-        taken = dict(self.shards.parts(self.residual, shards))
-        for name, part in self.shards.parts(contribution, shards):
+        taken = dict(self.shards.parts(self.residual, names))
+        for name, part in self.shards.parts(contribution, names):
             part.add_(taken[name])
 
     def forget(self) -> None:

@@ -25,7 +25,7 @@ from zeroband.dropin.settings import address_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Fenced, RunOver
-from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.many_steps import ManySteps
 
 pytestmark = pytest.mark.slow
 
@@ -220,8 +220,8 @@ def test_run_with_an_end_ends_and_leaves_nothing(join: Join, run_id: str) -> Non
 def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = DiLoCo.sync_parameters
-    monkeypatch.setattr(DiLoCo, "sync_parameters", lambda *words, ends_round: sync(*words, ends_round=True))
+    sync = ManySteps.sync_parameters
+    monkeypatch.setattr(ManySteps, "sync_parameters", lambda *words, ends_round: sync(*words, ends_round=True))
     monkeypatch.setattr(Session, "_ends_round", lambda _: False)
     optimizer = join(model := model_of(), total_steps=1)
     train(model, optimizer, 1)
@@ -260,7 +260,7 @@ def test_node_that_is_asked_to_leave_does_not_come_back_when_the_run_goes_on_wit
     model = model_of()
     optimizer = join(model)
     optimizer.leave()
-    monkeypatch.setattr(DiLoCo, "sync_parameters", fence)
+    monkeypatch.setattr(ManySteps, "sync_parameters", fence)
     train(model, optimizer, 1)
     assert optimizer.is_done
     assert optimizer.last_round.round == 0

@@ -114,7 +114,7 @@ def test_one_that_synchronises_at_every_step_needs_rounds_of_one(
 ) -> None:
     """Samples are dealt out for a round: with longer ones some were trained twice, and others never."""
     path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
-    with pytest.raises(ConfigError, match=r"algorithm\.py' is an EveryStep.*set outer\.inner_steps = 1, and neither"):
+    with pytest.raises(ConfigError, match=r"algorithm\.py' is a StepAlgorithm.*set outer\.inner_steps = 1, and"):
         load_algorithm(CustomConfig(type="custom", algorithm=str(path), **rounds))
 
 
@@ -124,7 +124,7 @@ ROBUST = ClipConfig(type="clip")
 def test_one_that_synchronises_at_every_step_is_never_robust(written: Callable[[str], Path]) -> None:
     path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
     config = CustomConfig(type="custom", algorithm=str(path), inner_steps=1, robust=ROBUST)
-    with pytest.raises(ConfigError, match=r"is an EveryStep; outer\.robust is for many inner steps"):
+    with pytest.raises(ConfigError, match=r"is a StepAlgorithm; outer\.robust is for many inner steps"):
         load_algorithm(config)
 
 
@@ -133,12 +133,10 @@ def test_one_with_an_exchange_that_adds_up_is_not_taken_for_robust(
 ) -> None:
     """It gives its own, so the section would change nothing."""
     path = written(
-        "from zeroband.elastic.rounds.exchange import MeanExchange\nfrom zeroband.outer.many_steps import ManySteps\n"
-        "class Mine(ManySteps):\n"
-        "    def __init__(self, parts, config, settings):\n"
-        "        how = parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments\n"
-        "        super().__init__(parts, config, settings, exchange=MeanExchange(*how))\n"
-        "    def take_step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
+        "from zeroband.elastic.rounds.exchange import MeanExchange\nfrom zeroband.outer.algorithm import Algorithm\n"
+        "class Mine(Algorithm):\n"
+        "    def exchange(self): return MeanExchange(self.parts)\n"
+        "    def step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
         "ALGORITHM = Mine\n"
     )
     with pytest.raises(ConfigError, match=r"has its own exchange, which outer\.robust does not change"):
@@ -159,9 +157,9 @@ def test_eager_updates_need_an_outer_step_that_is_sgd(written: Callable[[str], P
     with pytest.raises(ConfigError, match=r"outer\.merge = \"eager\" needs an outer step that is SGD"):
         load_algorithm(CustomConfig(type="custom", algorithm=str(FED_ADAM), **eager))
     path = written(
-        "from zeroband.config.outer import OuterSGDConfig\nfrom zeroband.outer.many_steps import ManySteps\n"
-        "class Plain(ManySteps):\n    outer_sgd = OuterSGDConfig(lr=1.0, momentum=0.0)\n"
-        "    def take_step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
+        "from zeroband.config.outer import OuterSGDConfig\nfrom zeroband.outer.algorithm import Algorithm\n"
+        "class Plain(Algorithm):\n    outer_sgd = OuterSGDConfig(lr=1.0, momentum=0.0)\n"
+        "    def step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
         "ALGORITHM = Plain\n"
     )
     assert not load_algorithm(CustomConfig(type="custom", algorithm=str(path), **eager)).is_every_step
@@ -170,12 +168,22 @@ def test_eager_updates_need_an_outer_step_that_is_sgd(written: Callable[[str], P
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("", r"ALGORITHM is no class; end the file with ALGORITHM = CLASS"),
-        ("ALGORITHM = 3", r"ALGORITHM is no class"),
-        ("class Empty: sections = ()\nALGORITHM = Empty", r"ALGORITHM has no sync_gradients, sync_parameters, found"),
+        ("", r"ALGORITHM is no Algorithm; end the file with ALGORITHM = CLASS"),
+        ("ALGORITHM = 3", r"ALGORITHM is no Algorithm"),
+        ("class Empty: sections = ()\nALGORITHM = Empty", r"ALGORITHM is no Algorithm"),
         (
-            "from zeroband.outer.many_steps import ManySteps\nclass Half(ManySteps): pass\nALGORITHM = Half",
-            r"ALGORITHM has no take_step; end the file",
+            "from zeroband.outer.algorithm import Algorithm\nclass Half(Algorithm): pass\nALGORITHM = Half",
+            r"ALGORITHM has no step; end the file",
+        ),
+        (
+            "from zeroband.outer.many_steps import PARAMS, ManySteps\n"
+            "class Old(ManySteps):\n    def take_step(self, outer, result, *, outer_step): pass\nALGORITHM = Old",
+            r"has the form of an earlier version; .*docs/tutorials/write-an-algorithm\.md shows",
+        ),
+        (
+            "from zeroband.outer.ddp import Ddp\n"
+            "class Old(Ddp):\n    def sync_gradients(self, step, tokens): pass\nALGORITHM = Old",
+            r"has the form of an earlier version; .*docs/tutorials/write-an-algorithm\.md shows",
         ),
         ("import nowhere", r"cannot be imported: ModuleNotFoundError\(\"No module named 'nowhere'\"\)"),
         ("x = (", r"cannot be imported: SyntaxError"),

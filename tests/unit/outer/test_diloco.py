@@ -157,7 +157,7 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
         apply(*arguments, **more)
 
     monkeypatch.setattr(module, "barrier", barrier_)
-    monkeypatch.setattr("zeroband.elastic.rounds.coordinator.barrier", barrier_)
+    monkeypatch.setattr("zeroband.elastic.rounds.outer_state.barrier", barrier_)
     monkeypatch.setattr(OuterSGD, "apply", apply_)
     run.round(a=noise(1))
     for thread in copying:

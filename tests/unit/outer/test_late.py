@@ -15,7 +15,6 @@ from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.transport.base import Rates
@@ -125,6 +124,40 @@ def test_late_node_catches_up_and_contributes_what_it_learned_from_its_old_start
     assert not torch.equal(expected.theta, starts[-1])
 
 
+def test_late_node_trains_on_while_what_it_learned_waits_for_the_next_round(start_run: StartRun, noise: Noise) -> None:
+    """It begins anew with the outer parameters; what it learns then counts in the round after, relative to them."""
+    run = start_without_c(start_run, noise, diloco(), missed=1)
+    c, expected = run["c"], Nesterov(run["c"].params)
+    start = expected.theta
+    expected.step(weighted({"a": start - (start + noise(10)), "b": start - (start + noise(11))}, {"a": 10, "b": 10}))
+    learned = start - (start + noise(90) + noise(91))
+    assert c.diloco_step(noise(90), 10) is None
+    assert c.diloco_step(noise(91), 10, ends_round=True) is None, "it stands still"
+    assert torch.equal(c.params, expected.theta)
+    assert c.diloco_step(noise(92), 10, ends_round=False) is None, "it stands still"
+    start_of_c = expected.theta
+
+    reports = run.round(a=noise(3), b=noise(4))
+    sent = {name: expected.theta - (expected.theta + noise(seed)) for name, seed in (("a", 3), ("b", 4))}
+    expected.step(weighted({**sent, "c": learned}, {"a": 10, "b": 10, "c": 20}))
+    assert (reports["a"].weights, reports["a"].samples) == ((10, 10, 20), (4, 4, 8))
+    assert reports["a"].state_digest == digest_of(expected.theta, expected.velocity)
+
+    reports = run.together(
+        a=lambda: run["a"].take_step(noise(5), 10),
+        b=lambda: run["b"].take_step(noise(6), 10),
+        c=lambda: c.diloco_step(noise(93), 10, ends_round=True),
+    )
+    sent = {name: expected.theta - (expected.theta + noise(seed)) for name, seed in (("a", 5), ("b", 6))}
+    sent["c"] = start_of_c - (start_of_c + noise(92) + noise(93))
+    expected.step(weighted(sent, {"a": 10, "b": 10, "c": 20}))
+    assert {(r.round, r.weights, r.samples) for r in reports.values()} == {(3, (10, 10, 20), (4, 4, 8))}
+    assert len({report.state_digest for report in reports.values()}) == 1
+    torch.testing.assert_close(c.params, expected.theta, rtol=0, atol=1e-5)
+    assert [report.round for report in c.reports] == [2, 3]
+    assert audit_of(run).trained == BATCH * (3 + 3 + 4) and audit_of(run).is_exact
+
+
 def test_late_node_goes_on_as_a_member_like_the_others(start_run: StartRun, noise: Noise) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2)
     run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
@@ -139,13 +172,12 @@ def test_samples_of_a_late_node_are_settled_once_and_with_the_round_that_used_th
     start_run: StartRun, noise: Noise
 ) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2)
-    assert run["a"].outer.progress.assigned["c"] == ((16, 24),)
+    assert run["a"].outer.progress.assigned["c"] == ((16, 24), (32, 40))  # with the next phase, which it may train on
     assert audit_of(run).is_exact
     run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
     progress = run["a"].outer.progress
     assert all(start >= 16 for spans in progress.assigned.values() for start, _ in spans)
-    assert progress.ledgers[SHARED].returned == ()  # c's 20..24 came back, and were dealt out again
-    assert progress.assigned["a"][0] == (20, 24)
+    assert progress.assigned["c"] == ((20, 24), (32, 40))
     run.round(a=noise(4), b=noise(5), c=noise(6))
     found = audit_of(run)
     assert found.is_exact
@@ -333,7 +365,7 @@ def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: An
     assert progress.is_complete
     trained, beside = sum(node.made_steps for node in run.nodes.values()), config.overlap_steps
     in_vain = trained - progress.tokens // 10  # beside its round, when that turned out to be the last
-    assert 0 <= in_vain <= (config.phase_steps if beside is None else beside)
+    assert 0 <= in_vain <= (beside or config.phase_steps)  # who is late trains on until the next round is due
     assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
     assert audit_of(run).is_exact
 

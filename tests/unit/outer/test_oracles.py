@@ -15,7 +15,7 @@ from zeroband.model.optim import sign_step
 from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
-from zeroband.outer.inner_parameters import EagerView
+from zeroband.outer.merge import EagerView
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.sparseloco import error_rule
 

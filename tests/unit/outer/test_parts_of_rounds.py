@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.rounds.interfaces import LaterPart
+from zeroband.elastic.rounds.outer_state import LaterPart
 from zeroband.errors import RecoveryFailed
 from zeroband.state.round_state import RoundState
 

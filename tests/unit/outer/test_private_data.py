@@ -145,10 +145,10 @@ def test_late_node_keeps_its_samples_and_its_own_only(start_run: StartRun, noise
         run.together(
             a=partial(run["a"].take_steps, [noise(1), noise(2)], 10), b=partial(run["b"].take_steps, [noise(3)] * 1, 10)
         )
-    assert ledgers_of(run)["c/3"] == Ledger(8, (), {"c": ((0, 8),)})
+    assert ledgers_of(run)["c/3"] == Ledger(16, (), {"c": ((0, 8), (8, 16))})
     assert ledgers_of(run)["b/2"] == Ledger(12, (), {"b": ((4, 12),)})
     run.round_with_late("c", [noise(4)], a=noise(5), b=noise(6))
-    assert ledgers_of(run)["c/3"].assigned == {"c": ((4, 12),)}
+    assert ledgers_of(run)["c/3"].assigned == {"c": ((4, 8), (8, 16))}
     assert trained_by(run)["c"] == Counter(range(4))
     assert audit_of(run).is_exact
 

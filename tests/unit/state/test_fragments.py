@@ -7,7 +7,7 @@ import torch
 from tests.oracles.problem import layout_of
 
 from zeroband.errors import ConfigError
-from zeroband.outer.inner_parameters import mix
+from zeroband.outer.merge import mix
 from zeroband.state.fragments import fragments_of, layer_of
 
 LAYOUT = layout_of(

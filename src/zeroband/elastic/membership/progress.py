@@ -65,26 +65,34 @@ class Progress:
         contributors = opening.contributors().items()
         used = {m: steps * shape.batch_size for m, steps in contributors}
         kept = {} if is_complete else self._kept(opening, shape)
-        left = shape.total_steps - inner_step
-        wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in opening.wanted().items()}
+        left, phases = shape.total_steps - inner_step, opening.wanted()
+        corpora = {m: corpus for corpus, ledger in self.ledgers.items() for m in ledger.assigned}
+        if not shape.reads_ahead:  # a late member trains on while what it learned waits: it holds the samples of two
+            late = [m for m in opening.late if m in corpora]
+            phases |= dict.fromkeys(late, 2 * max(phases.values(), default=0))
+        wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in phases.items()}
         return replace(
             self,
             inner_step=inner_step,
             tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s),
-            ledgers=allocate(settle(self.ledgers, used, kept), wanted, opening.corpus_of()),
+            ledgers=allocate(settle(self.ledgers, used, kept), wanted, {**corpora, **opening.corpus_of()}),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
             closing=closing,
         )
 
     def _kept(self, opening: Opening, shape: RunShape) -> dict[str, tuple[Range, ...]]:
-        """What members still train on: those that are late, and, where they read ahead, those that stay."""
+        """What members still train on: those that are late, and of those that stay whoever reads ahead.
+
+        Where rounds are waited for, those do that were late before: they hold more than anybody asks for.
+        """
         kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
-        if shape.reads_ahead:
-            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
-                _, rest = take(self.assigned.get(member, ()), steps * shape.batch_size)
-                if requested and rest:
-                    kept[member] = rest
+        most = 0 if shape.reads_ahead else max(opening.steps_requested, default=0) * shape.batch_size
+        for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
+            held = self.assigned.get(member, ())
+            _, rest = take(held, steps * shape.batch_size)
+            if requested and rest and count(held) > most:
+                kept[member] = rest
         return kept
 
     def begin(self, opening: Opening, shape: RunShape, *, after_round: int | None) -> Progress:

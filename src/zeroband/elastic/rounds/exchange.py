@@ -7,7 +7,8 @@ decoded from such an encoding, which encoding it again finds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median_low
@@ -18,27 +19,45 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.audit import Auditor, Findings, added, draw_lengths, new_draw
-from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.robust import Robustly, RobustRule, decode_cosines, encode_cosines
-from zeroband.node.mesh import barrier
-from zeroband.state.feedback import ErrorFeedback
-from zeroband.state.flat import SharedBuffers
-from zeroband.state.fragments import Fragment, bounds_of
+from zeroband.kernels.scan import largest
+from zeroband.node.mesh import LocalMesh, all_ok, barrier, max_over_ranks
+from zeroband.observe.log import get_logger
+from zeroband.state.fragments import bounds_of
 
-CONTRIBUTION, RESULT = "contribution", "result"
-"""Names of the shared buffers that a mean is made from and written to."""
+_log = get_logger(__name__)
 
 
 class Exchange(Protocol):
     """What the members of a round make together. Called by all local ranks. `turn`: number of the round's fragment."""
 
-    is_mean: bool
-    """Whether that is a mean of the contribution buffers, so that the largest value of each bounds it."""
+    @property
+    def largest(self) -> float | None:
+        """Largest size of a value in this node's contribution to a mean; None: not known, or no mean is made."""
+        ...
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether a member that lies moves the result only so far."""
+        ...
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether a contribution that never counts goes back into a memory; else the inner parameters still have it."""
+        ...
+
+    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+        """Make this node's contribution to a round of what its ranks wrote into the contribution buffer.
+
+        False on all local ranks, and said, where a value is not finite. `names`: parameters that this rank wrote.
+        """
+        ...
 
     def result_of(self, turn: int) -> Tensor:
         """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
@@ -91,31 +110,26 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    `fragments`: lie one after the other in the buffers. `feedback`: gets what encoding by `codec` took from the
-    contribution in the attempt that is committed. `encoded`: holds a contribution of the whole, and gets the mean, as
-    they travel. `rule`: how the owner of each part combines contributions in place of the mean; None: it does not.
-    `audits`: whether owners are audited, which takes two round trips more.
+    The fragments lie one after the other in the buffers. `encoded`: holds a contribution of the whole, and gets the
+    mean, as they travel. `rule`: how the owner of each part combines contributions in place of the mean; None: it does
+    not. `audits`: whether owners are audited, which takes two round trips more.
     """
 
-    is_mean = True
+    has_memory = False
 
     def __init__(
         self,
-        mesh: ElasticDeviceMesh,
-        buffers: SharedBuffers,
-        feedback: ErrorFeedback,
-        codec: Codec,
-        fragments: Sequence[Fragment],
-        encoded: Encoded | None = None,
+        parts: OuterParts,
         rule: RobustRule | None = None,
         *,
+        encoded: Encoded | None = None,
         audits: bool = True,
     ) -> None:
-        self._mesh = mesh
-        self._buffers = buffers
-        self._feedback = feedback
-        self._codec = codec
-        self._bounds = bounds_of(fragments)
+        self._mesh = mesh = parts.mesh
+        self._buffers = parts.buffers
+        self._feedback = parts.feedback
+        self._codec = codec = parts.codec
+        self._bounds = bounds_of(parts.fragments)
         self._encoded = encoded
         self._rule = rule
         self._parts: Sequence[Tensor] = ()
@@ -123,11 +137,18 @@ class MeanExchange:
         self._auditor = Auditor(mesh, codec, rule) if audits else None
         self._found = Findings()
         """What its audit came to."""
+        self.largest: float | None = None
 
     @property
     def is_robust(self) -> bool:
-        """Whether a member that lies moves the result only so far."""
         return self._rule is not None
+
+    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+        contribution = self._buffers[CONTRIBUTION]
+        self._feedback.add_to(contribution, names)
+        written = self._feedback.shards.parts(contribution, names)
+        self.largest = largest_of(dict(written), self._mesh.local, round)
+        return self.largest is not None
 
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][self._bounds[turn]]
@@ -188,6 +209,22 @@ class MeanExchange:
         if update is not None and update.data_ptr() != result.data_ptr():
             unpack_mean(update, self._codec, result)
         barrier(self._mesh.local)
+
+
+def largest_of(written: Mapping[str, Tensor], local: LocalMesh, round: int) -> float | None:
+    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite."""
+    sizes = {name: largest(part) for name, part in written.items()}
+    if not are_finite([name for name, size in sizes.items() if not math.isfinite(size)], local, round):
+        return None
+    return max_over_ranks(max(sizes.values(), default=0.0), local)
+
+
+def are_finite(spoilt: Sequence[str], local: LocalMesh, round: int) -> bool:
+    """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
+    if spoilt:
+        fields = {"round": round, "parameters": len(spoilt), "first": spoilt[0]}
+        _log.warning("non-finite update: weight 0 this round", extra={"fields": fields})
+    return all_ok(not spoilt, local)
 
 
 def parts_of(result: Tensor, borders: Sequence[int]) -> Sequence[Tensor]:

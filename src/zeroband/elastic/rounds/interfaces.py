@@ -1,4 +1,4 @@
-"""What outer algorithms share: the trainer's two hooks, the state that a joiner receives."""
+"""What rounds are made with: the parts of a node, the trainer's hooks, and what others have to do for a round."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from zeroband.data.ledger import Range
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -24,18 +22,14 @@ from zeroband.kernels.codec import Codec
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh, broadcast_json
 from zeroband.node.sharding import Parameters
-from zeroband.observe.log import get_logger
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import ShardMap, SharedBuffers
 from zeroband.state.fragments import Fragment
 from zeroband.state.round_state import RoundState, RoundUpdate
 
-_log = get_logger(__name__)
-
-
-LaterPart = tuple[int, int, int]
-"""Values [start, stop) of all sections that are of a later round than the rest, and that round."""
+CONTRIBUTION, RESULT = "contribution", "result"
+"""Names of the shared buffers that a mean is made from and written to."""
 
 
 class Inner(Protocol):
@@ -137,7 +131,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RunLength:
     """How far the run goes, and how this node cuts its inner steps into rounds."""
 
     shape: RunShape
@@ -168,7 +162,7 @@ class OuterParts:
     """The parts of the state that are synchronised one after the other; one: the whole."""
     feedback: ErrorFeedback
     """With the layout of contributions on the wire, and the codec of these and of their mean."""
-    schedule: Schedule
+    length: RunLength
     history: History
     departure: Departure
     faults: FaultPoints
@@ -193,7 +187,7 @@ class OuterParts:
 
 
 class SyncHooks(Protocol):
-    """What the trainer asks of an outer algorithm, and tells it, at each inner step. Called by all local ranks.
+    """What the trainer asks of a schedule of rounds, and tells it, at each inner step. Called by all local ranks.
 
     In this order: `sync_gradients`, the step of the inner optimizer, `is_boundary`, `sync_parameters`. `learned` comes
     when the device has computed what it tells: after the hooks of the next step; but before `sync_parameters` at a
@@ -261,81 +255,6 @@ class SyncHooks(Protocol):
 
         `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
         """
-        ...
-
-
-class OuterAlgorithm(SyncHooks, Protocol):
-    """An algorithm between nodes. All methods are called by all local ranks, except the two that say otherwise."""
-
-    @property
-    def sections(self) -> tuple[str, ...]:
-        """Names of the buffers that make up the outer state."""
-        ...
-
-    @property
-    def local_sections(self) -> tuple[str, ...]:
-        """Names of the buffers that only this node has; saved with its inner optimizer."""
-        ...
-
-    @property
-    def state_digest(self) -> str:
-        """Digest of the outer state; local rank 0 only, empty on the others."""
-        ...
-
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
-
-        With the initial state, or with one that was adopted before.
-        """
-        ...
-
-    def adopt(
-        self,
-        round: int,
-        record: Mapping[str, Any],
-        sections: Mapping[str, Tensor] | None = None,
-        later: Sequence[LaterPart] = (),
-    ) -> str:
-        """Take the state that was written into the section buffers; returns its digest.
-
-        `sections`: write these into them first; local rank 0 has them for all. `later`: parts of it that are of later
-        rounds, ascending; `catch_up` with the newest of these makes it one state.
-        """
-        ...
-
-    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
-        """Catch up by a round that this node was not in; returns the digest of the state after it.
-
-        `result`: of the round, (n,) float32 on CPU, shared by the local ranks. `has_already`: values [start, stop) of
-        the sections that have it already, ascending.
-        """
-        ...
-
-    def join(self) -> RoundReport:
-        """Take part in the next round with weight 0, which makes this node a member.
-
-        Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
-        """
-        ...
-
-    def catch_up(self, round: int) -> None:
-        """Replay the rounds up to this one from the members' journals.
-
-        Raises RunOver where the run ended with the last of them, RecoveryFailed where nobody keeps them.
-        """
-        ...
-
-    @property
-    def needs_link(self) -> bool:
-        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
-        ...
-
-    def copy_state(self) -> RoundState:
-        """A copy of the outer state. Any thread of local rank 0."""
-        ...
-
-    def abandon(self) -> None:
-        """Give up what is under way: this trainer ends."""
         ...
 
 

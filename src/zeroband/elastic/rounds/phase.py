@@ -1,4 +1,4 @@
-"""Phase length: how many inner steps this node makes in a round, a fixed number or what fits into a time. Pure.
+"""Phases: how many inner steps this node makes in a round, and what it learned in them that is in no round yet. Pure.
 
 Between two phases contributions travel, and have the link for a time.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from zeroband.config.ranges import MOST_LOSS
 
 _FIRST_STEPS = 8
 """Steps of a round that only shows how fast this node is."""
@@ -52,6 +54,37 @@ class PhaseLength:
         if self._step_s is None:
             return min(_FIRST_STEPS, self._steps)
         return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)
+
+
+class Uncounted:
+    """What this node's inner steps showed since its last contribution, and the steps of one that is on its way."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self.offered_steps = 0
+        """Inner steps in a contribution to a round that the state does not hold yet."""
+        self._nats = 0.0
+
+    def learn(self, tokens: int, loss: float) -> None:
+        """Add what an inner step showed. `tokens`: 0 where this node learned nothing. `loss`: mean over these."""
+        self._nats += loss * tokens if tokens else 0.0
+        self.tokens += tokens
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the steps, in nats per token; None: there are none, or it is not finite."""
+        is_known = self.tokens and abs(self._nats) <= MOST_LOSS * self.tokens
+        return self._nats / self.tokens if is_known else None
+
+    def offer(self) -> None:
+        """The steps so far are contributed; others are counted anew."""
+        self.offered_steps = self.steps
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the steps that are not contributed."""
+        self.steps, self.tokens, self._nats = 0, 0, 0.0
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,36 @@
-"""What a committed round was for this node. Plain values, for metrics and events."""
+"""What a committed round was for this node, and what it cost it. Plain values, for metrics and events."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.transport.base import Transfer, sum_known
+
+
+@dataclass
+class RoundCosts:
+    """What a round cost this node, over all its attempts."""
+
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    wide_bytes: int | None = None
+    """Part of those sent that went to other sites; None: there were no sites."""
+    score_s: float | None = None
+    """What measuring the worth of its payloads took; None: it was not measured."""
+    failures: list[str] = field(default_factory=list[str])
+    """Why the round was opened again, once for each time."""
+    newest: Transfer | None = None
+    """The transfer of the newest attempt."""
+
+    def add(self, transfer: Transfer) -> None:
+        self.newest = transfer
+        self.transfer_s += transfer.took_s
+        self.sent_bytes += transfer.sent_bytes
+        self.received_bytes += transfer.received_bytes
+        self.wide_bytes = sum_known((self.wide_bytes, transfer.wide_bytes))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class SparseResidual:
         self.codec.add(memory, encoded.taken, -self._share)
         return encoded
 
+    def pack(self, memory: Tensor, *, out: Tensor, rank: int, world_size: int) -> tuple[Part, ...]:
+        """As `extract`, into the node's payload; what was taken."""
+        return self.extract(memory, out=out, rank=rank, world_size=world_size).taken
+
     def restore(self, memory: Tensor, taken: Sequence[Part], *, rounds: int = 0) -> None:
         """Put back what a payload took out that did not make it into a committed round.
 

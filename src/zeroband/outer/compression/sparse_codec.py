@@ -219,6 +219,10 @@ class SparseCodec:
                     raise MalformedPayload(f"payload: {problem}, near {section.group.name_of(first)}")
         return Payload(data)
 
+    def norm(self, payload: Payload) -> float:
+        """Norm of what a payload says, as `norm_of` has it."""
+        return norm_of(self, payload)
+
     def decode(
         self,
         payloads: Sequence[Payload],

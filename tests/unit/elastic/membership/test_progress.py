@@ -115,7 +115,7 @@ def test_run_that_ends_takes_back_what_a_late_member_holds(founded: Progress) ->
     progress = founded
     for steps in (4, 4, 2):
         progress = progress.after(an_opening(late=(A,), b=(1, steps, 4)), SHAPE)
-    assert progress.is_complete and progress.ledgers == shared(70, (0, 20))
+    assert progress.is_complete and progress.ledgers == shared(80, (0, 20), (60, 70))
 
 
 def test_line_that_begins_again_deals_out_anew_what_its_nodes_had(founded: Progress) -> None:
@@ -185,8 +185,21 @@ def test_what_a_lost_node_leaves_waits_for_it_whoever_joins(apart: Progress) -> 
 
 def test_late_node_keeps_samples_of_its_own_documents(apart: Progress) -> None:
     after = apart.after(own_opening(late=(B,), a=(60, 4, 4)), SHAPE)
-    assert after.ledgers["b/2"] == own(20, b=(0, 20))
-    assert after.after(own_opening(a=(60, 4, 4), b=(9, 1, 1)), SHAPE).ledgers["b/2"] == own(20, (10, 20), b=(5, 10))
+    assert after.ledgers["b/2"] == Ledger(30, (), {B: ((0, 20), (20, 30))})
+    after = after.after(own_opening(a=(60, 4, 4), b=(9, 1, 1)), SHAPE)
+    assert after.ledgers["b/2"] == Ledger(30, (), {B: ((5, 20), (20, 30))})
+
+
+def test_late_member_is_dealt_the_samples_of_one_more_phase_once(founded: Progress) -> None:
+    """It trains on while what it learned waits; more it does not get, however long it takes."""
+    progress, dealt = founded, list[int]()
+    for _ in range(3):
+        progress = progress.after(an_opening(late=(A,), b=(100, 2, 2)), SHAPE)
+        dealt.append(sum(stop - start for start, stop in progress.assigned[A]))
+    assert dealt == [20, 20, 20]  # what it asked for is what two others' phases take
+    progress = founded.after(an_opening(late=(A,), b=(100, 2, 3)), SHAPE)
+    assert progress.assigned[A] == ((0, 20), (45, 55))
+    assert progress.after(an_opening(a=(100, 4, 3), b=(60, 2, 3)), SHAPE).assigned[A][0] == (45, 55)
 
 
 def test_nodes_that_read_ahead_hold_two_phases_of_their_own_documents() -> None:

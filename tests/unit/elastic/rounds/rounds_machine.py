@@ -1,7 +1,7 @@
 """A run of several nodes in one process, each of which does one thing when it is told to: the run under `test_rounds`.
 
 Production decides (`Member`, the rules, the store); here is what comes before and after its decisions, as
-`RoundCoordinator`, the transaction and the join path do it, with digests of words in place of tensors. Leases are as
+`RoundRunner`, the transaction and the join path do it, with digests of words in place of tensors. Leases are as
 long as a test never takes.
 """
 

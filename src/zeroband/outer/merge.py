@@ -1,4 +1,14 @@
-"""What a node trains with beside the outer state: its own parameters when a round travels and when it has arrived.
+"""What a node does with its own parameters when a round leaves, when it has arrived, and when it was not in it.
+
+One rule: **delta = anchor - inner is what a node learned and nobody has counted yet.** The anchor is the outer
+parameters as the node last merged them. So
+
+- it waits for the result (`restart`): all of delta was contributed; inner and anchor become the outer parameters.
+- a round passes without it (`rebase_after_step`): inner becomes outer - delta, so delta counts later.
+- a result arrives while it trains (`receive`): of what it learned since, nothing stays (overwrite), alpha of it (mix,
+  as Streaming DiLoCo has it), or all (eager).
+- eager (`on_sent`): its own share of delta counts when it is sent.
+- it joins (`restart`): it begins with the verified state.
 
 Fragments are named by their turn. All methods write what this rank holds, and no more; all local ranks call them. One
 rounding for each operation, on any device.
@@ -11,60 +21,76 @@ replicas' outer gradients"). The rule for the first round, where nothing has arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, RoundsConfig
-from zeroband.elastic.rounds.exchange import CONTRIBUTION
-from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import parameter_shards
 
 VIEW, HISTORY = "view", "history"
 
+_DIGITS = 9
+"""To which a part is rounded, so that the same phases added up in another order are the same part."""
 
-class InnerParameters(Protocol):
+Contribute = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes what is sent of a shard, from the anchor and the inner parameters: `Algorithm.contribute`."""
+
+
+class Merge(ABC):
     """A node's own parameters, relative to the outer ones."""
 
+    keeps_delta = True
+    """Whether a node may train on while the outer parameters step without what it learns meanwhile."""
+
     @property
+    @abstractmethod
     def anchor(self) -> Tensor:
         """(n,) float32: what a contribution is measured from."""
         ...
 
-    def take_step(self, outer_step: int) -> None:
-        """Begin the outer step that the canonical state takes now, where a copy of it takes it as well."""
+    @abstractmethod
+    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
+        """Write delta of a fragment into the contribution buffer; the parameters that this rank wrote."""
         ...
 
-    def sent(self, turn: int, share: float, outer_step: int) -> None:
+    def take_step(self, outer_step: int) -> None:  # noqa: B027
+        """The canonical state takes this outer step now; a copy of it takes it as well."""
+
+    def on_sent(self, turn: int, share: float, outer_step: int) -> None:  # noqa: B027
         """A fragment was contributed, and training goes on before its mean is there.
 
         `share`: this node's in the mean, as far as known. `outer_step`: which of the fragment that will be, from 1.
         """
-        ...
 
-    def counted(self, turn: int, share: float) -> None:
+    def on_counted(self, turn: int, share: float) -> None:  # noqa: B027
         """The mean of what was sent last is there, in which this node had this share; before anything else is sent."""
+
+    @abstractmethod
+    def on_late_apply(self, turn: int) -> None:
+        """A fragment of the outer state moved, and `on_sent` follows with what was learned since it was sent."""
         ...
 
-    def expect(self, turn: int) -> None:
-        """A fragment of the outer state moved, and `sent` follows at once with what was learned since it was sent."""
-        ...
-
+    @abstractmethod
     def receive(self, turn: int) -> None:
-        """A fragment of the outer state moved."""
+        """A fragment of the outer state moved by a round that this node trained through."""
         ...
 
+    @abstractmethod
     def restart(self, turn: int) -> None:
-        """Train from the outer parameters of a fragment."""
+        """Train from the outer parameters of a fragment: delta is 0."""
         ...
 
-    def following(self, turn: int) -> Callable[[], None]:
+    @abstractmethod
+    def rebase_after_step(self, turn: int) -> Callable[[], None]:
         """Called before a fragment of the outer state moves; what it returns, after that, has this node's go along.
 
-        So what it learned, and nobody has got yet, stays relative to the outer parameters.
+        So delta, which nobody has got yet, stays relative to the outer parameters.
         """
         ...
 
@@ -79,14 +105,27 @@ class _Part:
     name: str
 
 
-class _Shards:
-    """What this rank holds of each fragment."""
+class _ShardMerge(Merge):
+    """A merge that works on this rank's shards of the model. `outer`: (n,) float32, the outer parameters."""
 
     def __init__(self, parts: OuterParts, outer: Tensor) -> None:
         self._parts = parts
         self._outer = outer
 
-    def of(self, turn: int) -> Iterator[_Part]:
+    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
+        places, names, shards = (
+            self._parts.shards,
+            self._parts.fragments[turn].names,
+            parameter_shards(self._parts.model),
+        )
+        anchor = dict(places.parts(self.anchor, names))
+        written = dict(self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names))
+        for name, out in written.items():
+            contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out)
+        return written
+
+    def _shards_of(self, turn: int) -> Iterator[_Part]:
+        """What this rank holds of a fragment."""
         shards = parameter_shards(self._parts.model)
         for name, part in self._parts.shards.held(self._outer, self._parts.fragments[turn].names):
             yield _Part(shards[name].detach().view(-1), part, name)
@@ -103,7 +142,7 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
         inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
 
 
-class MixMerge:
+class MixMerge(_ShardMerge):
     """What arrives is mixed into the node's parameters, which keep a part of `alpha`; with 0 it replaces them.
 
     Source: Streaming DiLoCo, arXiv:2501.18512, algorithm 2. With 0 and an overlap of a whole round: the naive delayed
@@ -111,32 +150,26 @@ class MixMerge:
     """
 
     def __init__(self, parts: OuterParts, outer: Tensor, *, alpha: float) -> None:
-        self.anchor = outer
-        self._shards = _Shards(parts, outer)
+        super().__init__(parts, outer)
         self._alpha = alpha
 
-    def take_step(self, outer_step: int) -> None:
-        """Do nothing: there is no copy."""
+    @property
+    def anchor(self) -> Tensor:
+        return self._outer
 
-    def sent(self, turn: int, share: float, outer_step: int) -> None:
-        """Do nothing: the others' part is missing."""
-
-    def counted(self, turn: int, share: float) -> None:
-        """Do nothing: nothing counted before its mean was there."""
-
-    def expect(self, turn: int) -> None:
+    def on_late_apply(self, turn: int) -> None:
         self.receive(turn)
 
     def receive(self, turn: int) -> None:
-        for part in self._shards.of(turn):
+        for part in self._shards_of(turn):
             mix(part.inner, part.outer.to(part.inner.device), alpha=self._alpha)
 
     def restart(self, turn: int) -> None:
-        for part in self._shards.of(turn):
+        for part in self._shards_of(turn):
             part.inner.copy_(part.outer)
 
-    def following(self, turn: int) -> Callable[[], None]:
-        before = [(part, part.outer.clone()) for part in self._shards.of(turn)]
+    def rebase_after_step(self, turn: int) -> Callable[[], None]:
+        before = [(part, part.outer.clone()) for part in self._shards_of(turn)]
 
         def follow() -> None:
             for part, old in before:
@@ -177,7 +210,7 @@ class EagerView:
         out.copy_(canonical).sub_(step.mul(self._lr))
 
 
-class EagerMerge:
+class EagerMerge(_ShardMerge):
     """What this node learned counts at once, with its share; the others' part follows when it arrives.
 
     Two more buffers of the size of the model: the parameters that this node began a phase with, and the history of its
@@ -186,50 +219,49 @@ class EagerMerge:
     """
 
     def __init__(self, parts: OuterParts, outer: Tensor, config: OuterSGDConfig) -> None:
+        super().__init__(parts, outer)
         parts.buffers.open(VIEW, HISTORY)
-        self._parts = parts
-        self._buffers = parts.buffers
-        self._shards = _Shards(parts, outer)
         self._config = config
         self._expected_share = 0.0
-        """That of what was sent last, as `sent` was told."""
+        """That of what was sent last, as `on_sent` was told."""
         for turn in range(len(parts.fragments)):
             self.restart(turn)
 
     @property
     def anchor(self) -> Tensor:
-        return self._buffers[VIEW]
+        return self._parts.buffers[VIEW]
 
-    def take_step(self, outer_step: int) -> None:
-        """Do nothing: there is no copy."""
-
-    def sent(self, turn: int, share: float, outer_step: int) -> None:
+    def on_sent(self, turn: int, share: float, outer_step: int) -> None:
         config, own = self._config, self._own(turn)
         momentum = OuterSGD(config).momentum_at(outer_step)
         eager = EagerView(lr=config.lr, momentum=momentum, nesterov=config.nesterov)
-        fresh = dict(self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names))
-        for part in self._shards.of(turn):
+        fresh = dict(
+            self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], self._parts.fragments[turn].names)
+        )
+        for part in self._shards_of(turn):
             view, history = own[part.name]
             eager.add(history, fresh[part.name], share=share)
             eager.write(part.outer, history, fresh[part.name], view, share=share)
             part.inner.copy_(view)
         self._expected_share = share
 
-    def counted(self, turn: int, share: float) -> None:
+    def on_counted(self, turn: int, share: float) -> None:
         by = share - self._expected_share
         if by == 0:
             return
         own, config = self._own(turn), self._config
         eager = EagerView(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-        for name, sent in self._parts.wire_layout.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names):
+        for name, sent in self._parts.wire_layout.parts(
+            self._parts.buffers[CONTRIBUTION], self._parts.fragments[turn].names
+        ):
             eager.correct(own[name][1], sent, by=by)
 
-    def expect(self, turn: int) -> None:
-        """Do nothing: `sent` writes the view anew."""
+    def on_late_apply(self, turn: int) -> None:
+        """Do nothing: `on_sent` writes the view anew."""
 
     def receive(self, turn: int) -> None:
         own = self._own(turn)
-        for part in self._shards.of(turn):
+        for part in self._shards_of(turn):
             view, history = own[part.name]
             part.inner.add_((part.outer - view).to(part.inner.device))
             view.copy_(part.outer)
@@ -237,14 +269,14 @@ class EagerMerge:
 
     def restart(self, turn: int) -> None:
         own = self._own(turn)
-        for part in self._shards.of(turn):
+        for part in self._shards_of(turn):
             view, history = own[part.name]
             part.inner.copy_(part.outer)
             view.copy_(part.outer)
             history.zero_()
 
-    def following(self, turn: int) -> Callable[[], None]:
-        own, before = self._own(turn), [(part, part.outer.clone()) for part in self._shards.of(turn)]
+    def rebase_after_step(self, turn: int) -> Callable[[], None]:
+        own, before = self._own(turn), [(part, part.outer.clone()) for part in self._shards_of(turn)]
 
         def follow() -> None:
             for part, old in before:
@@ -256,13 +288,14 @@ class EagerMerge:
 
     def _own(self, turn: int) -> dict[str, tuple[Tensor, Tensor]]:
         names, shards = self._parts.fragments[turn].names, self._parts.shards
-        views, histories = shards.parts(self._buffers[VIEW], names), shards.parts(self._buffers[HISTORY], names)
+        views, histories = (
+            shards.parts(self._parts.buffers[VIEW], names),
+            shards.parts(self._parts.buffers[HISTORY], names),
+        )
         return {name: (view, history) for (name, view), (_, history) in zip(views, histories, strict=True)}
 
 
-def build_inner_parameters(
-    parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: OuterSGDConfig | None
-) -> InnerParameters:
+def build_merge(parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: OuterSGDConfig | None) -> Merge:
     """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one."""
     match config.merge:
         case "overwrite":
@@ -272,3 +305,48 @@ def build_inner_parameters(
         case "eager":
             assert sgd is not None, "load_algorithm has seen to that"
             return EagerMerge(parts, outer, sgd)
+
+
+class FragmentDrift:
+    """Phases by which each fragment of a node is ahead of the outer parameters: the training in its delta. Pure.
+
+    A fragment's turn comes once in as many phases as there are fragments. A node that joins begins with the outer
+    parameters of all fragments at once, so it comes to the first turns with fewer phases behind it, and what it
+    contributes is shorter. Rounds whose members differ in that count phases beside members (`Opening.shares`).
+
+    `fragments`: how many there are. `travels`: part of a phase that a round travels while training goes on. `merge`,
+    `alpha`: what a node does with a round that has arrived, as in `DilocoConfig`.
+    """
+
+    def __init__(
+        self, fragments: int, *, travels: float, merge: Literal["overwrite", "mix", "eager"], alpha: float
+    ) -> None:
+        self._ahead = [0.0] * fragments
+        self._sent = [0.0] * fragments
+        self._is_eager = merge == "eager"
+        self._keeps = {"overwrite": 0.0, "mix": alpha, "eager": 1.0}[merge]
+        self._usual = fragments - (1 - self._keeps) * travels
+
+    def end_phase(self) -> None:
+        """Add a phase to all fragments."""
+        self._ahead = [ahead + 1 for ahead in self._ahead]
+
+    def contribute(self, turn: int) -> float:
+        """Return the part of a usual turn that lies behind what is contributed now."""
+        self._sent[turn] = self._ahead[turn]
+        if len(self._ahead) == 1:  # every phase ends with its turn
+            return 1.0
+        return round(max(0.0, self._ahead[turn]) / self._usual, _DIGITS)
+
+    def receive(self, turn: int, since: float, longest: float) -> None:
+        """Merge a fragment with the outer parameters, `since` phases after it was contributed.
+
+        `longest`: of the round (`Opening.longest`). The outer parameters went on by that many turns, those of an eager
+        node by its own. Of the distance that is left, merging keeps a part.
+        """
+        went_on = longest * self._usual if longest and not self._is_eager else self._sent[turn]
+        self._ahead[turn] = self._keeps * (self._ahead[turn] + since - went_on) - since
+
+    def restart(self, turn: int) -> None:
+        """Train a fragment from the outer parameters."""
+        self._ahead[turn] = 0.0

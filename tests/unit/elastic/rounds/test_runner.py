@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.records import Opening, Ready
-from zeroband.elastic.rounds import coordinator
+from zeroband.elastic.rounds import runner
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.phase import TransferWindow
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed
@@ -101,7 +101,7 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
     start_run: StartRun, noise: Noise, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes that failed together hold equal results, and one that has failed often still has its own update."""
-    monkeypatch.setattr(coordinator, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
     run = start_run(algorithm, "a", "b")
     before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
     for name in ("a", "b"):
@@ -123,7 +123,7 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
 def test_round_that_fails_time_and_again_ends_the_node_with_a_sentence(
     start_run: StartRun, noise: Noise, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "MOST_RETRIES", 1)
+    monkeypatch.setattr(runner, "MOST_RETRIES", 1)
     run = start_run(algorithm, "a", "b")
     for name in ("a", "b"):
         fail_transfers(run[name].lanes, until_version=100)

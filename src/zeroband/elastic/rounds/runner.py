@@ -1,0 +1,488 @@
+"""The rounds of this node, each of them a transaction: opened, exchanged, voted on, committed.
+
+Nobody applies a result before its verdict. A round that loses a member is opened again with the survivors; their
+contributions stay untouched until the verdict, so no inner step is lost. Knows no algorithm and no inner step: a
+schedule (`outer/schedule.py`) brings a contribution, and applies what was committed.
+
+A round reads from top to bottom: `commit` or `start`, `_attempt`, `_run_until_committed`, `_run_attempt`, `_vote`,
+`_finish`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.membership import trust
+from zeroband.elastic.membership.blame import refusal
+from zeroband.elastic.membership.loss_record import RECORD, LossRecord
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict, session_after
+from zeroband.elastic.rounds.background import BackgroundRound
+from zeroband.elastic.rounds.exchange import Exchange
+from zeroband.elastic.rounds.interfaces import OuterParts, verify
+from zeroband.elastic.rounds.outer_state import OuterState
+from zeroband.elastic.rounds.phase import TransferWindow
+from zeroband.elastic.rounds.rollback import RolledBack, describe_return
+from zeroband.elastic.rounds.round_report import RoundCosts, RoundReport
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed, RoundsMissed, RunOver
+from zeroband.observe.log import get_logger
+from zeroband.state.flat import digest_of
+from zeroband.state.round_state import RoundState, RoundUpdate
+
+_log = get_logger(__name__)
+
+_DRAIN_S = 1.0
+"""Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
+_ABANDON_S = 5.0
+FIRST_PAUSE_S = 0.125
+_MOST_PAUSE_S = 4.0
+MOST_RETRIES = 24
+"""So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
+where transfers stand still."""
+_ALL_VERSIONS = 2**62
+_HALF = 0.5
+"""A member that counts less is named in the log."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a node brings to a round, fixed when it begins."""
+
+    ready: Ready
+    """As it says so for the first round that it could count in; a later one gets another digest and other gains."""
+    is_joining: bool = False
+    is_leaving: bool = False
+    is_left_out: bool = False
+    """It learned something that is not finite."""
+    is_beside: bool = False
+    """Its node was late, and trains on until a round takes it."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A round whose result all members hold, and what it cost this node."""
+
+    verdict: Verdict
+    result: Tensor
+    """What the members made together, valid until the next round; empty where they made nothing."""
+    costs: RoundCosts
+
+
+class DescribesRounds(Protocol):
+    """What an algorithm adds to a round: to what its verdict says, and to what this node says of it."""
+
+    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the verdict says of a result, beside the progress. `before`: the record before it. Local rank 0."""
+        ...
+
+    def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the founding's verdict says, beside the progress. `before`: the record before it; none at a start."""
+        ...
+
+    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+        """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
+        ...
+
+
+Missed = Callable[[int, Offer], Offer]
+"""Catches up with a round that the others committed without this node; what it brings to the next one."""
+Replay = Callable[[RoundUpdate, Tensor, Sequence[tuple[int, int]]], str]
+"""Takes the step of a round that this node was not in; the digest of the state after it. As `Schedule.replay`."""
+
+
+class RoundRunner:
+    """Rounds with the other members. All methods are called by all local ranks, except where they say otherwise.
+
+    `exchange`: makes a round's result.
+    """
+
+    def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
+        self.opening: Opening | None = None
+        """That of the newest round which this node was in."""
+        self.has_new_members = False
+        """The newest round had other members than the one before."""
+        self._parts = parts
+        self._state = state
+        self._exchange = exchange
+        self._algorithm = algorithm
+        self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
+        self._is_awaited = False
+        """Training stands still for a round."""
+        self._travel: TransferWindow | None = None
+        """Contributions that are on their way."""
+        self._travelled_at_s = -math.inf
+        self._exchanged: Opening | None = None
+        """The opening whose contributions the exchange moved last."""
+        self._is_left_out = False
+        self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
+        """What this node says in the ready of a round: `Ready.gains` of the one before."""
+
+    @property
+    def turn(self) -> int:
+        """The fragment of the next round."""
+        return self._state.progress.outer_step % len(self._parts.fragments)
+
+    # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
+
+    def commit(self, offer: Offer, missed: Missed) -> Committed:
+        """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
+
+        Raises RoundsMissed for a joiner, who catches up by itself.
+        """
+        committed = self.commit_or_start(offer, missed)
+        assert committed is not None, "who goes on beside training asks for it"
+        return committed
+
+    def commit_or_start(self, offer: Offer, missed: Missed) -> Committed | None:
+        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said."""
+        return self._finish(offer, partial(self._attempt, offer), missed)
+
+    def start(self, offer: Offer) -> None:
+        """Begin the next round beside training; what is contributed and the result are its own until `arrived`."""
+        self._parts.mesh.flags.count_only(threading.get_ident())
+        self._background = offer, BackgroundRound(partial(self._attempt, offer))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is on its way beside training."""
+        return self._background is not None
+
+    def arrived(self, missed: Missed) -> Committed:
+        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
+        assert self._background is not None, "no round is on its way"
+        (offer, background), flags = self._background, self._parts.mesh.flags
+        flags.count_only(None)
+        try:
+            committed = self._finish(offer, background.wait, missed)
+        finally:
+            self._background = None
+        assert committed is not None, "training waits for it now"
+        return committed
+
+    def abandon(self) -> None:
+        """Give up a round that is on its way: this trainer ends."""
+        if self._background is not None:
+            flags = self._parts.mesh.flags
+            flags.set_fenced(True)
+            flags.abort(_ALL_VERSIONS)
+            if not self._background[1].is_over(_ABANDON_S):
+                _log.warning("background outer step did not stop")
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        travel = self._travel
+        return self._is_awaited and travel is not None and travel.owns_link(time.monotonic())
+
+    def _attempt(self, offer: Offer) -> Committed | Verdict:
+        """The next round, or the verdict of the others where they committed it without this node."""
+        history, round = self._parts.history, self._state.round + 1
+        if history.auto_rollback is not None and not offer.is_joining:
+            history.auto_rollback.answer(self._state.round, LossRecord.of(self._state.record))
+        history.journal.settle()  # the result's memory is the next one's
+        if not offer.is_joining:
+            self._travel = TransferWindow(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
+        self._announce(round, offer)
+        try:
+            return self._run_until_committed(round, is_member=not offer.is_joining)
+        except Fenced as fence:
+            if not offer.is_joining or self._parts.mesh.is_fenced:
+                raise
+            raise RoundsMissed(round) from fence
+        finally:
+            self._travel = None
+
+    def _announce(self, round: int, offer: Offer) -> None:
+        faults, passes = self._parts.faults, not offer.is_joining
+        if passes:
+            faults.at("ready", round)
+        scored_for, gains = self._gains
+        ready = replace(
+            offer.ready,
+            round=round,
+            state_digest=self._state.digest,
+            missed=round - offer.ready.round if passes else 0,
+            gains=gains if scored_for == round else (),
+        )
+        self._parts.mesh.announce_ready(ready)
+        if passes:
+            faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
+
+    def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
+        """Bring a round to its verdict with whoever is left. Returns that of others who committed it without this node.
+
+        Raises Fenced when the run went on without this node.
+        """
+        costs = RoundCosts()
+        while True:
+            waited_from_s = time.monotonic()
+            opening = self._parts.mesh.await_turn(round, is_member=is_member)
+            if isinstance(opening, Verdict):
+                return opening
+            self._pause_before(opening)
+            costs.wait_s += time.monotonic() - waited_from_s
+            try:
+                return self._found_by(opening, costs) if founds else self._run_attempt(opening, costs)
+            except PeerLost as error:
+                costs.failures.append(str(error))
+                _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
+                self._parts.mesh.testify(opening, self._testimony_on(opening))
+                self._exchange.discard()
+
+    def _pause_before(self, opening: Opening) -> None:
+        """Wait a moment, longer each time, where a round was given up although no member was lost.
+
+        All members do. Raises RoundFailed where that happened too often: who trains on needs a person.
+        """
+        if opening.retries > MOST_RETRIES:
+            raise RoundFailed(
+                f"round {opening.round} was opened {opening.retries + 1} times to {len(opening.members)} members of "
+                f"which none was lost, and came to no result; the events `blamed` and `round_retried` say what was seen"
+            )
+        if opening.retries:
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
+
+    def _run_attempt(self, opening: Opening, costs: RoundCosts) -> Committed:
+        """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
+        faults, round, turn = self._parts.faults, opening.round, self.turn
+        faults.at("opened", round)
+        if opening.rollback is not None:
+            staged = self._stage(opening, opening.rollback)
+            committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
+        else:
+            self._travel, self._exchanged = TransferWindow(time.monotonic(), self._travelled_at_s), opening
+            try:
+                transfer = self._exchange.run(opening, turn)
+                costs.add(transfer)
+            finally:
+                self._travel, self._travelled_at_s = None, time.monotonic()
+            faults.at("reduced", round)
+            result = self._exchange.result_of(turn)
+            digest = digest_of(result) if self._parts.mesh.local.rank == 0 else ""
+            vote = refusal(self._parts.mesh.member_id) if transfer.is_refused else digest
+            committed = self._vote(opening, vote, costs, result=result)
+        faults.at("committed", round)
+        return committed
+
+    def _testimony_on(self, opening: Opening) -> Callable[[], Evidence]:
+        """What this node saw of an opening that failed; nothing where it went back or founded the run."""
+        exchanges = opening.rollback is None and self._exchanged == opening
+        return self._exchange.testimony if exchanges else Evidence
+
+    def _vote(
+        self,
+        opening: Opening,
+        digest: str,
+        costs: RoundCosts,
+        *,
+        result: Tensor | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> Committed:
+        """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
+
+        The vote binds both, so that no member can write another verdict.
+        """
+        mesh, waited_from_s = self._parts.mesh, time.monotonic()
+        if result is not None and mesh.local.rank == 0:
+            record = self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
+        record = record or {}
+        mesh.vote(opening, digest, record)
+        if result is not None:
+            self._parts.faults.at("voted", opening.round)
+        verdict = mesh.await_verdict(opening, record)
+        costs.wait_s += time.monotonic() - waited_from_s
+        return Committed(verdict, torch.empty(0) if result is None else result, costs)
+
+    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
+        state, scores = self._state, dict[str, dict[str, float]]()
+        if opening.trust:
+            scores[trust.RECORD] = trust.scores_after(state.record, opening, agreement)
+        if self._parts.scoring is not None and self._parts.scoring.rule.counts:
+            scores[trust.GAIN] = trust.gains_after(state.record, opening)
+        return {
+            "progress": state.progress.after(opening, self._parts.length.shape).to_record(),
+            "weight": opening.total_weight,
+            "state_before": state.digest,
+            "session": state.record["session"],
+            RECORD: LossRecord.of(state.record).after(opening, state.progress.inner_step).to_record(),
+            **scores,
+            **self._algorithm.describe(opening, result, state.record),
+        }
+
+    def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
+        """Have a round committed that this node is in; None where it goes on beside. `bring`: the first attempt."""
+        self._is_awaited = True
+        try:
+            outcome = bring()
+            while not isinstance(outcome, Committed):
+                if offer.is_joining:
+                    raise RoundsMissed(outcome.round)
+                offer = missed(outcome.round, offer)
+                if offer.is_beside:
+                    return self.start(replace(offer, is_beside=False))
+                outcome = self._attempt(offer)
+            self._is_left_out = offer.is_left_out
+            if outcome.verdict.opening.rollback is not None:
+                raise self._rolled_back(outcome)
+        except (Fenced, RolledBack):
+            self._exchange.conclude(counts=False)
+            raise
+        finally:
+            self._is_awaited = False
+        self._exchange.conclude(counts=offer.ready.weight > 0)
+        scored_from_s = time.monotonic()
+        self._gains = outcome.verdict.round + 1, self._algorithm.score(outcome.verdict, self.turn)
+        if self._gains[1]:
+            outcome.costs.score_s = time.monotonic() - scored_from_s
+        return outcome
+
+    # -- what a committed round leaves --------------------------------------------------------------------------------
+
+    def advance(self, verdict: Verdict, digest: str) -> None:
+        """Note that the sections now hold a committed round that this node was in."""
+        self._state.note(verdict.round, verdict.record, digest)
+        before, self.opening = self.opening, verdict.opening
+        self.has_new_members = before is None or before.members != verdict.members
+
+    def keep(self, committed: Committed) -> None:
+        """Add a round that was applied to the journal, from which others replay it. Local rank 0 keeps it for all."""
+        if self._parts.mesh.local.rank == 0:
+            pack = partial(self._exchange.pack, committed.result)
+            journal, state = self._parts.history.journal, self._state
+            journal.record(state.round, pack, committed.verdict.record, state.digest)
+        self._parts.faults.at("applied", self._state.round)
+
+    def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:
+        """What a round was for this node, once the sections hold it."""
+        opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
+        return RoundReport(
+            round=opening.round,
+            epoch=opening.epoch,
+            member_id=member_id,
+            members=opening.members,
+            weights=opening.weights,
+            samples=tuple(steps * self._parts.length.shape.batch_size for steps in opening.steps),
+            late=opening.late,
+            state_digest=self._state.digest,
+            progress=self._state.progress,
+            wait_s=costs.wait_s,
+            transfer_s=costs.transfer_s,
+            apply_s=apply_s,
+            sent_bytes=costs.sent_bytes,
+            received_bytes=costs.received_bytes,
+            wide_bytes=costs.wide_bytes,
+            failures=tuple(costs.failures),
+            is_left_out=self._is_left_out,
+            uncommitted_tokens=uncommitted_tokens,
+            refused=() if costs.newest is None else costs.newest.refused,
+            payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
+            trust=self._trust_in(member_id, opening),
+            gains=tuple((gain.member, gain.ratio) for gain in opening.gains),
+            score_s=costs.score_s,
+        )
+
+    def _trust_in(self, member_id: str, opening: Opening) -> float | None:
+        """What this node counts from here on for how it agreed; None where the run does not ask for it."""
+        if not opening.trust:
+            return None
+        record, before = self._state.record, opening.trust
+        now = trust.trust_of(opening.members, record)
+        for member, was, weight in zip(opening.members, before, now, strict=True):
+            if (was < _HALF) != (weight < _HALF) and self._parts.mesh.local.rank == 0:
+                scores = {name: trust.scores_of(record, name).get(member) for name in (trust.RECORD, trust.GAIN)}
+                _log.warning(
+                    "a member's contributions disagree with the others' or raise their loss, and count less"
+                    if weight < _HALF
+                    else "a member's contributions count again",
+                    extra={
+                        "fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}
+                    },
+                )
+        return now[opening.members.index(member_id)]
+
+    # -- rounds that this node was not in -----------------------------------------------------------------------------
+
+    def catch_up(self, round: int, replay: Replay) -> None:
+        """Replay the rounds up to this one from the others' journals, and keep those that verify in this node's.
+
+        Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
+        """
+        history, state, local = self._parts.history, self._state, self._parts.mesh.local
+        on_disk: list[Tensor] = []
+
+        def room(nbytes: int) -> Tensor:
+            try:
+                on_disk.append(history.journal.room(nbytes))
+            except OSError as error:
+                _log.warning("no room for the journal, so memory is used", extra={"fields": {"error": str(error)}})
+                return torch.empty(nbytes, dtype=torch.uint8)
+            return on_disk[-1]
+
+        for number in range(state.round + 1, round + 1):
+            turn = self.turn
+            fetched = history.source.fetch_entry(number, partial(self._exchange.room, turn, room=room))
+            self._exchange.unpack(turn, fetched.update if local.rank == 0 else None)
+            has_already = [(start, stop) for start, stop, newest in state.later if newest >= number]
+            found = replay(fetched, self._exchange.result_of(turn), has_already)
+            update = on_disk.pop() if on_disk else None
+            if state.is_one_round:
+                verify(found, fetched.state_digest, f"the state after round {number}", local)
+                if update is not None:
+                    history.journal.add(replace(fetched, update=update))
+        if state.progress.is_complete:
+            raise RunOver(f"the run ended with round {state.round}, without this node")
+
+    # -- the founding, and going back ---------------------------------------------------------------------------------
+
+    def found(self, offer: Offer) -> Committed:
+        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
+
+        Nothing is reduced. Raises Fenced if the run started without this node.
+        """
+        self._announce(offer.ready.round, offer)
+        founded = self._run_until_committed(offer.ready.round, is_member=False, founds=True)
+        if isinstance(founded, Verdict):
+            raise Fenced(f"{len(founded.members)} others founded the run")
+        self.advance(founded.verdict, self._state.digest)
+        return founded
+
+    def _found_by(self, opening: Opening, costs: RoundCosts) -> Committed:
+        """Vote for the state that this node holds, with which a line of rounds begins. Raises PeerLost."""
+        state = self._state
+        after_round = state.round if state.round >= FOUNDING_ROUND else None
+        progress = state.progress.begin(opening, self._parts.length.shape, after_round=after_round)
+        said = {"progress": progress.to_record(), "weight": 0, "state_before": state.digest}
+        said[RECORD] = LossRecord.of(state.record).carried().to_record()
+        if state.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
+            said["session_before"] = state.record["session"]
+        record = {**said, "session": session_after(opening), **self._algorithm.describe_founding(state.record)}
+        return self._vote(opening, state.digest, costs, record=record)
+
+    def _stage(self, opening: Opening, step: int) -> RoundState:
+        """The checkpoint that an opening names. Raises PeerLost where it cannot be had: the order is taken back."""
+        try:
+            return self._parts.history.source.stage(step, self._state.sections)
+        except RecoveryFailed as error:
+            self._parts.mesh.refuse_rollback(opening, str(error))
+            raise PeerLost(f"round {opening.round} does not go back: {error}") from error
+
+    def _describe_return(self, staged: RoundState, opening: Opening) -> Mapping[str, Any]:
+        before = {"state_before": self._state.digest, "session": self._state.record["session"]}
+        return describe_return(staged, opening, self._parts.length.shape, self._state.progress, before)
+
+    def _rolled_back(self, committed: Committed) -> RolledBack:
+        verdict, record = committed.verdict, committed.verdict.record
+        progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
+        assert step is not None
+        report = replace(self.report(committed), progress=progress, state_digest=verdict.digest)
+        self._parts.history.journal.cut(verdict.round)
+        return RolledBack(step, report, record)

@@ -1,0 +1,289 @@
+"""What both schedules of rounds have in common: a node between its rounds, and what the rest of the program asks of it.
+
+A schedule holds a runner, which makes rounds, and an algorithm, which says what is contributed and how a result changes
+the state. Two there are: `ManySteps`, whose rounds are many inner steps, and `EveryStep`, whose rounds are one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership.loss_record import LossRecord
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Ready, Verdict
+from zeroband.elastic.rounds.exchange import Exchange
+from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
+from zeroband.elastic.rounds.phase import Uncounted
+from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.elastic.rounds.runner import Committed, Offer, RoundRunner
+from zeroband.errors import Fenced, RecoveryFailed
+from zeroband.outer.algorithm import AnyAlgorithm
+from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
+
+_A = TypeVar("_A", bound=AnyAlgorithm)
+
+
+class Schedule(ABC, Generic[_A]):
+    """When a node contributes, and what it trains with meanwhile. Also the trainer's `SyncHooks`.
+
+    All methods are called by all local ranks, except where they say otherwise.
+    """
+
+    has_own_steps = True
+    """Whether this node makes inner steps of its own; False: all nodes make the same one."""
+
+    def __init__(self, parts: OuterParts, algorithm: _A, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._parts = parts
+        self._local = parts.mesh.local
+        self._state = OuterState(parts.buffers, algorithm.sections, parts.mesh.local, parts.history.memory)
+        self._runner = RoundRunner(parts, self._state, exchange, algorithm)
+        self._learned = Uncounted()
+        self._algorithm = algorithm
+
+    # -- the outer state ----------------------------------------------------------------------------------------
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Names of the buffers that make up the outer state."""
+        return self._state.sections
+
+    @property
+    def local_sections(self) -> tuple[str, ...]:
+        """Names of the buffers that only this node has; saved with its inner optimizer."""
+        return self._algorithm.local_sections
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the outer state holds the inner optimizer's moments."""
+        return self._algorithm.has_moments
+
+    @property
+    def state_digest(self) -> str:
+        """Digest of the outer state; local rank 0 only, empty on the others."""
+        return self._state.digest
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is after the newest committed round."""
+        return self._state.progress
+
+    @property
+    def round(self) -> int:
+        """The newest committed round that this node's state holds; -1 before the founding."""
+        return self._state.round
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What its verdict recorded: the progress, and the run's session."""
+        return self._state.record
+
+    def live_state(self) -> LiveState:
+        """The outer state itself. Any thread of local rank 0."""
+        return self._state.live()
+
+    def copy_state(self) -> RoundState:
+        """A copy of the outer state. Any thread of local rank 0."""
+        return self._state.copy()
+
+    def adopt(
+        self,
+        round: int,
+        record: Mapping[str, Any],
+        sections: Mapping[str, Tensor] | None = None,
+        later: Sequence[LaterPart] = (),
+    ) -> str:
+        """Take the state that was written into the section buffers; returns its digest.
+
+        `sections`: write these into them first; local rank 0 has them for all. `later`: parts of it that are of later
+        rounds, ascending; `catch_up` with the newest of these makes it one state. What this node did before, and did
+        not count, is no part of it.
+        """
+        self._learned = Uncounted()
+        self._parts.feedback.forget()
+        self._state.later = later
+        self._take_over(round, record, sections)
+        self._begin_phase()
+        return self.state_digest
+
+    @abstractmethod
+    def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
+        """Have the model, the inner optimizer and the state be at what the section buffers hold."""
+        ...
+
+    @abstractmethod
+    def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
+        """Catch up by a round that this node was not in; returns the digest of the state after it.
+
+        `result`: of the round, (n,) float32 on CPU, shared by the local ranks. `has_already`: values [start, stop) of
+        the sections that have it already, ascending.
+        """
+        ...
+
+    # -- what this node does between rounds ---------------------------------------------------------------------
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps behind this node: those of the run, of a round on its way, and since."""
+        return self.progress.inner_step + self._learned.offered_steps + self._learned.steps
+
+    def upcoming(self) -> Sequence[Range]:
+        """The samples that this node trains on up to its next contribution."""
+        shape, held = self._parts.length.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
+        _, ahead = take(held, self._learned.offered_steps * shape.batch_size)
+        steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
+        return take(ahead, steps * shape.batch_size)[0]
+
+    @abstractmethod
+    def sync_gradients(self, step: int, tokens: int) -> float | None: ...
+
+    @abstractmethod
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]: ...
+
+    def is_boundary(self, *, ends_round: bool) -> bool:
+        """Whether the hook after this step needs all that was learned up to it; it may in any algorithm."""
+        return True
+
+    def learned(self, tokens: int, loss: float) -> None:
+        """Count what an inner step showed, for the next contribution. `tokens`: 0 where this node learned nothing."""
+        self._learned.learn(tokens, loss)
+
+    def is_time_over(self, steps: int) -> bool:
+        """Whether the phase should end with its `steps`-th inner step: its time is over, or it is in vain."""
+        watch = self._parts.history.auto_rollback
+        goes_back = watch is not None and watch.is_due(LossRecord.of(self.record))
+        return goes_back or self._parts.length.phase_length.is_over(time.monotonic(), steps)
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Wait for a round that is on its way beside training, and take its state over; the reports of what came."""
+        return ()
+
+    def _count_step(self) -> None:
+        """Add an inner step, and show the guardian that this node trains."""
+        self._learned.steps += 1
+        if self._local.rank == 0:
+            self._parts.mesh.flags.advance()
+
+    def _begin_phase(self) -> None:
+        """Training goes on: the inner steps until the next contribution begin."""
+        self._learned.clear()
+        self._parts.length.phase_length.begin(time.monotonic())
+
+    def _is_end(self, rounds: int = 1) -> bool:
+        """Whether all nodes wait after so many more rounds, and nothing is on its way then.
+
+        So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
+        """
+        length = self._parts.length
+        every, is_last = length.flush_every, self.inner_step >= length.shape.total_steps
+        return is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
+
+    # -- rounds ---------------------------------------------------------------------------------------------------
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
+
+        With the initial state, or with one that was adopted before.
+        """
+        self._parts.feedback.forget()
+        ready = Ready(round, 0, self.state_digest, 0, self._wanted_steps(0, phases=1))
+        founded = self._runner.found(Offer(ready, is_joining=True))
+        self._learned = Uncounted()
+        self._begin_phase()
+        return self._runner.report(founded)
+
+    @abstractmethod
+    def join(self) -> RoundReport:
+        """Take part in the next round with weight 0, which makes this node a member.
+
+        Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
+        """
+        ...
+
+    def catch_up(self, round: int) -> None:
+        """Replay the rounds up to this one from the members' journals.
+
+        Raises RunOver where the run ended with the last of them, RecoveryFailed where nobody keeps them.
+        """
+        self._runner.catch_up(round, self.replay)
+
+    def _catch_up_as_member(self, round: int) -> None:
+        """Catch up after this node was late. Raises Fenced where it cannot."""
+        try:
+            self.catch_up(round)
+        except RecoveryFailed as error:
+            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+
+    def _missed(self, round: int, offer: Offer) -> Offer:
+        """Catch up with a round that the others committed without this node; what it brings to the next one."""
+        self._catch_up_as_member(round)
+        ready = offer.ready
+        left = self._parts.length.shape.total_steps - self.progress.inner_step - ready.steps
+        return replace(offer, ready=replace(ready, steps_requested=min(ready.steps_requested, max(left, 0))))
+
+    def _offer(
+        self,
+        *,
+        is_joining: bool = False,
+        weighted: bool = True,
+        weight: int | None = None,
+        trained: float = 1.0,
+    ) -> Offer:
+        """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
+
+        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
+        `trained`: as in `Ready`.
+        """
+        parts, learned, is_leaving = self._parts, self._learned, self._parts.departure.is_asked
+        if is_joining:  # what it did before it was voted out went back to the run
+            learned.clear()
+            parts.feedback.forget()
+        parts.length.phase_length.learn(time.monotonic(), learned.steps)
+        counts, ahead = weighted and not is_joining, 2 if parts.length.shape.reads_ahead else 1
+        ready = Ready(
+            round=self.round + 1,
+            weight=(learned.tokens if weight is None else weight) if counts else 0,
+            state_digest=self.state_digest,
+            steps=learned.steps,
+            steps_requested=0 if is_leaving else self._wanted_steps(learned.steps, phases=ahead),
+            loss=learned.loss,
+            trained=trained,
+            largest=self.exchange.largest if counts else None,
+        )
+        learned.offer()
+        is_left_out = not (weighted or is_joining)
+        return Offer(ready, is_joining=is_joining, is_leaving=is_leaving, is_left_out=is_left_out)
+
+    def _wanted_steps(self, steps: int, *, phases: int) -> int:
+        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
+        left = self._parts.length.shape.total_steps - self.progress.inner_step - steps
+        return min(self._parts.length.phase_length.wanted_steps() * phases, max(left, 0))
+
+    def _advance(self, verdict: Verdict, digest: str) -> None:
+        """Note that the state now holds a committed round that this node was in."""
+        self._learned.offered_steps = 0
+        self._runner.advance(verdict, digest)
+
+    def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:
+        """Keep a round that the state now holds for others; what it was. `since_s`: when applying it began."""
+        self._runner.keep(committed)
+        took_s = time.monotonic() - since_s
+        return self._runner.report(committed, apply_s=took_s, uncommitted_tokens=self._learned.tokens)
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        return self._runner.needs_link
+
+    def abandon(self) -> None:
+        """Give up what is under way: this trainer ends."""
+        self._runner.abandon()
+        self._algorithm.close()
