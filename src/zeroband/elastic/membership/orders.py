@@ -15,6 +15,7 @@ import base64
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
@@ -220,8 +221,9 @@ def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
         return Orders()
     try:
         signature = base64.b64decode(orders.signature, validate=True)
-        told = json.loads(orders.said)
-        said = Orders(**{**told, "leaving": tuple(told["leaving"]), "banned": tuple(told["banned"])})
+        told: dict[str, Any] = json.loads(orders.said)
+        lists: dict[str, Any] = {name: tuple(told[name]) for name in ("leaving", "banned")}
+        said = Orders(**{**told, **lists})
     except (ValueError, TypeError, KeyError):
         return None
     return said if is_signed(f"#{operator}", _signed(run_id, orders.said), signature) else None

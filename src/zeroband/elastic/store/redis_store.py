@@ -603,8 +603,9 @@ class RedisStore(StoreInUse, Store):
 
         def calls_for_return(round: int) -> bool:
             newest = self._newest
-            is_it = newest is not None and newest.round == round
-            return is_it and bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
+            if newest is None or newest.round != round:
+                return False
+            return bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
 
         self.judge.are_ordered = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
 
