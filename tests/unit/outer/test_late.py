@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -294,10 +295,13 @@ def test_node_with_a_slow_link_takes_part_in_every_so_many_th_round(
         monkeypatch.setattr(node.mesh, "_rules", rules)
         monkeypatch.setattr(node.lanes, "measured", partial(Rates, own=10 if name == "d" else 500))
 
+    all_three = Barrier(3, timeout=20.0)
+
     def steps(name: str, rounds: int) -> list[Any]:
         reports = []
         for round in range(1, rounds + 1):
             run.store.await_ready(round, "d")
+            all_three.wait()  # each measures the phase from when it saw the verdict before
             run.now_s = 12.0 * round
             reports.append(run[name].take_step(noise(ord(name) * round), 10))
         return reports
