@@ -184,7 +184,7 @@ class WriterProcess:
             while not self._changed.wait_for(lambda: self._order is None, timeout=_SAY_S):
                 waited_s = round(time.monotonic() - from_s)
                 fields = {"waited_s": waited_s, "written_bytes": self._written_bytes}
-                _log.info("waiting for the checkpoint to be written", extra={"fields": fields})
+                _log.info("waiting for the last checkpoint to be written", extra={"fields": fields})
 
     def close(self, *, waits: bool) -> None:
         """Let the writer end after the save in hand; `waits`: until then."""

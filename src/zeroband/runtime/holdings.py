@@ -84,7 +84,7 @@ class Holdings:
                     self._sees.add(found)
         except OSError as error:
             fields = {"path": storage.url, "why": reason_of(error)}
-            _log.warning("cannot tell whether the others see this folder of checkpoints", extra={"fields": fields})
+            _log.warning("cannot write to ckpt.path, so this node saves alone", extra={"fields": fields})
             return ""
         return mark
 

@@ -474,7 +474,7 @@ def compile_model(node: TrainerParts) -> None:
     for buffer, before in buffers:
         buffer.copy_(before)
     if node.local.rank == 0:
-        _log.info("compiled", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
+        _log.info("the model is compiled", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
@@ -496,6 +496,6 @@ def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> 
     try:
         write_directory(trained, out, settings.dtype)
     except FolderInUse as error:
-        _log.warning("not exported", extra={"fields": {"why": str(error)}})
+        _log.warning("the model is not exported", extra={"fields": {"why": str(error)}})
         return
     report.exported(out, describe(check_parity(trained, out, settings.dtype)))

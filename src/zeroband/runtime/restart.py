@@ -143,7 +143,10 @@ class AbandonedRunWait:
         said = ", ".join(f"{member} at {':'.join(map(str, asked[member]))}" for member in there)
         if said and said != self._said:
             why = "it is cut off from the store only, or another program has its port; --resume does not wait for it"
-            _log.warning("a member without a lease answers", extra={"fields": {"members": said, "why": why}})
+            _log.warning(
+                "a member without a lease answers, so this node waits for it",
+                extra={"fields": {"members": said, "why": why}},
+            )
         self._said = said
         return bool(there)
 

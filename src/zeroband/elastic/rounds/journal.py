@@ -83,7 +83,9 @@ class Journal:
             update = pack(self.room)
         except OSError as error:
             fields = {"round": round, "folder": str(self._folder), "error": str(error)}
-            _log.warning("the journal cannot be written, so nobody joins by this round", extra={"fields": fields})
+            _log.warning(
+                "the journal cannot be written; joiners get past rounds from other members", extra={"fields": fields}
+            )
             self._clear(round)
         else:
             self.add(RoundUpdate(round, update, record, state))

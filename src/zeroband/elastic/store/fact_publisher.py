@@ -146,7 +146,7 @@ class FactPublisher:
         if why != self._said:
             self._said, self._pause_s = why, _REFUSED_S
             fields = {"why": why, "way_out": "its files have it all; observe.publish=false ends this line"}
-            _log.warning("the store does not show what this node records", extra={"fields": fields})
+            _log.warning("cannot publish this node's records to the store; training goes on", extra={"fields": fields})
 
     def _follow(self) -> None:
         """Raises StoreLost, ConfigError, OSError."""

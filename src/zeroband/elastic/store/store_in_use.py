@@ -144,7 +144,7 @@ class StoreInUse(RedisRun):
                 if self.generation is None or shown == _shown(self.address):
                     raise ConfigError(f"{shown}: {error}") from error
                 fields = {"store": shown, "why": str(error)}
-                _log.warning("the run cannot go on in one of its stores", extra={"fields": fields})
+                _log.warning("a spare store is unusable; the run goes on without it", extra={"fields": fields})
             except StoreLost:
                 if self.generation is None or shown == _shown(self.address):
                     raise
