@@ -19,7 +19,7 @@ def test_messages_speak_of_uv_in_a_clone_in_one_place_alone() -> None:
     says_so = {path.name for path in SOURCE.rglob("*.py") if "uv sync" in path.read_text(encoding="utf-8")}
     assert says_so == {"errors.py"}
     runs = {path.name for path in SOURCE.rglob("*.py") if "uv run" in path.read_text(encoding="utf-8")}
-    assert runs <= {"ending.py"}  # the demo runs in a clone
+    assert runs <= {"story.py"}  # the demo runs in a clone
 
 
 def test_nobody_is_told_to_install_another_library_of_our_name() -> None:

@@ -59,7 +59,7 @@ def test_default_tag_is_that_of_the_default_section() -> None:
 def test_kinds_of_keys_follow_their_types() -> None:
     keys = {dotted(path): found[0] for path, found in schema_keys().keys.items()}
     secrets = {name for name, key in keys.items() if SecretStr in key.kinds}
-    assert secrets == {"run.token", "store.url", "observe.webhook.url"}
+    assert secrets == {"run.token", "run.operator_token", "store.url", "observe.webhook.url"}
     assert {name for name, key in keys.items() if tuple in key.kinds} == {
         "data.phases",
         "data.source.paths",

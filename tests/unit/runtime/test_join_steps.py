@@ -348,7 +348,7 @@ class Place:
         return [self.steps.take(JoinState.PICK_CHECKPOINT, None).event for _ in range(looks)]
 
 
-THEIRS = RestartPoint(6, 40, "digest", "b#1")
+THEIRS = RestartPoint(6, 40, "digest", "b#2")
 
 
 @pytest.mark.parametrize(
@@ -359,12 +359,18 @@ THEIRS = RestartPoint(6, 40, "digest", "b#1")
         (view_of(alive="b#1"), False, JoinEvent.JOIN),
         (view_of(alive="b#1"), True, JoinEvent.JOIN),
         (view_of(), True, JoinEvent.BEGIN),
-        (view_of(alive="b#1", agreed=THEIRS), False, JoinEvent.FOLLOW),
-        (view_of(alive="b#1", agreed=THEIRS), True, JoinEvent.BEGIN),
+        (view_of(alive="b#2", agreed=THEIRS), False, JoinEvent.FOLLOW),
+        (view_of(alive="b#2", agreed=THEIRS), True, JoinEvent.BEGIN),
+        (view_of(alive="b#1 b#2", agreed=THEIRS), True, JoinEvent.JOIN),
     ],
 )
 def test_way_in_is_what_the_store_shows(local: LocalMesh, view: View, resumes: bool, event: JoinEvent) -> None:
     assert Place(local, view, resumes=resumes).look() is event
+
+
+def test_no_word_of_a_restart_begins_a_run_of_which_a_member_lives(local: LocalMesh) -> None:
+    place = Place(local, view_of(alive="b#1 b#2", agreed=THEIRS), resumes=True, start_nodes=2)
+    assert place.look() is JoinEvent.JOIN
 
 
 @pytest.mark.parametrize(("view", "resumes"), [(view_of(committed=False), False), (view_of(), True)])
@@ -408,7 +414,7 @@ def test_choice_waits_for_start_nodes_until_the_start_is_over(local: LocalMesh, 
 
 
 def test_later_ones_read_the_checkpoint_that_was_named(local: LocalMesh) -> None:
-    place = Place(local, view_of(alive="b#1", agreed=THEIRS), resumes=True, checkpoints=[50, 40])
+    place = Place(local, view_of(alive="b#2", agreed=THEIRS), resumes=True, checkpoints=[50, 40])
     assert place.agree(1) == [JoinEvent.AGREED]
     assert place.proposed == [] and (place.events[0][1]["step"], place.events[0][1]["source"]) == (40, "checkpoint")
 
@@ -417,8 +423,8 @@ def test_later_ones_read_the_checkpoint_that_was_named(local: LocalMesh) -> None
 def test_node_without_the_named_checkpoint_fetches_its_state_before_the_founding(
     local: LocalMesh, checkpoints: list[int]
 ) -> None:
-    agreed = RestartPoint(6, 40, "digest of b" if checkpoints == [40] else "digest", "b#1")
-    view = view_of(alive="b#1", agreed=agreed)
+    agreed = RestartPoint(6, 40, "digest of b" if checkpoints == [40] else "digest", "b#2")
+    view = view_of(alive="b#2", agreed=agreed)
     place = Place(local, view, resumes=True, checkpoints=checkpoints, start_nodes=2)
     place.outer.adopt = lambda *state: agreed.state_digest
     assert place.agree(1) == [JoinEvent.WAIT], "who named it has not taken it over yet"
@@ -431,7 +437,7 @@ def test_node_without_the_named_checkpoint_fetches_its_state_before_the_founding
 
 
 def test_node_that_does_not_resume_takes_part_in_a_founding_that_waits_for_it(local: LocalMesh) -> None:
-    view = view_of(alive="b#1", agreed=THEIRS)
+    view = view_of(alive="b#2", agreed=THEIRS)
     assert Place(local, view, start_nodes=2).look() is JoinEvent.BEGIN
     assert Place(local, view, start_nodes=1).look() is JoinEvent.FOLLOW
 

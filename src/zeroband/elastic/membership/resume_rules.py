@@ -12,9 +12,15 @@ from zeroband.elastic.membership.records import RestartPoint, View
 
 
 def pending(view: View) -> RestartPoint | None:
-    """What is agreed on for a founding that is not committed yet."""
-    newest = -1 if view.committed is None else view.committed.round
-    return view.restart_point if view.restart_point is not None and view.restart_point.round > newest else None
+    """What is agreed on for a founding that is not committed yet; None where a member of the newest round lives.
+
+    So a single member with the run's token cannot have a living run begin again.
+    """
+    point, committed = view.restart_point, view.committed
+    if point is None or committed is None:
+        return point
+    is_newer = point.round > committed.round
+    return point if is_newer and view.alive.isdisjoint(committed.members) else None
 
 
 def restarts_with(view: View, round: int) -> bool:
@@ -42,8 +48,6 @@ def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
     if view.is_settling:
         return JoinEvent.WAIT
     agreed = pending(view)
-    if agreed is not None and view.committed is not None and not view.alive.isdisjoint(view.committed.members):
-        return JoinEvent.JOIN  # whoever wrote that the run begins again: members of it live
     if agreed is not None and (agreed.member in view.alive or not resumes):
         return agreed if resumes else JoinEvent.JOIN
     if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):

@@ -117,9 +117,9 @@ def test_two_nodes_that_look_at_once_never_take_part_in_different_runs(
     if mine == "join":
         assert theirs == "join"
     if mine == "begin":
-        proposed = restart_point_after(view, round=saved, step=40, state_digest="s", member=C)
+        proposed = restart_point_after(view, round=saved, step=40, state_digest="s", member="d#1")
         assert proposed.round > saved and (view.committed is None or proposed.round > view.committed.round)
-        after = a_view(*sorted(members), alive=alive | {C}, restart_point=proposed)
+        after = a_view(*sorted(members), alive=alive | {"d#1"}, restart_point=proposed)
         assert pending(after) == proposed
 
 
