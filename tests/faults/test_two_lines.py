@@ -35,7 +35,9 @@ def test_lines_that_meet_are_named_and_the_one_with_fewer_tokens_ends(tmp_path: 
         start(cluster, "c", "a", "b", CKPT__PATH=str(tmp_path / "c"))
         assert fewer.wait(60.0) == 2, cluster.describe()
         reach_round(cluster, "a", newest(cluster, "a") + 2, members=2)
-        for node in "ab":
+        for node in "ab":  # each tells of it at its own next look at the stores
+            folder = cluster.run_dir / node
+            cluster.wait_until(lambda _, folder=folder: bool(told(folder, "lines_met")), timeout_s=60)
             (met,) = told(cluster.run_dir / node, "lines_met")
             assert (met["goes_on"]["members"][0][0], met["ends"]["members"][0][0]) == ("a", "b")
             assert met["goes_on"]["tokens"] > met["ends"]["tokens"] > 0

@@ -78,7 +78,7 @@ class Merge(ABC):
 
     @abstractmethod
     def receive(self, turn: int) -> None:
-        """A fragment of the outer state moved by a round that this node trained through."""
+        """Take over a round after the outer state's step: with the inner steps made since its contribution, if any."""
         ...
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Merge(ABC):
 
     @abstractmethod
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
-        """Called before a fragment of the outer state moves; what it returns, after that, has this node's go along.
+        """Call before a fragment of the outer state moves, and what it returns after that: it moves this node's as far.
 
         So delta, which nobody has got yet, stays relative to the outer parameters.
         """

@@ -20,8 +20,8 @@ _RESIDUAL = "residual"
 class ErrorFeedback:
     """The node's residual, a buffer in shared memory where the codec needs one.
 
-    It is read when a round begins, into the contribution, and then belongs to the round's transfers: each attempt
-    writes it anew, so the committed one leaves what it took. It stays as it is where this node has no weight.
+    When a round begins it is added to the contribution. After that each transfer attempt overwrites it, so it ends with
+    what the committed attempt's encoding took. It stays as it is where this node has no weight.
     `shards`: where this rank's parameters lie in contributions. `codec`: encodes them.
     """
 

@@ -61,8 +61,8 @@ class Rules:
     straggler_deadline_s: float | None = None
     """After this, those who wait go without those who are late. None: they wait for all that are alive."""
     straggler_grace: float | None = None
-    """Part of a round that those who are in time lose at most to members that are late, and on average to slow links.
-    None: no matter how much."""
+    """Members in time lose at most this part of a round to late members, and this part on average to slow links. None:
+    there is no bound."""
     quorum: float = 0.5
     """Part of the weight that must be there before anybody is left behind."""
     transfer_bytes: int = 0
@@ -411,9 +411,9 @@ def _slow_links(
     A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
     a slow link is what the link's rate says, or what the last one with it took. Slower sites wait until the graces of
     the rounds that they sat out pay for one with them, so that the others lose no more than that on average. Several
-    have equal parts of each grace; the faster ones come along with a slower one. Whoever leaves waits no longer, and a
-    joiner not at all: it holds nothing that would keep; nor do others of its site. A link of which nothing is known
-    counts as fast.
+    have equal parts of each grace; the faster ones come along with a slower one. A member that leaves takes part at
+    once. So does a joiner, which has no contribution to keep for later, and with it the others of its site. A link of
+    which nothing is known counts as fast.
     """
     known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
     if rules.straggler_grace is None or not rules.transfer_bytes or not patience.phase_s or not any(known.values()):

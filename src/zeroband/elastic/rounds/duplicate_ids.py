@@ -1,7 +1,7 @@
 """Duplicate node ids: of two living machines with one node.id, which would spoil each other's files, one is refused.
 
-The one that is in the run stays; where neither is yet, the one whose member id sorts first. A lease does not tell such
-a machine from an earlier life of this one that was killed; that it is renewed does.
+The one that is in the run stays; where neither is yet, the one whose member id sorts first. A lease
+alone may be left from a killed process of this node; if it is renewed, another machine has the name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = get_logger(__name__)
 def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: float) -> None:
     """Wait until no other member of this node holds a lease: what an earlier life left behind is not renewed.
 
-    For a member whose own lease is renewed meanwhile, since the store's time stands still while nobody renews.
+    Call it only while this member's own lease is renewed: the store's clock stands still when none is.
     `look_s`: pause between two looks, well below half a lease. Raises ConfigError where another machine has this name.
     """
     before_ms: Mapping[str, int] = {}

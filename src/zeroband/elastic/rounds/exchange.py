@@ -1,7 +1,7 @@
 """What the members of a round make together of what each of them contributes, and how the journal keeps it.
 
-The journal keeps a mean as its codec encodes it, where that gives it back to the last bit: a mean that travelled was
-decoded from such an encoding, which encoding it again finds.
+The journal keeps a mean in its codec's encoding if decoding that gives the same bits. It does for a mean that
+travelled: it was decoded from such bytes, and encoding it again finds them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class TransferBounds:
 
     @staticmethod
     def of(time_outs: TimeOuts) -> TransferBounds:
-        """Derive bounds that end before leases do by `fault.hung_s`, so that only who really hangs loses its own."""
+        """Derive bounds shorter than `fault.hung_s`, by which a lease ends: only a node that really hangs loses it."""
         half_s = time_outs.hung_s / 2
         return TransferBounds(
             stall_s=min(2 * time_outs.detect_s, half_s),

@@ -84,7 +84,7 @@ class Guard:
 
 def _failed(_request: Request, error: Exception) -> Response:
     """A client gets no traceback."""
-    _log.warning("the page failed", exc_info=error)
+    _log.warning("a request of the page failed", exc_info=error)
     return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the page failed; its console says why")
 
 
