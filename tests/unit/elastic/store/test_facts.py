@@ -565,7 +565,7 @@ def test_user_without_the_rights_is_said_once_and_tried_again(
     for every_s in (AT_ONCE_S, NEVER_S):
         node.train(2)
         node.publish(every_s=every_s).close()
-    (first, second) = [record for record in caplog.records if "does not show" in record.message]
+    (first, second) = [record for record in caplog.records if "cannot publish" in record.message]
     assert missing in str(first.__dict__["fields"]) and first.__dict__["fields"] == second.__dict__["fields"]
     client.execute_command("ACL", "SETUSER", "run", f"+{missing}")
     node.tell()
