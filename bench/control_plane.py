@@ -338,7 +338,7 @@ class Figures:
 
 
 def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s: float) -> Figures:
-    """Play a run of so many nodes, and measure it."""
+    """Play a run of `nodes` nodes, and measure it."""
     members = range(nodes)
     crowd.have("start", members)
     crowd.have("found", members, nodes)
@@ -406,7 +406,7 @@ def churn(crowd: Crowd, nodes: int, detect_s: float) -> None:
 
 
 def measure(nodes: int, signs: bool, options: argparse.Namespace) -> None:
-    """Print what a run of so many nodes costs."""
+    """Print what a run of `nodes` nodes costs."""
     with RedisServer() as server, ExitStack() as stack:
         joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
         crowd = Crowd(server, range(nodes), joiners, probes=options.probe, detect_s=options.detect_s, signs=signs)

@@ -53,7 +53,7 @@ def cpu_s(node: NodeProcess) -> float:
 
 
 def cost_of(sources: Path, nodes: int, steps: int, seconds: float, arguments: Sequence[str]) -> Cost:
-    """Run so many nodes with the package in `sources`, and measure their rounds for so long."""
+    """Run `nodes` nodes with the package in `sources`, and measure their rounds for `seconds`."""
     with tempfile.TemporaryDirectory(prefix="zeroband-bench-") as folder:
         given = (*TINY, "--fault.detect-s", "10", "--outer.inner-steps", str(steps), *arguments)
         cached = ("--data.cache-dir", f"{folder}/cache")

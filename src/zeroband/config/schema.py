@@ -35,7 +35,7 @@ class RunSection(Section):
     """File that holds run.token in one line, readable by this user only (chmod 600). None: run.token is as set."""
     operator: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{43}$")
     """Key of the run's operator, as `zeroband ctl operator` prints it: orders to the run count only if signed with it.
-    None: whoever has run.token may give orders."""
+    None: all who have run.token may give orders."""
     operator_token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Secret of the operator, of which run.operator is made; for `zeroband ctl` and the page that takes orders. Nodes
     need it not, and should not have it. Not on a command line: in ZERO_BAND_RUN__OPERATOR_TOKEN."""

@@ -41,7 +41,7 @@ class AnyAlgorithm(ABC):
     has_moments = False
     """Whether the outer state holds the inner optimizer's moments."""
     Settings: type[Section] = Section
-    """Knobs of an algorithm in a file of its own, set by outer.settings."""
+    """Knobs of a user's algorithm, set by outer.settings."""
 
     def __init__(self, parts: OuterParts, config: Any = None, settings: Any = None) -> None:
         self.parts = parts
@@ -54,11 +54,11 @@ class AnyAlgorithm(ABC):
         ...
 
     def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the verdict says of a result, beside the progress. `before`: the record before it. Local rank 0."""
+        """What the verdict says of a result, besides the progress. `before`: the record before it. Local rank 0."""
         return {}
 
     def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the founding's verdict says, beside the progress. `before`: the record before it; none at a start."""
+        """What the founding's verdict says, besides the progress. `before`: the record before it; none at a start."""
         return {}
 
     def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
@@ -148,7 +148,7 @@ class StepAlgorithm(AnyAlgorithm):
     def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
         """Put a committed result into the model. `inner_step`: inner steps of the run before that round.
 
-        Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
+        Where no member had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
         """
         if record["weight"] == 0:
             self.parts.stepper.zero_grad()

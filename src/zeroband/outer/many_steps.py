@@ -249,7 +249,7 @@ class ManySteps(Schedule[Algorithm]):
     def _step(self, turn: int, result: Tensor, record: Mapping[str, Any], but: Sequence[tuple[int, int]]) -> None:
         """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it.
 
-        What this node contributed and nobody has got yet stays relative to the outer parameters.
+        What this node contributed and no round has counted yet stays relative to the outer parameters.
         """
         if record["weight"] > 0:
             buffers, number = self._parts.buffers, self._step_number(record)

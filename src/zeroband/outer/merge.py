@@ -1,6 +1,6 @@
 """What a node does with its own parameters when a round leaves, when it has arrived, and when it was not in it.
 
-One rule: **delta = anchor - inner is what a node learned and nobody has counted yet.** The anchor is the outer
+One rule: **delta = anchor - inner is what a node learned and no round has counted yet.** The anchor is the outer
 parameters as the node last merged them. So
 
 - it waits for the result (`restart`): all of delta was contributed; inner and anchor become the outer parameters.
@@ -90,7 +90,7 @@ class Merge(ABC):
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
         """Call before a fragment of the outer state moves, and what it returns after that: it moves this node's as far.
 
-        So delta, which nobody has got yet, stays relative to the outer parameters.
+        So delta, which no round has counted yet, stays relative to the outer parameters.
         """
         ...
 

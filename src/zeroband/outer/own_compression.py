@@ -30,7 +30,7 @@ class Compression(Protocol):
     """How the values of a fragment travel. Called by local rank 0; values are (n,) float32 on CPU."""
 
     def nbytes(self, numel: int) -> int:
-        """Length of every payload of so many values."""
+        """Length of each payload of `numel` values."""
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:

@@ -211,7 +211,7 @@ class Schedule(ABC, Generic[_A]):
     def catch_up(self, round: int) -> None:
         """Replay the rounds up to this one from the members' journals.
 
-        Raises RunOver where the run ended with the last of them, RecoveryFailed where nobody keeps them.
+        Raises RunOver where the run ended with the last of them, RecoveryFailed where no member keeps them.
         """
         self._runner.catch_up(round, self.replay)
 

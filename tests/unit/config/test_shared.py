@@ -172,7 +172,7 @@ MIXTURE = [
 
 
 def _record(arguments: list[str]) -> dict[str, str]:
-    """What a founder with these arguments writes, beside digests of its own."""
+    """What a founder with these arguments writes, without its digests."""
     items = shared_items(load_config(arguments, STORE))
     return {"protocol": "10", **{key: str(value) for key, value in items.items()}, "data.tokenizer (ids)": "bytes"}
 

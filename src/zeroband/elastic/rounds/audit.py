@@ -85,7 +85,7 @@ def draw_lengths(opening: Opening, numel: int) -> tuple[int, ...]:
 
 
 def new_draw(length: int) -> Tensor:
-    """Bytes that nobody knew before, (length,) uint8."""
+    """Unpredictable bytes, (length,) uint8."""
     return torch.frombuffer(bytearray(os.urandom(length)), dtype=torch.uint8) if length else torch.empty(0).byte()
 
 

@@ -1,6 +1,6 @@
 """The rounds of this node, each of them a transaction: opened, exchanged, voted on, committed.
 
-Nobody applies a result before its verdict. A round that loses a member is opened again with the survivors; their
+No member applies a result before its verdict. A round that loses a member is opened again with the survivors; their
 contributions stay untouched until the verdict, so no inner step is lost. Knows no algorithm and no inner step: a
 schedule (`outer/schedule.py`) brings a contribution, and applies what was committed.
 
@@ -81,11 +81,11 @@ class DescribesRounds(Protocol):
     """What an algorithm adds to a round: to what its verdict says, and to what this node says of it."""
 
     def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the verdict says of a result, beside the progress. `before`: the record before it. Local rank 0."""
+        """What the verdict says of a result, besides the progress. `before`: the record before it. Local rank 0."""
         ...
 
     def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the founding's verdict says, beside the progress. `before`: the record before it; none at a start."""
+        """What the founding's verdict says, besides the progress. `before`: the record before it; none at a start."""
         ...
 
     def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
@@ -218,7 +218,7 @@ class RoundRunner:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
     def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
-        """Bring a round to its verdict with whoever is left. Returns that of others who committed it without this node.
+        """Bring a round to its verdict, or return the one by which the others committed it without this node.
 
         Raises Fenced when the run went on without this node.
         """
@@ -414,7 +414,7 @@ class RoundRunner:
     def catch_up(self, round: int, replay: Replay) -> None:
         """Replay the rounds up to this one from the others' journals, and keep those that verify in this node's.
 
-        Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
+        Raises RunOver when that was the last, RecoveryFailed where no member keeps them.
         """
         history, state, local = self._parts.history, self._state, self._parts.mesh.local
         on_disk: list[Tensor] = []
