@@ -30,7 +30,7 @@ from zeroband.elastic.membership.succession import HandoverState, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 _T = TypeVar("_T")
 _V = TypeVar("_V")
