@@ -472,6 +472,9 @@ class View:
     """The one that this store is in; None: none, as in runs that have one store."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose record for this round is sealed and does not count, and why."""
+    is_proven: bool = True
+    """Every signature was verified, of the opening, of those who are ready and of votes. False: some were taken for
+    those of their members (`proofs`)."""
 
     @property
     def arrived(self) -> int:

@@ -33,6 +33,7 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.proofs import leaves_out, misquotes
 from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
@@ -304,7 +305,10 @@ class Member:
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
         """The view without records that are beyond their limits; says once of each that it is refused."""
-        view = within_limits(view, round, rules)
+        limited = within_limits(view, round, rules)
+        if limited.refused and not view.is_proven:
+            limited = within_limits(self.look(round), round, rules)
+        view = limited
         if self._told_refused[0] != round:
             self._told_refused = round, set()
         for member in view.refused.keys() - self._told_refused[1]:
@@ -316,22 +320,30 @@ class Member:
         """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
         if opening.id == self._followed or self.member_id not in opening.members:
             return None
-        if view.unseen_ready:
+        said = view.ready.get(self.member_id)
+        why = None if said is None else misquotes(opening, self.member_id, said)
+        if why is None and view.unseen_ready:
             if self.member_id not in checkers(opening):
                 return None
-            view = self._within_limits(self.look(opening.round), opening.round, rules)
+            whole = self._await_change(opening.round, None, within_s=0.0, whole=True)
+            view = self._within_limits(whole, opening.round, rules)
         if view.opening != opening:
             return "another opening is there by now"
         if view.is_settling and not all(m in view.ready for m in opening.members):
             return "the store lost its record; members are given time to bring it back"
-        why = follows(opening, view, rules)
+        why = why or follows(opening, view, rules)
         if why is None:
             self._followed = opening.id
             return None
+        if not view.is_proven:
+            return self._why_refused(opening, self._proven(opening.round, rules), rules)
         reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
         return reason
+
+    def _proven(self, round: int, rules: Rules) -> View:
+        return self._within_limits(self.look(round), round, rules)
 
     def _require_not_barred(self, view: View) -> None:
         """Raise ConfigError where this node was put out for good."""
@@ -351,8 +363,12 @@ class Member:
             decision: Opening | Wait = current if why is None else Wait(why)
         elif not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
+        elif current is not None and current.round == round and not view.is_proven:
+            return self._decide_opening(self._proven(round, rules), round, rules, patience, hearing)
         else:
             decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+            if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
+                return self._decide_opening(self._proven(round, rules), round, rules, patience, hearing)
         if isinstance(decision, Wait):
             return decision
         generation = view.generation
@@ -410,6 +426,8 @@ class Member:
             if view.unseen_votes:
                 return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
+            if decision is None and not view.is_proven:
+                return decide(self.look(opening.round))
             if decision is None:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
@@ -29,6 +29,9 @@ RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "
 
 _T = TypeVar("_T")
 
+Reader: TypeAlias = Callable[[Mapping[str, bytes]], Mapping[str, _T]]
+"""Gives of raw words those that count."""
+
 
 class MemberValues(Generic[_T]):
     """What the members wrote into one hash of the store: each of them one record."""
@@ -40,6 +43,8 @@ class MemberValues(Generic[_T]):
         """So many there are, whether or not they were told."""
         self.read: Mapping[str, _T] = {}
         """Those that count."""
+        self.is_proven = True
+        """Every signature in here was verified."""
         self._raw: dict[str, bytes] = {}
 
     @property
@@ -56,24 +61,27 @@ class MemberValues(Generic[_T]):
         """How many were not told; also where somebody took out some that were."""
         return abs(self.count - len(self._raw))
 
-    def lacks(self, member: str) -> bool:
-        """Whether the word of a member is not in here."""
-        return member not in self._raw
+    def tag(self, member: str) -> bytes:
+        """What tells the known word of a member from another one; as the script computes it."""
+        return tag_of(self._raw.get(member, b""))
 
-    def learn_own(
-        self, member: str, said: bytes | int | None, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
-    ) -> bool:
+    def prove(self, read: Reader[_T]) -> bool:
+        """Keep what counts though nothing is taken for signed. Whether there was anything to verify."""
+        was_proven, self.is_proven = self.is_proven, True
+        if not was_proven:
+            self.read = read(self._raw)
+        return not was_proven
+
+    def learn_own(self, member: str, said: bytes | int | None, read: Reader[_T]) -> bool:
         """Take over what there is of one member: its word, 1 for the known one, 0 for none. Whether that is new."""
-        if isinstance(said, int) and (said == 1 or self.lacks(member)):
+        if isinstance(said, int) and (said == 1 or member not in self._raw):
             return False
         new = {member: said} if isinstance(said, bytes) else {}
         self._raw = {**{m: raw for m, raw in self._raw.items() if m != member}, **new}
         self.read = {**{m: word for m, word in self.read.items() if m != member}, **read(new)}
         return True
 
-    def learn(
-        self, answer: Sequence[Any], change: int, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
-    ) -> bool:
+    def learn(self, answer: Sequence[Any], change: int, read: Reader[_T]) -> bool:
         """Take over a script's answer: how many there are, whether these are all, and those that are new.
 
         `read`: gives those of the new ones that count. Returns whether anything is another than before.
@@ -125,6 +133,8 @@ class StoreCache:
     links: MemberValues[LinkRates] = field(default_factory=MemberValues[LinkRates])
 
     opening: Opening | None = None
+    is_taken: bool = False
+    """The signature of `opening` was not verified."""
     committed: Verdict | None = None
     is_doubted: bool = False
     """There is a newer verdict than `committed`, for which members were not seen to have voted."""
@@ -136,6 +146,11 @@ class StoreCache:
     """What was read of the records that count."""
     view: View | None = None
     """What the last look gave; None where something is another by now."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether every signature of a round in here was verified."""
+        return self.ready.is_proven and self.votes.is_proven and not self.is_taken
 
     def fork(self) -> StoreCache:
         """Give another one of the same content, to learn by itself."""
