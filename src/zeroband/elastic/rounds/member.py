@@ -764,6 +764,7 @@ class _Watcher:
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
+        self._watched_from_s = 0.0
         self._seen: View | None = None
         self._clock = clock
         self._looked_at_s = clock()
@@ -772,7 +773,8 @@ class _Watcher:
         self._thread.start()
 
     def watch(self, opening: Opening | None) -> None:
-        self._opening = opening
+        if opening is not self._opening:
+            self._opening, self._watched_from_s = opening, self._clock()
 
     def _run(self) -> None:
         while not self._stop.wait(self._time_outs.watch_s):
@@ -784,6 +786,8 @@ class _Watcher:
 
     def _look(self) -> None:
         opening, now_s = self._opening, self._clock()
+        if opening is not None and now_s - self._watched_from_s < self._time_outs.watch_s:
+            return  # most transfers of small states are over by then, and ask the store nothing more
         if opening is not None:
             self._seen = self._member.await_news(opening, self._seen)
             if not self._seen.can_finish(opening) or self._departure.is_overdue(now_s):

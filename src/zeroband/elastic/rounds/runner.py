@@ -358,7 +358,8 @@ class RoundRunner:
         if self._parts.mesh.local.rank == 0:
             pack = partial(self._exchange.pack, committed.result)
             journal, state = self._parts.history.journal, self._state
-            journal.record(state.round, pack, committed.verdict.record, state.digest)
+            record, values = committed.verdict.record, committed.result.numel()
+            journal.record(state.round, pack, record, state.digest, values=values)
         self._parts.faults.at("applied", self._state.round)
 
     def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:

@@ -54,6 +54,10 @@ _ASK_AGAIN = 8
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
 
+_LARGE = 4096
+"""Characters of a record from which on it is told by what is another than in the one before. For shorter ones it takes
+longer to find that out and to put it together than to send them."""
+
 _NEVER = 1 << 31
 """More than members can be."""
 
@@ -628,7 +632,7 @@ class RedisStore(StoreInUse, Store):
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        args += [stamp_of(generation), patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
+        args += [stamp_of(generation), _patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
         attempt = keys.attempt("" if current is None else current.id)
         return bool(self.run_script(scripts.OPEN, *args, at={"attempt": attempt}))
 
@@ -647,7 +651,7 @@ class RedisStore(StoreInUse, Store):
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
-        args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
+        args += [_patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self.run_script(
@@ -703,3 +707,7 @@ class RedisStore(StoreInUse, Store):
             changed = change(orders) if self.operator is None else self.operator.changed(orders, change)
             if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed
+
+
+def _patch_of(before: str, after: str) -> str:
+    return patch_of(before, after) if len(after) >= _LARGE else ""

@@ -105,11 +105,6 @@ class Links:
         """Set over how many of the streams to a member this node sends."""
         self.engine.set_senders(self.number(member), senders)
 
-    def has(self, member: str, streams: int, *, is_dialled: bool) -> bool:
-        """Whether the link is as it should be: up, with enough streams where this end dials."""
-        state = self.state(member)
-        return state.is_up and (state.streams >= streams or not is_dialled)
-
     def connect(
         self,
         own: str,
