@@ -192,7 +192,8 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
             member: samples
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True)
             if weight > 0
-        },
+        }
+        | {member: samples for member, _, samples in event.get("carried", ())},  # absent from earlier versions
         ledgers={corpus: from_record(Ledger, ledger) for corpus, ledger in progress["ledgers"].items()},
         founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
         follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),
