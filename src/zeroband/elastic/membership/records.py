@@ -489,6 +489,9 @@ class View:
     """The one that this store is in; None: none, as in runs that have one store."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose record for this round is sealed and does not count, and why."""
+    is_proven: bool = True
+    """Every signature was verified, of the opening, of those who are ready and of votes. False: some were taken for
+    those of their members (`proofs`)."""
 
     @property
     def arrived(self) -> int:
@@ -592,7 +595,11 @@ def to_json(value: object) -> str:
 
 
 def _text_of(value: object) -> str:
-    return json.dumps(_adapter(type(value)).dump_python(value, warnings="error"), sort_keys=True)
+    return sorted_json(_adapter(type(value)).dump_python(value, warnings="error"))
+
+
+sorted_json = json.JSONEncoder(sort_keys=True).encode
+"""JSON with sorted keys; `json.dumps` would make its encoder anew each time."""
 
 
 def from_json(kind: type[_R], text: str) -> _R:
@@ -615,7 +622,7 @@ def to_record(value: object) -> dict[str, Any]:
 
 def from_record(kind: type[_R], record: Mapping[str, Any]) -> _R:
     """The inverse of `to_record`. Raises ValueError for what is no such record."""
-    return from_json(kind, json.dumps(record, sort_keys=True))
+    return from_json(kind, sorted_json(record))
 
 
 def problem_of(error: ValueError) -> str:

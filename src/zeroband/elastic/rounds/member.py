@@ -33,6 +33,7 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.proofs import leaves_out, misquotes
 from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
@@ -282,8 +283,7 @@ class Member:
         def decide(seen: View) -> Opening | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
-            unfounded = self._why_unfounded(view)
-            believed = view if unfounded is None else replace(view, opening=None)
+            believed = view if self._why_unfounded(view) is None else replace(view, opening=None)
             self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
                 self._hearing.begin(view.opening)
@@ -293,11 +293,7 @@ class Member:
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            current = view.opening
-            if current is not None and current.round == round and view.can_finish(current):
-                why = self._why_refused(current, view, rules, unfounded)
-                return self._turn_in(current) if why is None else Wait(why)
-            return self._propose_opening(view, round, rules, patience_at(view))
+            return self._decide_opening(view, round, rules, patience_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -311,7 +307,10 @@ class Member:
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
         """The view without records that are beyond their limits; says once of each that it is refused."""
-        view = within_limits(view, round, rules)
+        limited = within_limits(view, round, rules)
+        if limited.refused and not view.is_proven:
+            limited = within_limits(self.look(round), round, rules)
+        view = limited
         if self._told_refused[0] != round:
             self._told_refused = round, set()
         for member in view.refused.keys() - self._told_refused[1]:
@@ -336,28 +335,37 @@ class Member:
                 self._tell_blames(opening)
         return self._judged[1]
 
-    def _why_refused(self, opening: Opening, view: View, rules: Rules, unfounded: str | None) -> str | None:
+    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
         """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
         if opening.id == self._followed:
             return None
+        why = self._why_unfounded(view)
         if self.member_id not in opening.members:
-            return unfounded
-        if view.unseen_ready and unfounded is None:
+            return why
+        said = view.ready.get(self.member_id)
+        why = why if said is None else why or misquotes(opening, self.member_id, said)
+        if why is None and view.unseen_ready:
             if self.member_id not in checkers(opening):
                 return None
-            view = self._within_limits(self.look(opening.round), opening.round, rules)
+            whole = self._await_change(opening.round, None, within_s=0.0, whole=True)
+            view = self._within_limits(whole, opening.round, rules)
         if view.opening != opening:
             return "another opening is there by now"
-        if view.is_settling and not all(m in view.ready for m in opening.members):
+        if view.is_settling and (self._judged[0] != opening.id or not all(m in view.ready for m in opening.members)):
             return "the store lost its record; members are given time to bring it back"
-        why = unfounded or follows(opening, view, rules)
+        why = why or follows(opening, view, rules)
         if why is None:
             self._followed = opening.id
             return None
+        if not view.is_proven:
+            return self._why_refused(opening, self._proven(opening.round, rules), rules)
         reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
         return reason
+
+    def _proven(self, round: int, rules: Rules) -> View:
+        return self._within_limits(self.look(round), round, rules)
 
     def _require_not_barred(self, view: View) -> None:
         """Raise ConfigError where this node was put out for good."""
@@ -368,12 +376,19 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _propose_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
-        """The opening that follows the current one, where that is this member's; else what it waits for."""
+    def _decide_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+        """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
         current, hearing = view.opening, self._hearing
+        if current is not None and current.round == round and view.can_finish(current):
+            why = self._why_refused(current, view, rules)
+            return self._turn_in(current) if why is None else Wait(why)
         if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
+        if current is not None and current.round == round and not view.is_proven:
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
         decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+        if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
         if isinstance(decision, Wait):
             return decision
         before = "" if current is None else current.id
@@ -426,6 +441,8 @@ class Member:
             if view.unseen_votes:
                 return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
+            if decision is None and not view.is_proven:
+                return decide(self.look(opening.round))
             if decision is None:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")

@@ -132,7 +132,7 @@ class Store(Protocol):
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def view(self, round: int) -> View:
-        """All that the rules need for `round`, read at one instant."""
+        """All that the rules need for `round`, read at one instant, with every signature of it verified."""
         ...
 
     def await_change(

@@ -60,9 +60,10 @@ class Key:
 
     def __init__(self, kind: str, name: str = "") -> None:
         self.kind, self.name = kind, name
+        self._attribute = ""
 
     def __set_name__(self, owner: type[Keys], name: str) -> None:
-        self.name = self.name or name
+        self.name, self._attribute = self.name or name, name
 
     @overload
     def __get__(self, keys: None, owner: type[Keys]) -> Key: ...
@@ -71,7 +72,10 @@ class Key:
     def __get__(self, keys: Keys, owner: type[Keys]) -> str: ...
 
     def __get__(self, keys: Keys | None, owner: type[Keys]) -> Key | str:
-        return self if keys is None else f"{keys.prefix}:{self.name}"
+        if keys is None:
+            return self
+        made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # the next look finds it there
+        return made
 
 
 class Keys:

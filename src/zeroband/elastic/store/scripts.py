@@ -215,7 +215,7 @@ VIEW = _script(
     "opening committed leases clock peers run ready:hash orders restart_point changes generation opening_patch"
     " committed_patch peers_at ready_at:zset votes votes_at failed",
     "silence_ms changes tag_opening tag_committed tag_failed tag_run tag_orders tag_restart_point tag_generation alive"
-    " ready peers votes_of votes whole enough_ready enough_votes member lacks_ready lacks_vote tag_expected"
+    " ready peers votes_of votes whole enough_ready enough_votes member tag_ready tag_vote tag_expected"
     " word ttl generation word_on",
     (_TIMES, _NEWS | _LIST, _NEWS | _LIST, *(_NEWS,) * 5, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS),
     """
@@ -223,7 +223,7 @@ VIEW = _script(
 -- What a member says is written first, if the store is in that generation; its first word counts. With the id of an
 -- opening it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
 -- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
--- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+-- and what this member itself said: 1 where it is the word that the caller knows, 0 where there is none.
 local goes_on = follows(key.changes, arg.changes)
 local function known(change) return goes_on and change or '0' end
 local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
@@ -234,9 +234,10 @@ if arg.word and is_current(key.generation, arg.generation) and (arg.word_on == '
   if redis.call('HSETNX', words, arg.member, arg.word) == 1 then note(key.changes, times, arg.member, arg.ttl) end
   redis.call('EXPIRE', words, arg.ttl)
 end
-local function own(words, lacks)
-  if lacks == '1' then return redis.call('HGET', words, arg.member) or 0 end
-  return redis.call('HEXISTS', words, arg.member)
+local function own(words, known)
+  local word = redis.call('HGET', words, arg.member)
+  if word and known ~= '' and string.sub(word, 1, 32) .. #word == known then return 1 end
+  return word or 0
 end
 local function told(words, times, change, enough) -- where they are asked for
   local many = redis.call('HLEN', words)
@@ -245,8 +246,8 @@ local function told(words, times, change, enough) -- where they are asked for
 end
 local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
-  if id ~= arg.votes_of then arg.votes, arg.lacks_vote, arg.tag_failed = '0', '1', '' end -- known of another opening
-  own_vote, failed = own(key.votes, arg.lacks_vote), unless(key.failed, arg.tag_failed)
+  if id ~= arg.votes_of then arg.votes, arg.tag_vote, arg.tag_failed = '0', '', '' end -- known of another opening
+  own_vote, failed = own(key.votes, arg.tag_vote), unless(key.failed, arg.tag_failed)
   votes = told(key.votes, key.votes_at, arg.votes, arg.enough_votes)
 end
 local silence = tonumber(arg.silence_ms)
@@ -257,7 +258,7 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
         unless(key.restart_point, arg.tag_restart_point), unless(key.generation, arg.tag_generation),
         alive_unless(key.leases, reading(key.clock, silence), arg.alive),
         told(key.ready, key.ready_at, arg.ready, arg.enough_ready), since(key.peers, key.peers_at, known(arg.peers)),
-        votes, is_settling(key.leases, key.clock, silence) and 1 or 0, own(key.ready, arg.lacks_ready), own_vote}
+        votes, is_settling(key.leases, key.clock, silence) and 1 or 0, own(key.ready, arg.tag_ready), own_vote}
 """,
 )
 

@@ -232,7 +232,7 @@ class NativePlane:
         self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
         self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
         is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
-        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
+        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: no pace is set
 
     def _take_alone(self, request: RoundRequest) -> None:
         """The mean of one node: what it contributes, unless it has no share."""
@@ -474,7 +474,7 @@ class _Run:
         """Give up where no byte of the transfer moves, whatever the links look like.
 
         Somebody is stuck or late, or one stream of several lost what it was given. Those are not told apart here, so
-        nobody is accused: the round is opened again to all members, and next time they are waited for twice as long.
+        no member is accused: the round is opened again to all members, and next time they are waited for twice as long.
         """
         traffic = self.traffic()
         moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())

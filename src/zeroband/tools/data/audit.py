@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
         if left_out.get(corpus):
             print(f"left out by rollbacks {_listed(sorted(set(left_out[corpus])))}")
     if result.missing_rounds:
-        print(f"rounds nobody here recorded: {', '.join(map(str, result.missing_rounds))}")
+        print(f"rounds not recorded here: {', '.join(map(str, result.missing_rounds))}")
     if result.is_exact and not result.trained:
         print(
             f"zeroband: the {result.rounds} rounds in {run_dir} trained no samples, so there is nothing to audit; "
