@@ -239,7 +239,8 @@ class MemoryStore(Store):
 
     def history(self) -> list[Verdict]:
         with self.record.changed:
-            return [verdict for verdict in self.record.verdicts if self._is_ours(verdict.sessions)]
+            ours = [verdict for verdict in self.record.verdicts if self._is_ours(verdict.sessions)]
+            return list({(verdict.session, verdict.round): verdict for verdict in ours}.values())
 
     # -- leases -------------------------------------------------------------------------------------------------
 

@@ -283,8 +283,7 @@ class Member:
         def decide(seen: View) -> Opening | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
-            unfounded = self._why_unfounded(view)
-            believed = view if unfounded is None else replace(view, opening=None)
+            believed = view if self._why_unfounded(view) is None else replace(view, opening=None)
             self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
                 self._hearing.begin(view.opening)
@@ -294,11 +293,7 @@ class Member:
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            current = view.opening
-            if current is not None and current.round == round and view.can_finish(current):
-                why = self._why_refused(current, view, rules, unfounded)
-                return self._turn_in(current) if why is None else Wait(why)
-            return self._propose_opening(view, round, rules, patience_at(view))
+            return self._decide_opening(view, round, rules, patience_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -340,14 +335,15 @@ class Member:
                 self._tell_blames(opening)
         return self._judged[1]
 
-    def _why_refused(self, opening: Opening, view: View, rules: Rules, unfounded: str | None) -> str | None:
+    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
         """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
         if opening.id == self._followed:
             return None
+        why = self._why_unfounded(view)
         if self.member_id not in opening.members:
-            return unfounded
+            return why
         said = view.ready.get(self.member_id)
-        why = unfounded or (None if said is None else misquotes(opening, self.member_id, said))
+        why = why if said is None else why or misquotes(opening, self.member_id, said)
         if why is None and view.unseen_ready:
             if self.member_id not in checkers(opening):
                 return None
@@ -355,14 +351,14 @@ class Member:
             view = self._within_limits(whole, opening.round, rules)
         if view.opening != opening:
             return "another opening is there by now"
-        if view.is_settling and not all(m in view.ready for m in opening.members):
+        if view.is_settling and (self._judged[0] != opening.id or not all(m in view.ready for m in opening.members)):
             return "the store lost its record; members are given time to bring it back"
         why = why or follows(opening, view, rules)
         if why is None:
             self._followed = opening.id
             return None
         if not view.is_proven:
-            return self._why_refused(opening, self._proven(opening.round, rules), rules, unfounded)
+            return self._why_refused(opening, self._proven(opening.round, rules), rules)
         reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
@@ -380,16 +376,19 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _propose_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
-        """The opening that follows the current one, where that is this member's; else what it waits for."""
+    def _decide_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+        """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
         current, hearing = view.opening, self._hearing
+        if current is not None and current.round == round and view.can_finish(current):
+            why = self._why_refused(current, view, rules)
+            return self._turn_in(current) if why is None else Wait(why)
         if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
-            return self._propose_by_proof(round, rules, patience)
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
         decision = next_opening(view, round, rules, patience, self.store.links, hearing)
         if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
-            return self._propose_by_proof(round, rules, patience)
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
         if isinstance(decision, Wait):
             return decision
         before = "" if current is None else current.id
@@ -398,13 +397,6 @@ class Member:
         if not self.store.propose_opening(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
         return self._turn_in(decision)
-
-    def _propose_by_proof(self, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
-        """As `_propose_opening`, by signatures that were all verified."""
-        view = self._proven(round, rules)
-        if view.opening is not None and view.opening.round == round and view.can_finish(view.opening):
-            return Wait("another opening is there by now")
-        return self._propose_opening(view, round, rules, patience)
 
     def _turn_in(self, opening: Opening) -> Opening | Wait:
         """The opening, where this member is in it."""

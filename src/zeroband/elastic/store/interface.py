@@ -90,7 +90,7 @@ class Store(Protocol):
         ...
 
     def history(self) -> list[Verdict]:
-        """The newest committed rounds, oldest first."""
+        """The newest committed rounds, oldest first; each once, as members wrote it last."""
         ...
 
     # -- leases -------------------------------------------------------------------------------------------------

@@ -252,9 +252,12 @@ class RecordVerifier:
         return expected is not None and (verdict is expected or is_alike(verdict, expected))
 
     def past_verdicts(self, name: str, raws: Sequence[bytes]) -> list[Verdict]:
-        """The verdicts of a history that count."""
+        """The verdicts of a history that count, oldest first: of a round the one that was written last.
+
+        Members write over a verdict that they refuse, and bring back one that the store lost.
+        """
         verdicts = [self._read(Verdict, name, raw, self._open(name, raw, "verdict")) for raw in raws]
-        return [verdict for verdict in verdicts if verdict is not None]
+        return list({(v.session, v.round): v for v in verdicts if v is not None}.values())
 
     def opening(
         self,
