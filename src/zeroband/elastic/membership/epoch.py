@@ -127,7 +127,8 @@ def next_opening(
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    awaited = (*expected, *_late_before(view)) if is_last else expected  # there is no later round for what is late
+    # There is no later round for what is late; and a round that travels beside training has time for it.
+    awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
     is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
@@ -256,6 +257,7 @@ def _opening_to(
         is_equal=said.is_equal,
         sites=sites,
         largest=said.largest,
+        phase_steps=said.phase_steps,
         gains=gains_in(members, view, rules),
     )
 
@@ -282,21 +284,25 @@ class OfMembers:
     corpora: tuple[str, ...]
     is_equal: bool
     largest: tuple[float, ...]
+    phase_steps: tuple[int, ...]
 
 
 def of_members(ready: Sequence[Ready], rules: Rules) -> OfMembers:
     """What an opening to these members says of them, in their order."""
     sizes = [r.largest if r.weight else 0.0 for r in ready]
     known = tuple(size for size in sizes if size is not None)
+    steps = tuple(r.steps for r in ready)
+    phases = tuple(r.steps if r.phase_steps is None else r.phase_steps for r in ready)
     return OfMembers(
         weights=tuple(r.weight for r in ready),
-        steps=tuple(r.steps for r in ready),
+        steps=steps,
         steps_requested=tuple(r.steps_requested for r in ready),
         loss=mean_loss(ready),
         trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
         largest=known if len(known) == len(sizes) and any(known) else (),
+        phase_steps=phases if phases != steps else (),
     )
 
 
@@ -350,7 +356,8 @@ def may_open(view: View, round: int, rules: Rules, patience: ElapsedWaits) -> bo
         return True
     if round == FOUNDING_ROUND or restarts_with(view, round):
         return patience.start_is_over or view.arrived >= rules.start_nodes
-    return patience.stragglers_are_late or view.arrived + len(view.refused) >= len(expected_in(view))
+    awaited = len(expected_in(view)) + (sum(m in view.alive for m in _late_before(view)) if rules.hidden else 0)
+    return patience.stragglers_are_late or view.arrived + len(view.refused) >= awaited
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:

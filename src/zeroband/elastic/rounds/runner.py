@@ -63,8 +63,6 @@ class Offer:
     is_leaving: bool = False
     is_left_out: bool = False
     """It learned something that is not finite."""
-    is_beside: bool = False
-    """Its node was late, and trains on until a round takes it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,11 @@ class DescribesRounds(Protocol):
         ...
 
 
-Missed = Callable[[int, Offer], Offer]
-"""Catches up with a round that the others committed without this node; what it brings to the next one."""
+Missed = Callable[[int, Offer], Offer | None]
+"""Catches up with a round that the others committed without this node; what it brings to the next one.
+
+None: it started that round beside training.
+"""
 Replay = Callable[[RoundUpdate, Tensor, Sequence[tuple[int, int]]], str]
 """Takes the step of a round that this node was not in; the digest of the state after it. As `Schedule.replay`."""
 
@@ -133,17 +134,12 @@ class RoundRunner:
 
     # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
 
-    def commit(self, offer: Offer, missed: Missed) -> Committed:
+    def commit(self, offer: Offer, missed: Missed) -> Committed | None:
         """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
 
-        Raises RoundsMissed for a joiner, who catches up by itself.
+        None where `missed` started the next one beside training. Raises RoundsMissed for a joiner, who catches up by
+        itself.
         """
-        committed = self.commit_or_start(offer, missed)
-        assert committed is not None, "who goes on beside training asks for it"
-        return committed
-
-    def commit_or_start(self, offer: Offer, missed: Missed) -> Committed | None:
-        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said."""
         return self._finish(offer, partial(self._attempt, offer), missed)
 
     def start(self, offer: Offer) -> None:
@@ -156,17 +152,24 @@ class RoundRunner:
         """Whether a round is on its way beside training."""
         return self._background is not None
 
-    def arrived(self, missed: Missed) -> Committed:
-        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
+    def arrived(self, missed: Missed) -> Committed | None:
+        """Wait for the round that was started. The state does not hold it yet. Returns and raises as `commit` does."""
         assert self._background is not None, "no round is on its way"
-        (offer, background), flags = self._background, self._parts.mesh.flags
-        flags.count_only(None)
-        try:
-            committed = self._finish(offer, background.wait, missed)
-        finally:
-            self._background = None
-        assert committed is not None, "training waits for it now"
-        return committed
+        offer, background = self._background
+        self._parts.mesh.flags.count_only(None)
+
+        def bring() -> Committed | Verdict:
+            try:
+                outcome = background.wait()
+            finally:
+                self._background = None
+            if isinstance(outcome, Verdict):  # and maybe others followed
+                newest = self._parts.mesh.await_turn(outcome.round, is_member=True)
+                assert isinstance(newest, Verdict), "a round that is committed is not open"
+                return newest
+            return outcome
+
+        return self._finish(offer, bring, missed)
 
     def abandon(self) -> None:
         """Give up a round that is on its way: this trainer ends."""
@@ -326,9 +329,10 @@ class RoundRunner:
             while not isinstance(outcome, Committed):
                 if offer.is_joining:
                     raise RoundsMissed(outcome.round)
-                offer = missed(outcome.round, offer)
-                if offer.is_beside:
-                    return self.start(replace(offer, is_beside=False))
+                waiting = missed(outcome.round, offer)
+                if waiting is None:
+                    return None
+                offer = waiting
                 outcome = self._attempt(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:

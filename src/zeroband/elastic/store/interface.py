@@ -24,7 +24,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
