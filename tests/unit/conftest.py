@@ -522,7 +522,7 @@ class FakeRun:
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
-        steps, seconds = (self.algorithm.phase_steps, self.algorithm.inner_seconds) if has_phases else (1, None)
+        steps, seconds = (self.algorithm.phase_steps, self.algorithm.phase_seconds) if has_phases else (1, None)
         rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
 
         def die(_action: str) -> None:

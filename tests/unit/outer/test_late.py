@@ -352,6 +352,8 @@ def sparse(**more: Any) -> SparseLocoConfig:
         (streaming(overlap="full", merge="mix"), "fp32"),
         (streaming(overlap="full", merge="eager"), "int8"),
         (streaming(overlap=2, merge="eager"), "fp32"),
+        (streaming(fragments=2, overlap=1, merge="eager", straggler_grace=0.1), "int8"),
+        (streaming(fragments=2, overlap="full", merge="eager", straggler_grace=0.1), "fp32"),
         (streaming(fragments=2, overlap=1), "fp16"),
         (streaming(fragments=2, overlap="full", merge="mix"), "int8"),
         (sparse(), "fp32"),
