@@ -74,7 +74,7 @@ OPENING = Opening(
     steps=(10, 4),
     steps_requested=(10, 0),
     late=("c#3",),
-    carried=(Carried("c#3", A, "3-00ff", 512, 5, 0.25, counts=True),),
+    carried=(Carried("c#3", A, "3-00ff", 512, 5, 0.25, 3, counts=True),),
     retries=1,
     network=LinkTable((120, 30), (0,), 25, 25, 80, 1500, (1,)),
     orders=2,
@@ -308,7 +308,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-cff7f2ef71ff"
+    assert OPENING.id == "41-ca3390f0b36f"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -429,8 +429,10 @@ class FakeNode:
         """The report of a round that is over; a late node, which would train on, waits for it without a step."""
         if report is not None:
             return report
-        self.reports += self.outer.flush()
-        return self.reports[-1]
+        while not (reports := self.outer.flush()):
+            pass
+        self.reports += reports
+        return reports[-1]
 
     def entry(self, round: int) -> RoundUpdate | None:
         """What its journal keeps of a round."""
@@ -523,11 +525,12 @@ class FakeRun:
         weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
         is_robust = not isinstance(self.algorithm, DdpConfig) and self.algorithm.robust is not None
         rules = Rules(1, self.founders, STRAGGLERS_S, quorum=self.quorum, counts_equally=weighs_equally)
-        rules = replace(rules, is_robust=is_robust, scoring=self.scoring)
+        is_overlapped = isinstance(self.algorithm, RoundsConfig) and self.algorithm.overlap != 0
+        rules = replace(rules, is_robust=is_robust, scoring=self.scoring, hidden=float(is_overlapped))
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
-        steps, seconds = (self.algorithm.phase_steps, self.algorithm.inner_seconds) if has_phases else (1, None)
+        steps, seconds = (self.algorithm.phase_steps, self.algorithm.phase_seconds) if has_phases else (1, None)
         rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
 
         def die(_action: str) -> None:

@@ -97,8 +97,8 @@ class RoundsConfig(WeighedConfig):
     """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
     averages. A slower node may do fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
     inner_seconds: PositiveFloat | None = None
-    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and no node waits.
-    None: inner_steps alone decides."""
+    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and no node waits;
+    with fragments each takes its part of it. None: inner_steps alone decides."""
     straggler_deadline_s: PositiveFloat | None = None
     """How long a round waits for late members once a quorum of those that live is there; what the late ones learn goes
     into a later round. None: it waits for every member that is alive, unless straggler_grace says otherwise."""
@@ -119,7 +119,7 @@ class RoundsConfig(WeighedConfig):
     the last."""
     overlap: NonNegativeInt | Literal["full"] = 0
     """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
-    "full". 0: training waits for it."""
+    "full", or what fits into inner_seconds. 0: training waits for it."""
     merge: Literal["overwrite", "mix", "eager"] = "overwrite"
     """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
     alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
@@ -134,6 +134,11 @@ class RoundsConfig(WeighedConfig):
         return steps // self.fragments
 
     @property
+    def phase_seconds(self) -> float | None:
+        """Seconds from one contribution to the next; None: phase_steps alone decides."""
+        return None if self.inner_seconds is None else self.inner_seconds / self.fragments
+
+    @property
     def overlap_steps(self) -> int | None:
         """Inner steps that a round travels; None: until the next one is sent."""
         return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
@@ -141,12 +146,11 @@ class RoundsConfig(WeighedConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> RoundsConfig:
         problem = overlap_problem(
-            inner_steps=self.inner_steps or self.usual_inner_steps,
+            inner_steps=self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else None),
             has_fixed_steps=self.inner_seconds is None,
             fragments=self.fragments,
             overlap=None if self.overlap == "full" else self.overlap,
             is_eager=self.merge == "eager",
-            may_be_late=self.straggler_deadline_s is not None or self.straggler_grace is not None,
         )
         if problem is not None:
             raise ValueError(problem)
@@ -284,30 +288,28 @@ def require_for_scores(
 
 def overlap_problem(
     *,
-    inner_steps: int,
+    inner_steps: int | None,
     has_fixed_steps: bool,
     fragments: int,
     overlap: int | None,
     is_eager: bool,
-    may_be_late: bool,
 ) -> str | None:
-    """What is wrong with these settings of [outer], and the way out; None: nothing. `overlap`: None is "full"."""
-    if inner_steps % fragments:
+    """What is wrong with these settings of [outer], and the way out; None: nothing.
+
+    `inner_steps`: None: phases end by time alone. `overlap`: None is "full".
+    """
+    if inner_steps is not None and inner_steps % fragments:
         below = inner_steps // fragments * fragments
         nearest = f"{below} or {below + fragments}" if below else str(fragments)
         return f"outer.inner_steps={inner_steps} is not a multiple of outer.fragments={fragments}; nearest: {nearest}"
-    if fragments > 1 and not has_fixed_steps:
-        return f"outer.fragments={fragments} needs a fixed outer.inner_steps; drop outer.inner_seconds"
-    if overlap and not has_fixed_steps:
-        return f'outer.overlap={overlap} counts steps of a round without a fixed number of them; set it to "full" or 0'
-    if overlap is not None and overlap > inner_steps // fragments:
+    if overlap and fragments > 1 and not has_fixed_steps:
+        return (
+            f"outer.overlap={overlap} counts steps, and phases of fragments that end by time have another number on "
+            'each node (outer.inner_seconds); set it to "full" or 0'
+        )
+    if overlap and has_fixed_steps and inner_steps is not None and overlap > inner_steps // fragments:
         most = inner_steps // fragments
         return f"outer.overlap={overlap} is longer than inner_steps / fragments = {most}; set at most {most}"
     if is_eager and overlap == 0:
         return 'outer.merge="eager" has no effect where training waits (outer.overlap=0); set outer.overlap = "full"'
-    if may_be_late and is_eager and fragments > 1:
-        return (
-            'outer.straggler_deadline_s and straggler_grace do not go with outer.merge = "eager" of fragments: what '
-            'counted at once here would have to be taken out again where it came too late; set outer.merge = "mix"'
-        )
     return None

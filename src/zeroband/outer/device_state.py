@@ -240,6 +240,9 @@ class DeviceState(Merge):
         for name, place in self._places.items():
             shards[name].detach().view(-1).copy_(place.params)
 
+    def take_back(self, turn: int, *, is_kept: bool) -> None:
+        """Do nothing: it waits for the round that counts its contribution."""
+
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
         """Start from the outer parameters: all that this node learned is in its contribution."""
         return partial(self.restart, turn)

@@ -79,11 +79,13 @@ class EveryStep(Schedule[StepAlgorithm]):
         return ()
 
     def _commit(self, *, weighted: bool = True, is_joining: bool = False) -> Committed:
-        return self._runner.commit(self._offer(weighted=weighted, is_joining=is_joining), self._missed)
+        committed = self._runner.commit(self._offer(weighted=weighted, is_joining=is_joining), self._caught_up)
+        assert committed is not None, "all nodes make the same steps, so who missed a round waits for the next"
+        return committed
 
     def _arrived_before(self) -> Committed | None:
         """The round that travels beside this step, if one does; from here on there may be a new contribution."""
-        return self._runner.arrived(self._missed) if self._runner.is_under_way else None
+        return self._runner.arrived(self._caught_up) if self._runner.is_under_way else None
 
     def _apply(self, committed: Committed) -> RoundReport:
         """Note the state that the inner optimizer's step by a committed round led to."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -57,7 +58,13 @@ class ManySteps(Schedule[Algorithm]):
         if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
         self._is_late = False
+        """A round was committed without its newest contribution, which holds all that delta held then."""
+        self._rebases = False
         """It catches up, and has learned what has not counted yet."""
+        self._round_steps = 0
+        """By how many inner steps the newest round that it replayed moved the run on."""
+        self._ahead = 0.0
+        """Part of the phase so far that its newest contribution holds."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -73,21 +80,23 @@ class ManySteps(Schedule[Algorithm]):
         self._count_step()
         if ends_round:
             return self._end_phase()
-        return self.flush() if self._learned.steps == self._overlap else ()
+        is_due = self._learned.steps == self._overlap and not self._is_late
+        return self.flush() if is_due else ()
 
     def flush(self) -> Sequence[RoundReport]:
-        if not self._runner.is_under_way:
+        since = self._learned.steps / self._phase_steps
+        committed = self._runner.arrived(partial(self._missed, since)) if self._runner.is_under_way else None
+        if committed is None:
             return ()
-        arrived = self._arrived()
-        if arrived is None:
-            return ()
-        report = self._arrive(arrived, since=self._learned.steps / self._phase_steps)
+        report = self._arrive(committed, since)
         return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
         """Take part in the next round with weight 0, which makes this node a member."""
         barrier(self._local)
-        report = self._restart_on(self._commit(self._offer(is_joining=True)))
+        committed = self._commit(self._offer(is_joining=True))
+        assert committed is not None, "a joiner learns of rounds that it missed by RoundsMissed"
+        report = self._restart_on(committed)
         newest = [report, *self._close(report)][-1]
         self._begin_phase()
         return newest
@@ -95,22 +104,33 @@ class ManySteps(Schedule[Algorithm]):
     # -- the end of a phase -------------------------------------------------------------------------------------
 
     def _end_phase(self) -> list[RoundReport]:
-        """Take over the round that was on its way, contribute, and where the nodes wait for it take over this one too.
+        """Take over the round that was on its way, and contribute what this phase taught."""
+        self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps)
+        rest = 1.0 - self._ahead
+        before = self._runner.arrived(partial(self._missed, rest)) if self._runner.is_under_way else None
+        delayed = before if self._is_delayed and not self._is_late else None
+        reports = [] if before is None or before is delayed else [self._arrive(before, since=1.0)]
+        if self._learned.steps > 0:
+            self._drift.end_phase(rest)
+            reports += self._contribute_phase(delayed, is_member_new=before is not None)
+        elif reports:  # the round that counts what was late has this phase, too
+            reports += self._close(reports[-1])
+        self._begin_phase()
+        return reports
+
+    def _contribute_phase(self, delayed: Committed | None, *, is_member_new: bool) -> list[RoundReport]:
+        """Contribute to the next round, and where the nodes wait for it take it over at once.
 
         A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
         relative to the outer ones before they move.
         """
         reports = list[RoundReport]()
-        before = self._arrived() if self._runner.is_under_way else None
-        if before is not None and not self._is_delayed:
-            reports.append(self._arrive(before, since=1.0))
-        if before is not None and self._is_delayed:
-            self._merge.on_counted(self._runner.turn, before.verdict.opening.share(self._parts.mesh.member_id))
-        self._drift.end_phase()
+        if delayed is not None:
+            self._merge.on_counted(self._runner.turn, delayed.verdict.opening.share(self._parts.mesh.member_id))
         turn = self._runner.turn
         is_finite = self._contribute(turn)
-        if before is not None and self._is_delayed:
-            reports.append(self._apply_committed(before, self._merge.on_late_apply))
+        if delayed is not None:
+            reports.append(self._apply_committed(delayed, self._merge.on_late_apply))
         if self.progress.is_complete:
             fields = {"round": self.round, "steps": self._learned.steps}
             _log.info(
@@ -119,56 +139,24 @@ class ManySteps(Schedule[Algorithm]):
             return reports
         if not is_finite:
             self._parts.inner.forget_moments()
-        waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
+        waits, closes = self._waits_for_the_others(is_finite, is_member_new=is_member_new)
         barrier(self._local)
         offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
-        if waits:
-            committed = self._commit_or_go_on(offer, closes=closes)
-            if committed is None:
-                self._begin_phase()
-                return reports
-            is_restart = self._overlap != 0 or closes
-            reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
-            if not is_finite:
-                self._restart()
-            reports += self._close(reports[-1], is_due=closes)
-        else:
-            self._send(offer, turn, is_first=before is None)
-        self._begin_phase()
-        return reports
-
-    def _arrived(self) -> Committed | None:
-        """The round that was on its way; None where what this node learned counted in one that it was not in."""
-        arrived = self._runner.arrived(self._missed)
-        if arrived is None:
-            self._note_counted()
-        return arrived
-
-    def _note_counted(self) -> None:
-        """What was offered counted without this node: it was carried."""
-        self._learned.offered_steps = 0
-        self._parts.inner.seek(self.inner_step)
-
-    def _commit_or_go_on(self, offer: Offer, *, closes: bool) -> Committed | None:
-        """Have a round committed that training waits for; None where this node trains on from the outer parameters.
-
-        What it learned waits then for a round that counts it, or has counted without this node.
-        """
-        if not closes and self._runner.is_slow and self._may_go_on(offer):
-            self._restart_turn()
-            self._runner.start(offer)
-            return None
-        committed = self._runner.commit_or_start(offer, self._missed if closes else self._late)
-        if committed is None and not self._runner.is_under_way:
-            self._note_counted()
+        if not waits:
+            self._send(offer, turn, is_first=delayed is None)
+            return reports
+        if self._runner.is_slow and not closes and self._may_train_on(offer):
+            self._begin_anew(turn)
+            self._runner.start(offer)  # a carrier brings it
+            return reports
+        committed = self._commit(offer)
+        if committed is None:
+            return reports
+        is_restart = self._overlap != 0 or closes or self._is_late
+        reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
+        if not is_finite:
             self._restart()
-        return committed
-
-    def _may_go_on(self, offer: Offer) -> bool:
-        """Whether this node trains on while what it learned waits for a round; the same on all local ranks."""
-        has_samples = count(self.upcoming()) >= self._parts.length.shape.batch_size
-        may_go = has_samples and not (self._parts.departure.is_asked or self._is_end() or offer.is_left_out)
-        return bool(broadcast_json(may_go and self._merge.keeps_delta, self._local))
+        return reports + self._close(reports[-1], is_due=closes)
 
     def _send(self, offer: Offer, turn: int, *, is_first: bool) -> None:
         """Have a round travel beside the next inner steps. `is_first`: none travelled before it."""
@@ -220,7 +208,10 @@ class ManySteps(Schedule[Algorithm]):
                 self._drift.end_phase()
             own, trained = None if made_steps else weight, self._drift.contribute(turn)
             offer = self._offer(weighted=is_finite, weight=own, trained=trained)
-            reports.append(self._restart_on(self._commit(offer)))
+            committed = self._commit(offer)
+            if committed is None:
+                break
+            reports.append(self._restart_on(committed))
         return reports
 
     def _is_closing(self) -> bool:
@@ -237,16 +228,15 @@ class ManySteps(Schedule[Algorithm]):
         names = self._merge.write(turn, self._algorithm.contribute)
         return self.exchange.load(self.round + 1, turn, names)
 
-    def _commit(self, offer: Offer) -> Committed:
-        return self._runner.commit(offer, self._missed)
+    def _commit(self, offer: Offer) -> Committed | None:
+        return self._runner.commit(offer, partial(self._missed, 0.0))
 
     def _arrive(self, committed: Committed, since: float) -> RoundReport:
         """Take over a round that travelled beside training, `since` phases after it was contributed to.
 
-        Where training waits for rounds, this node was late: it began anew when it contributed (`_late`), and all that
-        it learned since stays relative to the outer parameters.
+        A late node began anew when it contributed, so all that it learned since stays.
         """
-        if self._overlap != 0:
+        if not self._is_late:
             return self._receive(committed, since)
         if self._learned.steps == 0:
             return self._restart_on(committed)
@@ -269,7 +259,7 @@ class ManySteps(Schedule[Algorithm]):
         The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
         """
         started_at_s, turn = time.monotonic(), self._runner.turn
-        record = committed.verdict.record
+        record, self._is_late = committed.verdict.record, False
         with self._state.changing():
             if record["weight"] > 0:
                 self._merge.take_step(self._step_number(record))
@@ -314,12 +304,6 @@ class ManySteps(Schedule[Algorithm]):
             yield slice(first + start, first + stop), slice(offset + start, offset + stop)
             offset += last - first
 
-    def _restart_turn(self) -> None:
-        """Train the fragment of the next round from the outer parameters."""
-        turn = self._runner.turn
-        self._drift.restart(turn)
-        self._merge.restart(turn)
-
     def _restart(self) -> None:
         """Train from the outer parameters."""
         for turn in range(len(self._bounds)):
@@ -327,14 +311,15 @@ class ManySteps(Schedule[Algorithm]):
             self._merge.restart(turn)
 
     def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
+        self._is_late = False
         with self._state.changing(sections):
             self._state.note(round, record, self._state.compute_digest())
         self._restart()
         self._parts.inner.seek(self.progress.inner_step)
 
     def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
-        turn, is_late = self._runner.turn, self._is_late
-        follow = self._merge.rebase_after_step(turn) if is_late else None
+        turn, before = self._runner.turn, self.progress
+        follow = self._merge.rebase_after_step(turn) if self._rebases else None
         with self._state.changing():
             self._step(turn, result, update.record, but=has_already)
             self._state.note(update.round, update.record, self._state.compute_digest())
@@ -342,53 +327,107 @@ class ManySteps(Schedule[Algorithm]):
             self._merge.restart(turn)
         else:
             follow()
-        self._parts.inner.seek(self.inner_step if is_late else self.progress.inner_step)
+        self._round_steps = self.progress.inner_step - before.inner_step
+        self._parts.inner.seek(self.progress.inner_step)
         return self.state_digest
 
     # -- being late ---------------------------------------------------------------------------------------------
 
-    def _late(self, round: int, offer: Offer) -> Offer:
-        """Catch up as `_missed`, and train on where samples are left; what was learned waits for the next round.
+    def _begin_phase(self) -> None:
+        self._ahead = 0.0
+        super()._begin_phase()
 
-        The contribution holds it, so the fragment begins anew with the outer parameters. It waits at the boundary
-        where no step is left, it leaves, or a checkpoint of all nodes is next.
+    def _missed(self, since: float, round: int, offer: Offer, is_counted: bool) -> Offer | None:
+        """Catch up with a round that the others committed without this node, and train on.
+
+        What it contributed, and what it learned in the `since` phases after that, becomes its contribution to the next
+        round, of the fragment whose turn it is then; delta begins anew. The next round is waited for where that is
+        the last one, no samples are left, this node leaves, or all nodes take a checkpoint then. `is_counted`: in this
+        round a carrier brought what it contributed; what it learned since stays delta.
         """
-        offer = self._missed(round, offer)
-        has_samples = count(self.upcoming()) >= self._parts.length.shape.batch_size
-        may_go = has_samples and not (self._parts.departure.is_asked or self._is_end())
-        if not broadcast_json(may_go and self._merge.keeps_delta, self._local):
+        if is_counted:
+            self._carried(round, offer)
+            return None
+        has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not offer.is_left_out
+        is_other = keeps and (has_more or len(self._bounds) > 1)
+        if is_other:
+            self._take_back(self._runner.turn)
+        offer = self._rebase(round, offer)
+        if has_more:
+            self._drift.end_phase(since)
+            self._ahead = since
+        if is_other:
+            offer = self._contribute_anew(offer)
+        self._begin_anew(self._runner.turn)
+        self._parts.inner.seek(self.inner_step)
+        if not self._may_train_on(offer):
             return offer
-        if offer.is_left_out:
-            self._restart()
-        self._restart_turn()
         _log.info("late; trains on while its contribution waits for the next round", extra={"fields": {"round": round}})
-        return replace(offer, is_beside=True)
+        self._runner.start(offer)
+        return None
 
-    def _missed(self, round: int, offer: Offer) -> Offer:
-        """Catch up with what this node learned left as it is: relative to where the outer parameters go meanwhile.
+    def _carried(self, round: int, offer: Offer) -> None:
+        """Catch up with a round that counts what this node contributed, though it was not in it."""
+        self._rebase(round, offer)
+        self._learned.count()
+        self._is_late = False
+        if self._learned.steps == 0:
+            self._restart()
+        self._parts.inner.seek(self.inner_step)
 
-        It brings the same contribution to the next round; where there are fragments, that of the one whose turn it is
-        then. The one that was not sent is made anew when its turn comes again: the inner parameters, or the exchange's
-        memory, still have it.
-        """
-        is_whole, turn = len(self._bounds) == 1, self._runner.turn
-        if not is_whole and self.exchange.has_memory:
-            self.exchange.conclude(counts=False)
-            self._merge.restart(turn)
-        self._is_late = True
+    def _rebase(self, round: int, offer: Offer) -> Offer:
+        """Catch up, with delta relative to the outer parameters; what this node brings to the next round."""
+        self._rebases = True
         try:
-            offer = super()._missed(round, offer)
+            return self._caught_up(round, offer)
         finally:
-            self._is_late = False
-        if is_whole:
-            return offer
-        turn = self._runner.turn
-        is_finite = self._contribute(turn)
+            self._rebases = False
+
+    def _begin_anew(self, turn: int) -> None:
+        """Train on from the outer parameters while what was contributed waits for a round that counts it."""
+        self._is_late = True
+        self._drift.restart(turn)
+        self._merge.restart(turn)
+
+    def _take_back(self, turn: int) -> None:
+        """Have delta hold what was contributed last, or the exchange's memory where it has one."""
+        self._learned.take_back()
+        is_kept = self.exchange.has_memory
+        if is_kept:
+            self.exchange.conclude(counts=False)
+        elif self._algorithm.sends_parameters:
+            contribution, params = self._parts.buffers[CONTRIBUTION][self._bounds[turn]], self._parts.buffers[PARAMS]
+            for here, there in self._parts_of_rank(self._parts.fragments[turn]):
+                contribution[there].neg_().add_(params[here])
         barrier(self._local)
-        weight = offer.ready.weight if is_finite else 0
-        largest = self.exchange.largest if weight else None
-        trained = self._drift.contribute(turn)
-        return replace(offer, ready=replace(offer.ready, weight=weight, trained=trained, largest=largest))
+        self._merge.take_back(turn, is_kept=is_kept)
+        if self._is_late:
+            self._drift.take_back(turn)
+
+    def _contribute_anew(self, offer: Offer) -> Offer:
+        """Contribute all of delta in the place of what was offered before."""
+        turn, before = self._runner.turn, offer.ready
+        is_finite = self._contribute(turn)
+        if not is_finite:
+            self._parts.inner.forget_moments()
+        barrier(self._local)
+        weight = None if self._learned.steps else before.weight
+        offer = self._offer(weighted=is_finite, weight=weight, trained=self._drift.contribute(turn))
+        if not is_finite:
+            self._restart()
+        return replace(offer, ready=replace(offer.ready, round=before.round))
+
+    def _may_train_on(self, offer: Offer) -> bool:
+        """Whether there is something to train on, and a round after the next one in which that would count.
+
+        The same on all local ranks.
+        """
+        shape, is_asked = self._parts.length.shape, self._parts.departure.is_asked
+        moves_on = max(self._learned.offered_phase_steps, self._round_steps)
+        is_last = self.progress.inner_step + moves_on >= shape.total_steps or self._is_end(len(self._bounds))
+        has_samples = count(self.upcoming()) >= shape.batch_size
+        may_go = has_samples and not (is_last or is_asked or offer.is_left_out)
+        return bool(broadcast_json(may_go and self._merge.keeps_delta, self._local))
 
 
 def without(but: Sequence[tuple[int, int]], parts: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:

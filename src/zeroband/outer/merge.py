@@ -4,7 +4,9 @@ One rule: **delta = anchor - inner is what a node learned and no round has count
 parameters as the node last merged them. So
 
 - it waits for the result (`restart`): all of delta was contributed; inner and anchor become the outer parameters.
-- a round passes without it (`rebase_after_step`): inner becomes outer - delta, so delta counts later.
+- a round passes without it (`take_back`, `rebase_after_step`): what it contributed is part of delta again, and inner
+  becomes outer - delta. Its next contribution is all of delta; training goes on from the outer parameters (`restart`),
+  and what it learns then stays when a round counts that contribution (`rebase_after_step`).
 - a result arrives while it trains (`receive`): of what it learned since, nothing stays (overwrite), alpha of it (mix,
   as Streaming DiLoCo has it), or all (eager).
 - eager (`on_sent`): its own share of delta counts when it is sent.
@@ -22,7 +24,7 @@ replicas' outer gradients"). The rule for the first round, where nothing has arr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +49,9 @@ class Merge(ABC):
 
     keeps_delta = True
     """Whether a node may train on while the outer parameters step without what it learns meanwhile."""
+
+    _taken = 0.0
+    """Part of what was contributed last that has left delta; the rest is still in the inner parameters."""
 
     @property
     @abstractmethod
@@ -87,6 +92,14 @@ class Merge(ABC):
         ...
 
     @abstractmethod
+    def take_back(self, turn: int, *, is_kept: bool) -> None:
+        """What was contributed last will not count: have delta hold all of it again, and nothing of it twice.
+
+        `is_kept`: the exchange's memory has it now, so delta holds nothing of it.
+        """
+        ...
+
+    @abstractmethod
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
         """Call before a fragment of the outer state moves, and what it returns after that: it moves this node's as far.
 
@@ -122,7 +135,23 @@ class _ShardMerge(Merge):
         written = dict(self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names))
         for name, out in written.items():
             contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out)
+        self._taken = 0.0
         return written
+
+    def take_back(self, turn: int, *, is_kept: bool) -> None:
+        part, self._taken = self._taken - is_kept, 0.0
+        if not is_kept:
+            self._parts.feedback.keep(1.0 - part, self._parts.fragments[turn].names)
+        if part == 0:
+            return
+        sent = self._contributed(turn)
+        for one in self._shards_of(turn):
+            one.inner.sub_(sent[one.name].mul(part).to(one.inner.device))
+
+    def _contributed(self, turn: int) -> Mapping[str, Tensor]:
+        """What this rank wrote of a fragment into the contribution buffer, by parameter."""
+        names = self._parts.fragments[turn].names
+        return dict(self._parts.wire_layout.held(self._parts.buffers[CONTRIBUTION], names))
 
     def _shards_of(self, turn: int) -> Iterator[_Part]:
         """What this rank holds of a fragment."""
@@ -159,12 +188,14 @@ class MixMerge(_ShardMerge):
 
     def on_late_apply(self, turn: int) -> None:
         self.receive(turn)
+        self._taken = 1.0 - self._alpha
 
     def receive(self, turn: int) -> None:
         for part in self._shards_of(turn):
             mix(part.inner, part.outer.to(part.inner.device), alpha=self._alpha)
 
     def restart(self, turn: int) -> None:
+        self._taken = 1.0
         for part in self._shards_of(turn):
             part.inner.copy_(part.outer)
 
@@ -235,15 +266,13 @@ class EagerMerge(_ShardMerge):
         config, own = self._config, self._own(turn)
         momentum = OuterSGD(config).momentum_at(outer_step)
         eager = EagerView(lr=config.lr, momentum=momentum, nesterov=config.nesterov)
-        fresh = dict(
-            self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], self._parts.fragments[turn].names)
-        )
+        fresh = self._contributed(turn)
         for part in self._shards_of(turn):
             view, history = own[part.name]
             eager.add(history, fresh[part.name], share=share)
             eager.write(part.outer, history, fresh[part.name], view, share=share)
             part.inner.copy_(view)
-        self._expected_share = share
+        self._expected_share, self._taken = share, 1.0
 
     def on_counted(self, turn: int, share: float) -> None:
         by = share - self._expected_share
@@ -251,9 +280,7 @@ class EagerMerge(_ShardMerge):
             return
         own, config = self._own(turn), self._config
         eager = EagerView(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-        for name, sent in self._parts.wire_layout.parts(
-            self._parts.buffers[CONTRIBUTION], self._parts.fragments[turn].names
-        ):
+        for name, sent in self._contributed(turn).items():
             eager.correct(own[name][1], sent, by=by)
 
     def on_late_apply(self, turn: int) -> None:
@@ -268,6 +295,7 @@ class EagerMerge(_ShardMerge):
             history.zero_()
 
     def restart(self, turn: int) -> None:
+        self._taken = 1.0
         own = self._own(turn)
         for part in self._shards_of(turn):
             view, history = own[part.name]
@@ -285,6 +313,10 @@ class EagerMerge(_ShardMerge):
                 own[part.name][0].add_(moved)
 
         return follow
+
+    def take_back(self, turn: int, *, is_kept: bool) -> None:
+        super().take_back(turn, is_kept=is_kept)
+        self.receive(turn)  # the own share, which counted when it was sent, leaves the view
 
     def _own(self, turn: int) -> dict[str, tuple[Tensor, Tensor]]:
         names, shards = self._parts.fragments[turn].names, self._parts.shards
@@ -327,9 +359,9 @@ class FragmentDrift:
         self._keeps = {"overwrite": 0.0, "mix": alpha, "eager": 1.0}[merge]
         self._usual = fragments - (1 - self._keeps) * travels
 
-    def end_phase(self) -> None:
-        """Add a phase to all fragments."""
-        self._ahead = [ahead + 1 for ahead in self._ahead]
+    def end_phase(self, part: float = 1.0) -> None:
+        """Add a phase, or part of it, to all fragments."""
+        self._ahead = [ahead + part for ahead in self._ahead]
 
     def contribute(self, turn: int) -> float:
         """Return the part of a usual turn that lies behind what is contributed now."""
@@ -346,6 +378,10 @@ class FragmentDrift:
         """
         went_on = longest * self._usual if longest and not self._is_eager else self._sent[turn]
         self._ahead[turn] = self._keeps * (self._ahead[turn] + since - went_on) - since
+
+    def take_back(self, turn: int) -> None:
+        """What was contributed last, after which `restart` came, will not count: the phases are part of delta again."""
+        self._ahead[turn] += self._sent[turn]
 
     def restart(self, turn: int) -> None:
         """Train a fragment from the outer parameters."""

@@ -133,7 +133,7 @@ class Schedule(ABC, Generic[_A]):
     @property
     def inner_step(self) -> int:
         """Inner steps behind this node: those of the run, of a round on its way, and since."""
-        return self.progress.inner_step + self._learned.offered_steps + self._learned.steps
+        return self.progress.inner_step + self._learned.offered_phase_steps + self._learned.steps
 
     def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
@@ -222,11 +222,14 @@ class Schedule(ABC, Generic[_A]):
         except RecoveryFailed as error:
             raise Fenced(f"this node was late and cannot catch up: {error}") from error
 
-    def _missed(self, round: int, offer: Offer) -> Offer:
-        """Catch up with a round that the others committed without this node; what it brings to the next one."""
+    def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
+        """Catch up with a round that the others committed without this node; what it brings to the next one.
+
+        `is_counted`: as in `Missed`; it is not where no contribution is carried.
+        """
         self._catch_up_as_member(round)
         ready = offer.ready
-        left = self._parts.length.shape.total_steps - self.progress.inner_step - ready.steps
+        left = self._parts.length.shape.total_steps - self.progress.inner_step - (ready.phase_steps or ready.steps)
         return replace(offer, ready=replace(ready, steps_requested=min(ready.steps_requested, max(left, 0))))
 
     def _offer(
@@ -246,14 +249,14 @@ class Schedule(ABC, Generic[_A]):
         if is_joining:  # what it did before it was voted out went back to the run
             learned.clear()
             parts.feedback.forget()
-        parts.length.phase_length.learn(time.monotonic(), learned.steps)
         counts, ahead = weighted and not is_joining, 2 if parts.length.shape.reads_ahead else 1
         ready = Ready(
             round=self.round + 1,
             weight=(learned.tokens if weight is None else weight) if counts else 0,
             state_digest=self.state_digest,
             steps=learned.steps,
-            steps_requested=0 if is_leaving else self._wanted_steps(learned.steps, phases=ahead),
+            phase_steps=learned.phase_steps if learned.phase_steps < learned.steps else None,
+            steps_requested=0 if is_leaving else self._wanted_steps(learned.phase_steps, phases=ahead),
             loss=learned.loss,
             trained=trained,
             largest=self.exchange.largest if counts else None,
@@ -269,7 +272,7 @@ class Schedule(ABC, Generic[_A]):
 
     def _advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the state now holds a committed round that this node was in."""
-        self._learned.offered_steps = 0
+        self._learned.count()
         self._runner.advance(verdict, digest)
 
     def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:

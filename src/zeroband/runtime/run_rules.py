@@ -28,7 +28,7 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
     """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
     if not isinstance(config.outer, RoundsConfig):
         return PhaseLength(1)
-    return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
+    return PhaseLength(config.outer.phase_steps, config.outer.phase_seconds)
 
 
 def scoring_of(config: RunConfig) -> ScoringRule | None:

@@ -42,6 +42,16 @@ class ErrorFeedback:
         for name, part in self.shards.parts(contribution, names):
             part.add_(taken[name])
 
+    def keep(self, part: float, names: Collection[str]) -> None:
+        """Keep this part of what was added to this rank's shards of the newest contribution, which no round counts.
+
+        The rest went back into what the node learned, with the contribution.
+        """
+        if self.residual is None:
+            return
+        for _, values in self.shards.parts(self.residual, names):
+            values.mul_(part)
+
     def forget(self) -> None:
         """Begin anew: what this node did before is not part of the run that it joins, begins again or goes back in."""
         if self.residual is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import MOST_LATE_PHASES, Progress
+from zeroband.elastic.membership.records import View
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.flat import digest_of
@@ -169,12 +171,16 @@ def test_samples_of_a_late_node_are_settled_once_and_with_the_round_that_used_th
     start_run: StartRun, noise: Noise
 ) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2)
-    assert run["a"].outer.progress.assigned["c"] == ((16, 24), (32, 40))  # with the next phase, which it may train on
+    assert run["a"].outer.progress.assigned["c"] == (
+        (16, 24),
+        (32, 40),
+        (48, 56),
+    )  # with the phases that it may train on
     assert audit_of(run).is_exact
     run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
     progress = run["a"].outer.progress
     assert all(start >= 16 for spans in progress.assigned.values() for start, _ in spans)
-    assert progress.assigned["c"] == ((20, 24), (32, 40))
+    assert progress.assigned["c"] == ((20, 24), (32, 40), (48, 56))
     run.round(a=noise(4), b=noise(5), c=noise(6))
     found = audit_of(run)
     assert found.is_exact
@@ -309,6 +315,8 @@ def sparse(**more: Any) -> SparseLocoConfig:
         (streaming(overlap="full", merge="mix"), "fp32"),
         (streaming(overlap="full", merge="eager"), "int8"),
         (streaming(overlap=2, merge="eager"), "fp32"),
+        (streaming(fragments=2, overlap=1, merge="eager", straggler_grace=0.1), "int8"),
+        (streaming(fragments=2, overlap="full", merge="eager", straggler_grace=0.1), "fp32"),
         (streaming(fragments=2, overlap=1), "fp16"),
         (streaming(fragments=2, overlap="full", merge="mix"), "int8"),
         (sparse(), "fp32"),
@@ -331,7 +339,7 @@ def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: An
     assert progress.is_complete
     trained, beside = sum(node.made_steps for node in run.nodes.values()), config.overlap_steps
     in_vain = trained - progress.tokens // 10  # beside its round, when that turned out to be the last
-    assert 0 <= in_vain <= (beside or config.phase_steps)  # who is late trains on until the next round is due
+    assert 0 <= in_vain <= (config.phase_steps if beside is None else beside)
     assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
     assert audit_of(run).is_exact
 
@@ -389,4 +397,142 @@ def test_late_fragment_is_contributed_at_its_next_turn_with_all_that_was_learned
     run.round(**written.updates("abc", 4))
     written.round_of(0, "abc")
     torch.testing.assert_close(run["a"].buffers[PARAMS], written.theta, rtol=0, atol=1e-6)
+    assert audit_of(run).is_exact
+
+
+# -- delta: what a late node learned and no round has counted ----------------------------------------------------------
+
+WAYS: dict[str, Any] = {
+    "waited for": {},
+    "mixed at once": {"merge": "mix"},
+    "overwritten": {"overlap": 2},
+    "mixed": {"overlap": 2, "merge": "mix"},
+    "eager": {"overlap": 2, "merge": "eager"},
+    "delayed": {"overlap": "full"},
+    "delayed, mixed": {"overlap": "full", "merge": "mix"},
+    "delayed, eager": {"overlap": "full", "merge": "eager"},
+}
+
+
+def by(node: Any, updates: Sequence[Tensor]) -> Callable[[int, Tensor], Tensor]:
+    """Inner steps that add these, whatever the parameters are."""
+
+    def take(_step: int, inner: Tensor) -> Tensor:
+        return inner + updates[node.made_steps]
+
+    return take
+
+
+def sums(updates: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.zeros_like(updates[0]), *updates]).double().sum(0)
+
+
+@pytest.mark.parametrize("lr", [0.5, 1.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_late_node_trains_on_in_every_mode_and_all_that_it_learned_counts(
+    start_run: StartRun, noise: Noise, way: str, lr: float
+) -> None:
+    """In float64: outer steps by the means of what was contributed, and delta is what c learned since its last one.
+
+    a and b learn in the first phase only, so that what they keep of it is all that they bring to the second round.
+    """
+    sgd = OuterSGDConfig(lr=lr, momentum=0.0, nesterov=False)
+    config = streaming(optimizer=sgd, **WAYS[way])
+    overlap = config.overlap_steps
+    run = start_run(config, "a", "b", "c")
+    first, learned = run["a"].params.double(), [noise(100 + step) for step in range(12)]
+
+    def steps(name: str, updates: Sequence[Tensor]) -> None:
+        run[name].train(by(run[name], updates), len(updates) - run[name].made_steps)
+
+    def phase(name: str, updates: Sequence[Tensor]) -> None:
+        steps(name, updates)
+        run[name].reports += run[name].outer.flush()
+
+    of = {name: [noise(10 * ord(name) + step) for step in range(4)] for name in "ab"}
+    with run.hurry():
+        run.together(**{name: partial(phase, name, of[name]) for name in "ab"})
+    theta = first + lr * (sums(of["a"]) + sums(of["b"])) / 2
+    close = partial(torch.testing.assert_close, rtol=0, atol=3e-6)
+    close(run["a"].buffers[PARAMS].double(), theta)
+
+    waits = 6 if overlap == 2 else 8 if overlap is None else 4
+    """c has heard by this step that its round was committed without it, and has contributed all that it learned."""
+    alone = 7 if overlap is not None else 11
+    run.together(c=partial(steps, "c", learned[:alone]))
+    assert run["c"].made_steps == alone and run["c"].outer.round == 1, "it stood still"
+    close(run["c"].params.double(), theta + sums(learned[waits:alone]))
+
+    still = [*of["a"], *[torch.zeros(22)] * 4]
+    run.together(a=partial(phase, "a", still), b=partial(phase, "b", [*of["b"], *still[4:]]), c=run["c"].outer.flush)
+    kept = 0.5 if config.merge == "mix" else 0.0
+    left = kept if kept and overlap is None else 1.0  # of what a and b learned, after it was sent
+    brought = {name: kept * (theta - first - left * sums(of[name])) for name in "ab"}
+    second = theta - lr * (brought["a"] + brought["b"] - sums(learned[:waits])) / 3
+    close(run["a"].buffers[PARAMS].double(), second)
+    close(run["c"].params.double(), second + sums(learned[waits:alone]))
+    assert_one_outer_state(run)
+    opening = run.store.verdicts[-1].opening
+    assert (opening.weights, opening.steps) == ((40, 40, 10 * waits), (4, 4, waits))
+    assert run["a"].outer.progress.inner_step == 8, "what came late moved the run on twice"
+    assert audit_of(run).is_exact and audit_of(run).trained == BATCH * (16 + waits)
+
+
+def all_sent(**more: Any) -> SparseLocoConfig:
+    return sparse(k=16, values="float32", decay=1.0, lr=0.5, **more)
+
+
+@pytest.mark.parametrize("passed", [1, 2, 6])
+@pytest.mark.parametrize(
+    "config",
+    [
+        streaming(inner_steps=2),
+        streaming(inner_steps=2, overlap="full"),
+        streaming(inner_steps=4, fragments=2),
+        all_sent(inner_steps=2),
+        all_sent(inner_steps=2, overlap="full"),
+        all_sent(inner_steps=4, fragments=2),
+    ],
+    ids=lambda c: f"{c.type}-{c.fragments}-{c.overlap}",
+)
+def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch, config: Any, passed: int
+) -> None:
+    """One node comes to each boundary in time, and the first rounds go without it. In float64, by the verdicts."""
+
+    def kept_apart(_members: object, view: View, *_: object) -> frozenset[str]:
+        assert view.committed is not None
+        return frozenset({"c"} & view.ready.keys()) if view.committed.round < passed else frozenset()
+
+    monkeypatch.setattr("zeroband.elastic.membership.epoch._kept_apart", kept_apart)
+    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=24, journal_rounds=30)
+    generator = torch.Generator().manual_seed(0)
+    update = {name: [0.1 * torch.randn(LAYOUT.numel, generator=generator) for _ in range(60)] for name in "abc"}
+    theta = run["a"].params.double()
+
+    def steps(name: str) -> None:
+        for round in range(1, 31):
+            run[name].train(by(run[name], update[name]), 1)
+            if name != "c" and round <= passed + 1 and config.overlap == 0:
+                run.store.await_ready(round, "c")
+            run[name].train(by(run[name], update[name]), 1)
+
+    run.together(**{name: partial(steps, name) for name in "abc"})
+    parts, at = fragments_of(LAYOUT, config.fragments), dict.fromkeys("abc", 0)
+    begun = {name: [0] * len(parts) for name in "abc"}
+    for round, verdict in enumerate(run.store.verdicts[1:]):
+        opening, turn = verdict.opening, round % len(parts)
+        assert ("c" in opening.late) == (verdict.round <= passed)
+        for member, made, share in zip(opening.members, opening.steps, opening.shares, strict=True):
+            at[member] += made
+            for first, last in parts[turn].ranges:
+                theta[first:last] += 0.5 * share * sums(update[member][begun[member][turn] : at[member]])[first:last]
+            begun[member][turn] = at[member]
+    torch.testing.assert_close(run["a"].buffers[PARAMS].double(), theta, rtol=0, atol=1e-5)
+    assert_one_outer_state(run)
+    first = next(v.opening for v in run.store.verdicts if "c" in v.opening.contributors())
+    held, grows = first.contributors()["c"], 1 + (config.overlap == "full")
+    assert held == 2 * min(passed - 1 + grows, MOST_LATE_PHASES)
+    assert first.phase_steps == ((2, 2, 2) if held > 2 else ())
+    assert run["c"].made_steps - run["a"].outer.progress.tokens // 10 + 2 * at["a"] == 0
     assert audit_of(run).is_exact

@@ -425,8 +425,21 @@ def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., R
     assert_one_outer_state(run)
 
 
-def test_node_that_has_used_the_samples_of_two_phases_waits_for_others(train: Callable[..., Run]) -> None:
-    config = diloco_with(overlap="full", merge="eager", inner_steps=None, inner_seconds=3600)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap": "full", "merge": "eager"},
+        {"overlap": 3},
+        {"overlap": 50, "merge": "mix"},
+        {"fragments": 2},
+        {"fragments": 2, "overlap": "full", "merge": "mix"},
+        {"fragments": 4, "overlap": "full", "merge": "eager"},
+    ],
+    ids=str,
+)
+def test_phases_that_end_by_time_go_with_every_way(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    """The first have eight steps; an overlap that is longer than a phase ends with it."""
+    config = diloco_with(**settings, inner_steps=None, inner_seconds=3600)
     run = train(config, 2, 1000, total_steps=100)
     assert run["a"].outer.progress.is_complete
     assert_one_outer_state(run)

@@ -143,7 +143,8 @@ def next_opening(
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    awaited = (*expected, *_late_before(view)) if is_last else expected  # there is no later round for what is late
+    # There is no later round for what is late; and a round that travels beside training has time for it.
+    awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
     is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
@@ -277,6 +278,7 @@ def _opening_to(
         is_equal=said.is_equal,
         sites=sites,
         largest=said.largest,
+        phase_steps=said.phase_steps,
         gains=gains_in(members, view, rules),
     )
 
@@ -303,6 +305,7 @@ class OfMembers:
     corpora: tuple[str, ...]
     is_equal: bool
     largest: tuple[float, ...]
+    phase_steps: tuple[int, ...]
 
 
 def of_members(
@@ -315,15 +318,18 @@ def of_members(
         place, own = members.index(one.carrier), sizes[members.index(one.carrier)]
         sizes[place] = None if own is None or one.largest is None else max(own, one.largest)
     known = tuple(size for size in sizes if size is not None)
+    steps = tuple(r.steps for r in ready)
+    phases = tuple(r.steps if r.phase_steps is None else r.phase_steps for r in ready)
     return OfMembers(
         weights=tuple(r.weight for r in ready),
-        steps=tuple(r.steps for r in ready),
+        steps=steps,
         steps_requested=tuple(r.steps_requested for r in ready),
         loss=mean_loss([*ready, *(words[one.member] for one in counted)]),
         trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
         largest=known if len(known) == len(sizes) and any(known) else (),
+        phase_steps=phases if phases != steps else (),
     )
 
 
@@ -377,7 +383,8 @@ def may_open(view: View, round: int, rules: Rules, patience: ElapsedWaits) -> bo
         return True
     if round == FOUNDING_ROUND or restarts_with(view, round):
         return patience.start_is_over or view.arrived >= rules.start_nodes
-    return patience.stragglers_are_late or view.arrived + len(view.refused) >= len(expected_in(view))
+    awaited = len(expected_in(view)) + (sum(m in view.alive for m in _late_before(view)) if rules.hidden else 0)
+    return patience.stragglers_are_late or view.arrived + len(view.refused) >= awaited
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:
@@ -510,7 +517,7 @@ def _carried(slow: frozenset[str], members: Sequence[str], late: Sequence[str], 
             carrier = min(able, key=lambda m: (load[m], -view.ready[m].rate, m))
         load[carrier] += 1
         counts = is_whole(ready, member, view.ready[carrier])
-        numbers = (ready.weight, ready.steps, ready.largest)
+        numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
         found.append(Carried(member, carrier, ready.offer, *numbers, counts=counts))
     return tuple(sorted(found, key=lambda carried: carried.member))
 

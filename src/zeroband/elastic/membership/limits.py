@@ -36,6 +36,8 @@ def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -
     """
     if ready.steps > dealt_steps:
         return f"steps={ready.steps}, and it was dealt samples for {dealt_steps}"
+    if ready.phase_steps is not None and not 0 < ready.phase_steps <= ready.steps:
+        return f"phase_steps={ready.phase_steps}, and it contributes {ready.steps} steps"
     if ready.steps_requested > shape.total_steps:
         return f"steps_requested={ready.steps_requested}, and the run has {shape.total_steps}"
     most_weight = ready.steps * shape.batch_size * shape.sample_tokens
@@ -135,6 +137,7 @@ def _other_carried(opening: Opening, view: View) -> Iterator[str]:
             ready.weight,
             ready.steps,
             ready.largest,
+            ready.phase_steps,
             counts=carried.counts and is_whole(ready, carried.member, carrier),
         )
         if said != carried:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,10 @@ from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
 from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
+
+MOST_LATE_PHASES = 4
+"""Phases of inner steps for which a late member holds samples, at most: it contributes those of one less, and trains on
+one."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,15 @@ class Progress:
 
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
-        inner_step = min(self.inner_step + max(opening.steps, default=0), shape.total_steps)
+        inner_step = min(self.inner_step + opening.moves_on, shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
         contributors = opening.contributors().items()
         used = {m: steps * shape.batch_size for m, steps in contributors}
         kept = {} if is_complete else self._kept(opening, shape)
-        left, phases = shape.total_steps - inner_step, opening.wanted()
+        left = shape.total_steps - inner_step
         corpora = {m: corpus for corpus, ledger in self.ledgers.items() for m in ledger.assigned}
-        if not shape.reads_ahead:  # a late member trains on while what it learned waits: it holds the samples of two
-            waiting = {carried.member: carried.steps for carried in opening.carried if not carried.counts}
-            most = 2 * max(phases.values(), default=0)
-            phases |= {m: most + waiting.get(m, 0) for m in opening.late if m in corpora}
+        phases = opening.wanted() | self._wanted_by_late(opening, kept, shape)
         wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in phases.items()}
         return replace(
             self,
@@ -81,6 +82,15 @@ class Progress:
             outer_step=self.outer_step + 1,
             closing=closing,
         )
+
+    def _wanted_by_late(self, opening: Opening, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
+        """Inner steps for which late members are to hold samples: they train on while what they learned waits.
+
+        With each round a phase more, up to `MOST_LATE_PHASES`. So much at most comes too late, or is lost with them.
+        """
+        phase = max(opening.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
+        held = {m: count(kept[m]) // shape.batch_size for m in opening.late if m in kept}
+        return {m: min(steps + phase, MOST_LATE_PHASES * phase) for m, steps in held.items()}
 
     def _kept(self, opening: Opening, shape: RunShape) -> dict[str, tuple[Range, ...]]:
         """What members still train on: those that are late, and of those that stay whoever reads ahead.

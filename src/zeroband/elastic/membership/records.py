@@ -44,7 +44,7 @@ _MOST_SESSIONS = 16
 """Sessions that a run remembers; members of older ones count as strangers."""
 
 
-_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "trained", "corpora", "sites", "largest")
+_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "trained", "corpora", "sites", "largest", "phase_steps")
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -108,6 +108,9 @@ class Ready:
     nothing yet. None: what it contributes cannot be carried, nor can it carry others'."""
     carries: EachMember[Carry] = ()
     """Contributions of members with slow links that it holds whole."""
+    phase_steps: Count | None = None
+    """Inner steps of the longest of several phases that it contributes at once, since rounds were committed without
+    it; None: it contributes one."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +167,18 @@ class Carried:
     member: Id
     carrier: Id
     offer: Id
-    """As in its `Ready`, and so are the next three."""
+    """As in its `Ready`, and so are the next four."""
     weight: Count
     steps: Count
     largest: Magnitude | None
+    phase_steps: Count | None
     counts: bool
     """The carrier holds it whole, so that it counts in this round."""
+
+
+def _weight_of_phase(weight: int, phase_steps: int | None, steps: int) -> float:
+    """What a contribution of several phases counts: as one of them does (`Opening.counts`)."""
+    return weight if phase_steps is None or phase_steps >= steps else weight * phase_steps / steps
 
 
 @dataclass(frozen=True)
@@ -230,6 +239,8 @@ class Opening(LongRecord):
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
     gains: EachMember[Gain] = ()
     """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
+    phase_steps: EachMember[Count] = ()
+    """Inner steps of the longest phase in each contribution; none: each is of one phase."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""
@@ -251,6 +262,8 @@ class Opening(LongRecord):
         for name, values in lists.items():
             if len(values) not in (0, count):
                 return f"{name} has {len(values)} entries for {count} members"
+        if self.phase_steps and not self.steps:
+            return f"phase_steps={self.phase_steps!s:.200} are parts of steps, and there are none"
         if any(place >= count or self.sites[place] != place for place in self.sites):
             return f"sites={self.sites!s:.200} names places of members that do not speak for themselves"
         speakers = sorted(set(self.sites)) or list(range(count))
@@ -299,7 +312,7 @@ class Opening(LongRecord):
 
     def count_of(self, carried: Carried) -> float:
         """What a carried contribution counts, as `counts` has it of members."""
-        return 1 if self.is_equal else carried.weight
+        return 1 if self.is_equal else _weight_of_phase(carried.weight, carried.phase_steps, carried.steps)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -338,13 +351,26 @@ class Opening(LongRecord):
     def counts(self) -> tuple[float, ...]:
         """What each member counts beside the others: its weight, or 1.
 
-        With `trust` it says so itself in vain: no weight counts more than the median one.
+        A contribution of several phases counts as one of them does: each of them would have counted that in the round
+        that it was late for. With `trust` a member says its weight in vain: none counts more than the median one.
         """
-        counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
+        counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self._phase_weights
         if not self.trust:
             return counts
         most = median_low([count for count in counts if count > 0] or [0])
         return tuple(min(count, most) * trust for count, trust in zip(counts, self.trust, strict=True))
+
+    @property
+    def _phase_weights(self) -> tuple[float, ...]:
+        if not self.phase_steps:
+            return self.weights
+        columns = zip(self.weights, self.phase_steps, self.steps, strict=True)
+        return tuple(_weight_of_phase(weight, phase, steps) for weight, phase, steps in columns)
+
+    @property
+    def moves_on(self) -> int:
+        """By how many inner steps the round moves the run on: those of the longest phase of a member."""
+        return max(self.phase_steps or self.steps, default=0)
 
     @property
     def longest(self) -> float:
@@ -382,7 +408,8 @@ class Opening(LongRecord):
         known = zip(self.weights, self.steps_requested, strict=True)
         weights = [(before or weight * steps // asked) if steps else 0 for before, steps in known]
         weights[own] = weight
-        return replace(self, weights=tuple(weights)).share(member_id)
+        phases = [(p, s)[m == own] for m, (p, s) in enumerate(zip(self.phase_steps, self.steps, strict=False))]
+        return replace(self, weights=tuple(weights), phase_steps=tuple(phases)).share(member_id)
 
     def is_near(self, one: str, other: str) -> bool:
         """Whether two members are of one site."""

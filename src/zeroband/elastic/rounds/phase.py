@@ -56,15 +56,27 @@ class PhaseLength:
         return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)
 
 
+@dataclass(frozen=True)
+class _Learned:
+    """What inner steps showed."""
+
+    steps: int = 0
+    tokens: int = 0
+    nats: float = 0.0
+    phase_steps: int = 0
+    """Inner steps of the longest phase among them."""
+
+
 class Uncounted:
-    """What this node's inner steps showed since its last contribution, and the steps of one that is on its way."""
+    """What this node's inner steps showed since its last contribution, and what is in one that is on its way."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.tokens = 0
-        self.offered_steps = 0
-        """Inner steps in a contribution to a round that the state does not hold yet."""
         self._nats = 0.0
+        self._before = 0
+        """Inner steps of the longest phase that was taken back."""
+        self._offered = _Learned()
 
     def learn(self, tokens: int, loss: float) -> None:
         """Add what an inner step showed. `tokens`: 0 where this node learned nothing. `loss`: mean over these."""
@@ -77,14 +89,40 @@ class Uncounted:
         is_known = self.tokens and abs(self._nats) <= MOST_LOSS * self.tokens
         return self._nats / self.tokens if is_known else None
 
+    @property
+    def phase_steps(self) -> int:
+        """Inner steps of the longest of the phases that they are of."""
+        return self._before or self.steps
+
+    @property
+    def offered_steps(self) -> int:
+        """Inner steps in a contribution to a round that the state does not hold yet."""
+        return self._offered.steps
+
+    @property
+    def offered_phase_steps(self) -> int:
+        """Inner steps of the longest phase in that contribution: by so much the round moves the run on."""
+        return self._offered.phase_steps
+
     def offer(self) -> None:
         """The steps so far are contributed; others are counted anew."""
-        self.offered_steps = self.steps
+        self._offered = _Learned(self.steps, self.tokens, self._nats, self.phase_steps)
         self.clear()
+
+    def take_back(self) -> None:
+        """The newest contribution did not count: its steps are part of the next one."""
+        offered, self._offered = self._offered, _Learned()
+        self._before = max(offered.phase_steps, self.steps)
+        self.steps, self.tokens = self.steps + offered.steps, self.tokens + offered.tokens
+        self._nats += offered.nats
+
+    def count(self) -> None:
+        """The newest contribution counts: the state holds its round."""
+        self._offered = _Learned()
 
     def clear(self) -> None:
         """Forget the steps that are not contributed."""
-        self.steps, self.tokens, self._nats = 0, 0, 0.0
+        self.steps, self.tokens, self._nats, self._before = 0, 0, 0.0, 0
 
 
 @dataclass(frozen=True)

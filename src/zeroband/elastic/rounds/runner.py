@@ -65,8 +65,6 @@ class Offer:
     is_leaving: bool = False
     is_left_out: bool = False
     """It learned something that is not finite."""
-    is_beside: bool = False
-    """Its node was late, and trains on until a round takes it."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,11 @@ class DescribesRounds(Protocol):
         ...
 
 
-Missed = Callable[[int, Offer], Offer]
-"""Catches up with a round that the others committed without this node; what it brings to the next one."""
+Missed = Callable[[int, Offer, bool], Offer | None]
+"""Catches up with a round that the others committed without this node; what it brings to the next one.
+
+None: it started that round beside training, or what it offered counts in the one before, as the last argument says.
+"""
 Replay = Callable[[RoundUpdate, Tensor, Sequence[tuple[int, int]]], str]
 """Takes the step of a round that this node was not in; the digest of the state after it. As `Schedule.replay`."""
 
@@ -146,20 +147,12 @@ class RoundRunner:
 
     # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
 
-    def commit(self, offer: Offer, missed: Missed) -> Committed:
+    def commit(self, offer: Offer, missed: Missed) -> Committed | None:
         """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
 
-        Raises RoundsMissed for a joiner, who catches up by itself.
-        """
-        committed = self.commit_or_start(offer, missed)
-        assert committed is not None, "who goes on beside training asks for it"
-        return committed
-
-    def commit_or_start(self, offer: Offer, missed: Missed) -> Committed | None:
-        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said.
-
-        None, too, with nothing under way, where it counted in a round that this node was not in, up to which it has
-        caught up: it was carried.
+        None where `missed` started the next one beside training; also, with nothing under way, where a carrier brought
+        what is contributed to a round that this node was not in. Raises RoundsMissed for a joiner, who catches up by
+        itself.
         """
         return self._finish(offer, partial(self._bring, offer), missed)
 
@@ -174,18 +167,23 @@ class RoundRunner:
         return self._background is not None
 
     def arrived(self, missed: Missed) -> Committed | None:
-        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises.
-
-        None where what was offered counted in a round that this node was not in, up to which it has caught up.
-        """
+        """Wait for the round that was started. The state does not hold it yet. Returns and raises as `commit` does."""
         assert self._background is not None, "no round is on its way"
-        (offer, background), flags = self._background, self._parts.mesh.flags
-        flags.count_only(None)
-        try:
-            committed = self._finish(offer, background.wait, missed)
-        finally:
-            self._background = None
-        return committed
+        offer, background = self._background
+        self._parts.mesh.flags.count_only(None)
+
+        def bring() -> Committed | Verdict:
+            try:
+                outcome = background.wait()
+            finally:
+                self._background = None
+            if isinstance(outcome, Verdict) and not self._counts_in(outcome):  # and maybe others followed
+                newest = self._parts.mesh.await_turn(outcome.round, is_member=True)
+                assert isinstance(newest, Verdict), "a round that is committed is not open"
+                return newest
+            return outcome
+
+        return self._finish(offer, bring, missed)
 
     def abandon(self) -> None:
         """Give up a round that is on its way: this trainer ends."""
@@ -204,8 +202,11 @@ class RoundRunner:
 
     def _bring(self, offer: Offer) -> Committed | Verdict:
         """Bring what is contributed to the next round: to a carrier, where this node's link is slow."""
-        is_carried = self.is_slow and self._carriage is not None and offer.ready.weight > 0
-        return self._follow(offer) if is_carried else self._attempt(offer)
+        return self._follow(offer) if self.is_slow and self._can_be_carried(offer) else self._attempt(offer)
+
+    def _can_be_carried(self, offer: Offer) -> bool:
+        """Whether another member may bring it."""
+        return self._carriage is not None and offer.ready.weight > 0
 
     def _follow(self, offer: Offer) -> Committed | Verdict:
         """Stand at the boundaries with what a carrier fetches, until it counts or this node has to bring it itself.
@@ -267,12 +268,13 @@ class RoundRunner:
             faults.at("ready", round)
         scored_for, gains = self._gains
         is_behind = round != self._state.round + 1  # then it is no member, even where rounds changed nothing
+        may_be_carried = self._can_be_carried(offer) and passes
         ready = replace(
             offer.ready,
             round=round,
             state_digest=f"{self._state.digest} of round {self._state.round}" if is_behind else self._state.digest,
             gains=gains if scored_for == round else (),
-            offer=self._offered if self._carriage is not None and passes and offer.ready.weight else None,
+            offer=self._offered if may_be_carried else None,
             carries=self._carriage.whole() if self._carriage is not None and passes else (),
         )
         self._parts.mesh.announce_ready(ready)
@@ -390,12 +392,15 @@ class RoundRunner:
             while not isinstance(outcome, Committed):
                 if offer.is_joining:
                     raise RoundsMissed(outcome.round)
-                counts = outcome.opening.is_counted(self._parts.mesh.member_id, self._offered)
-                offer = missed(outcome.round, offer)
+                counts = self._counts_in(outcome)
+                if not counts:
+                    self._withdraw()
+                waiting = missed(outcome.round, offer, counts)
                 if counts:
-                    return self._counted()
-                if offer.is_beside:
-                    return self.start(replace(offer, is_beside=False))
+                    return self._settle_carried()
+                if waiting is None:
+                    return None
+                offer = waiting
                 outcome = self._bring(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:
@@ -414,7 +419,11 @@ class RoundRunner:
             outcome.costs.score_s = time.monotonic() - scored_from_s
         return outcome
 
-    def _counted(self) -> None:
+    def _counts_in(self, verdict: Verdict) -> bool:
+        """Whether what this node offered counts in a round that it was not in."""
+        return verdict.opening.is_counted(self._parts.mesh.member_id, self._offered)
+
+    def _settle_carried(self) -> None:
         """What this node offered counted in a round that it was not in."""
         assert self._carriage is not None, "it was carried"
         self._carriage.settle(self._parts.buffers[CONTRIBUTION])

@@ -275,7 +275,6 @@ def _require_fragments(job: Job) -> None:
         fragments=job.fragments,
         overlap=job.overlap,
         is_eager=False,
-        may_be_late=False,
     )
     if problem is not None:
         raise ConfigError(problem)

@@ -571,7 +571,7 @@ def with_offer(size: float | None = 2.0, held: float = 2.0, *, has: str = "7-x",
 
 def test_contribution_counts_once_its_carrier_has_it_whole() -> None:
     opening = with_offer()
-    assert opening.carried == (Carried("e#1", B, "7-x", 30, 3, 2.0, counts=True),)
+    assert opening.carried == (Carried("e#1", B, "7-x", 30, 3, 2.0, None, counts=True),)
     assert opening.total_weight == sum(opening.weights) + 30
     assert opening.contributors() == {**dict.fromkeys((A, B, C, D), 4), "e#1": 3}
     total = opening.total_weight
@@ -613,7 +613,7 @@ def test_carrier_keeps_what_it_fetches_while_its_member_is_on_its_way_to_the_bou
     opening = opened_with(
         words, opening=current, committed=a_verdict(A, B, C, D, late=("e#1",)), alive=frozenset({*words, "e#1"})
     )
-    assert opening.carried == (Carried("e#1", B, "", 0, 0, None, counts=False),)
+    assert opening.carried == (Carried("e#1", B, "", 0, 0, None, None, counts=False),)
 
 
 def test_last_round_carries_nothing() -> None:

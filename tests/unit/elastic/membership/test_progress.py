@@ -64,9 +64,9 @@ def test_lost_member_gives_its_samples_back_to_the_next_round(founded: Progress)
 
 def test_late_member_keeps_its_samples_until_it_contributes(founded: Progress) -> None:
     while_late = founded.after(an_opening(late=(A,), b=(100, 4, 2)), SHAPE)
-    assert while_late.assigned == {A: ((0, 20),), B: ((40, 50),)}
+    assert while_late.assigned == {A: ((0, 20), (50, 60)), B: ((40, 50),)}
     after = while_late.after(an_opening(a=(100, 4, 1), b=(50, 2, 1)), SHAPE)
-    assert after.ledgers == shared(60, a=(50, 55), b=(55, 60))
+    assert after.assigned == {A: ((50, 60),), B: ((60, 65),)}
 
 
 def test_late_member_that_is_lost_gives_its_samples_back(founded: Progress) -> None:
@@ -190,16 +190,29 @@ def test_late_node_keeps_samples_of_its_own_documents(apart: Progress) -> None:
     assert after.ledgers["b/2"] == Ledger(30, (), {B: ((5, 20), (20, 30))})
 
 
-def test_late_member_is_dealt_the_samples_of_one_more_phase_once(founded: Progress) -> None:
-    """It trains on while what it learned waits; more it does not get, however long it takes."""
-    progress, dealt = founded, list[int]()
-    for _ in range(3):
-        progress = progress.after(an_opening(late=(A,), b=(100, 2, 2)), SHAPE)
+@pytest.mark.parametrize(("reads_ahead", "asked"), [(False, 2), (True, 4)])
+def test_late_member_is_dealt_the_samples_of_one_more_phase_with_each_round(
+    founded: Progress, reads_ahead: bool, asked: int
+) -> None:
+    """It trains on while what it learned waits, and learns so much at most that no round has counted."""
+    progress, dealt, shape = founded, list[int](), replace(SHAPE, reads_ahead=reads_ahead, total_steps=1000)
+    for _ in range(6):
+        progress = progress.after(an_opening(late=(A,), b=(100, 2, asked)), shape)
         dealt.append(sum(stop - start for start, stop in progress.assigned[A]))
-    assert dealt == [20, 20, 20]  # what it asked for is what two others' phases take
+    assert dealt == [30, 40, 40, 40, 40, 40]
+
+
+def test_late_member_trains_on_what_it_holds_when_what_it_learned_counts(founded: Progress) -> None:
     progress = founded.after(an_opening(late=(A,), b=(100, 2, 3)), SHAPE)
-    assert progress.assigned[A] == ((0, 20), (45, 55))
-    assert progress.after(an_opening(a=(100, 4, 3), b=(60, 2, 3)), SHAPE).assigned[A][0] == (45, 55)
+    assert progress.assigned[A] == ((0, 20), (45, 60))
+    assert progress.after(an_opening(a=(100, 4, 3), b=(60, 2, 3)), SHAPE).assigned[A] == ((45, 60),)
+
+
+def test_contribution_of_several_phases_moves_the_run_on_by_the_longest(founded: Progress) -> None:
+    late = founded.after(an_opening(late=(A,), b=(100, 2, 2)), SHAPE)
+    opening = replace(an_opening(a=(150, 6, 2), b=(50, 2, 2)), phase_steps=(4, 2))
+    assert late.after(opening, SHAPE).inner_step == late.inner_step + 4
+    assert late.after(opening, SHAPE).tokens == late.tokens + 200
 
 
 def test_nodes_that_read_ahead_hold_two_phases_of_their_own_documents() -> None:
