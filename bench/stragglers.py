@@ -7,7 +7,8 @@ carry them. Linux as root.
                  contributes is carried
   freezes        one of eight is stopped (SIGSTOP) for random times: waited for, and with a grace
 
-    python bench/stragglers.py [links] [freezes] [--rounds 20] [--grace 0.1] [--outer ARGUMENT ...]
+    python bench/stragglers.py [links] [freezes] [--rounds 20] [--grace 0.1] [--phase 40x0.2] [--mbit 20]
+                               [--without-waiting] [--outer ARGUMENT ...] [--fault ARGUMENT ...]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,13 +35,25 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
 
 NODES, SLOW = 8, "slow"
-STEP_S, INNER_STEPS, BATCH, LENGTH = 0.2, 40, 4, 32
-RATE_MBIT, SLOWER = 20.0, 20.0
+BATCH, LENGTH = 4, 32
+SLOWER = 20.0
 FIRST = 5
 """Rounds before it are not counted: links are measured, and processes start."""
 FROZEN_S, APART_S = 3.0, 12.0
 """Means of how long a node is stopped, and of how long it is not."""
 LIMIT_S = 1200.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs have in common."""
+
+    rounds: int = 20
+    inner_steps: int = 40
+    step_s: float = 0.2
+    mbit: float = 20.0
+    """Rate of the others' links."""
+    flags: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,20 +82,25 @@ class SimulationResult:
 
 
 def run(
-    arguments: Sequence[str], *, nodes: int = NODES, rounds: int, slow_link: bool = False, freezes: int | None = None
+    setting: Setting,
+    arguments: Sequence[str] = (),
+    *,
+    nodes: int = NODES,
+    slow_link: bool = False,
+    freezes: int | None = None,
 ) -> SimulationResult:
     """A run to its end. `freezes`: seed of the times for which the slow node is stopped."""
     found = SimulationResult()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         network = stack.enter_context(Network())
-        steps = rounds * INNER_STEPS
-        learns = task(folder / "ck", d_model=128, length=LENGTH, batch=BATCH, inner_steps=INNER_STEPS, steps=steps)
-        arguments = (*learns, f"--fault.inject=inner@+0=TAKES{STEP_S}", *arguments)
+        inner_steps, steps = setting.inner_steps, setting.rounds * setting.inner_steps
+        learns = task(folder / "ck", d_model=128, length=LENGTH, batch=BATCH, inner_steps=inner_steps, steps=steps)
+        arguments = (*learns, f"--fault.inject=inner@+0=TAKES{setting.step_s}", *setting.flags, *arguments)
         cluster = LocalCluster(folder / "runs", arguments, nodes=nodes, env={"OMP_NUM_THREADS": "1"}, network=network)
         stack.enter_context(cluster)
         for name in (*(f"node{n}" for n in range(NODES - 1)), SLOW)[:nodes]:
-            network.limit(name, RATE_MBIT / SLOWER if slow_link and name == SLOW else RATE_MBIT)
+            network.limit(name, setting.mbit / SLOWER if slow_link and name == SLOW else setting.mbit)
             cluster.start(name)
         assert cluster.redis is not None
         store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
@@ -146,25 +164,33 @@ def tell(runs: dict[str, SimulationResult], alone: str, waited_for: str) -> None
         print(f"| {name} | {len(took)} | {times} | {longest} | {slow} | {counted} | {ratio} |", flush=True)
 
 
-def measure_links(rounds: int, grace: Sequence[str], more: Sequence[str]) -> None:
-    runs = {
-        "without it": run(more, nodes=NODES - 1, rounds=rounds),
-        "waited for": run(more, rounds=rounds, slow_link=True),
-        "with a grace": run((*more, *grace), rounds=rounds, slow_link=True),
+Run = Callable[[], SimulationResult]
+
+
+def runs_of_links(setting: Setting, grace: str) -> dict[str, Run]:
+    return {
+        "without it": lambda: run(setting, [grace], nodes=NODES - 1),
+        "waited for": lambda: run(setting, slow_link=True),
+        "with a grace": lambda: run(setting, [grace], slow_link=True),
     }
-    tell(runs, "without it", "waited for")
 
 
-def measure_freezes(rounds: int, grace: Sequence[str], more: Sequence[str]) -> None:
-    runs = {
-        "it does not freeze": run(more, rounds=rounds),
-        "waited for": run(more, rounds=rounds, freezes=1),
-        "with a grace": run((*more, *grace), rounds=rounds, freezes=1),
+def runs_of_freezes(setting: Setting, grace: str) -> dict[str, Run]:
+    return {
+        "it does not freeze": lambda: run(setting),
+        "waited for": lambda: run(setting, freezes=1),
+        "with a grace": lambda: run(setting, [grace], freezes=1),
     }
-    tell(runs, "it does not freeze", "it does not freeze")
 
 
-MEASUREMENTS = {"links": measure_links, "freezes": measure_freezes}
+MEASUREMENTS = {"links": runs_of_links, "freezes": runs_of_freezes}
+"""By name: its runs. With the rounds of the first one those of the others are compared."""
+
+
+def phase(text: str) -> tuple[int, float]:
+    """Steps and seconds of each, of `40x0.2`."""
+    steps, _, step_s = text.partition("x")
+    return count(steps), float(step_s)
 
 
 def main() -> None:
@@ -172,12 +198,21 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="links, freezes, or both")
     parser.add_argument("--rounds", type=count, default=20)
     parser.add_argument("--grace", type=float, default=0.1)
+    parser.add_argument("--phase", type=phase, default=(40, 0.2), help="inner steps, and the seconds that each takes")
+    parser.add_argument("--mbit", type=float, default=20.0, help="rate of the links that are not slow")
+    parser.add_argument("--without-waiting", action="store_true", help="leave out the run that waits")
     parser.add_argument("--outer", nargs="*", default=[], help="more of [outer], as fragments=2")
+    parser.add_argument("--fault", nargs="*", default=[], help="more of [fault], as detect-s=12")
     asked = parser.parse_args()
     require_known(parser, asked.what, MEASUREMENTS)
-    grace, more = [f"--outer.straggler-grace={asked.grace}"], [f"--outer.{argument}" for argument in asked.outer]
+    flags = (*(f"--outer.{one}" for one in asked.outer), *(f"--fault.{one}" for one in asked.fault))
+    setting = Setting(asked.rounds, *asked.phase, asked.mbit, flags)
     for name in asked.what or MEASUREMENTS:
-        MEASUREMENTS[name](asked.rounds, grace, more)
+        runs = MEASUREMENTS[name](setting, f"--outer.straggler-grace={asked.grace}")
+        if asked.without_waiting:
+            del runs["waited for"]
+        found = {one: make() for one, make in runs.items()}
+        tell(found, next(iter(found)), "waited for" if "waited for" in found else next(iter(found)))
 
 
 if __name__ == "__main__":

@@ -442,7 +442,8 @@ def _slow_links(
 ) -> frozenset[str]:
     """Members that are not in the exchange, since with the links of their sites it would take too long.
 
-    A round may be longer by a grace than one in which no link is slower than those of a quorum. What such a member
+    A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
+    a slow link is what the link's rate says, or what the last one with it took. What such a member
     contributes is carried, so it is left out only where that is possible: not if it leaves, nor a joiner, nor the
     others of their sites. A link of which nothing is known counts as fast.
     """
@@ -459,8 +460,11 @@ def _slow_links(
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
     grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
 
+    took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
+
     def costs_little(count: int) -> bool:
-        return scale * all_to_all_time(mbit[:count]) - max(usual_s, hidden_s) <= grace_s
+        will_take_s = max(scale * all_to_all_time(mbit[:count]), *took_s[:count])
+        return will_take_s - max(usual_s, hidden_s) <= grace_s
 
     def may_go_without(count: int) -> bool:
         return all(_may_be_carried(site, view) for site in order[count:])
@@ -470,6 +474,17 @@ def _slow_links(
     while sum(map(len, order[:kept])) < rules.min_nodes:
         kept += 1
     return frozenset(m for site in order[kept:] for m in site)
+
+
+def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
+    """Seconds of the last transfer that sites were in, for those who made it that long: links have queues.
+
+    That is whoever is slowest of the last round, and those that are carried, who tell of an earlier one.
+    """
+    last = [site for site in order if view.committed is not None and any(m in view.committed.members for m in site)]
+    took_s = [max(view.ready[m].took_ms for m in site) / 1e3 for site in order]
+    counts = [slow and (site not in last or site == last[-1]) for site, slow in zip(order, is_slow, strict=True)]
+    return [seconds if count else 0.0 for seconds, count in zip(took_s, counts, strict=True)]
 
 
 def _may_be_carried(site: Sequence[str], view: View) -> bool:

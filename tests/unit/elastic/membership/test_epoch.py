@@ -420,6 +420,20 @@ def test_nobody_is_carried_where_it_helps_nobody_or_nothing_is_known(
     assert a_meeting(*mbit, **more) == ()
 
 
+@pytest.mark.parametrize(
+    ("mbit", "took_ms", "is_carried"),
+    [(2, 10_100, True), (2, 500, False), (5, 10_100, False)],
+    ids=["by the last round", "not long", "no slow link"],
+)
+def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
+    mbit: int, took_ms: int, is_carried: bool
+) -> None:
+    words = {n: replace(r, took_ms=took_ms) for n, r in at_rates(*[5] * 7, mbit).items()}
+    rules = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
+    opening = next_opening(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=12.0))
+    assert isinstance(opening, Opening) and opening.late == (("h#1",) if is_carried else ())
+
+
 def test_member_that_leaves_or_joins_takes_part() -> None:
     words = {n: replace(r, rate=5) for n, r in ready(A, B, C).items()}
     slow = {D: replace(ready(D)[D], rate=0.1, offer="")}
