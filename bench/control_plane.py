@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 from evidence import count, require
@@ -39,7 +39,7 @@ from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.neighbours import neighbours, suspects
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.node_key import NodeKey, is_signed
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
@@ -66,6 +66,31 @@ JOIN_ROUNDS, JOIN_ROUND_S = 6, 1.0
 """Rounds in which those that join at once have to come in, and how long their transfers last."""
 
 
+class TimedKey(RunKey):
+    """A node's keys that count what signing and verifying takes, of all members of this process.
+
+    Each member verifies for itself here, though members share a process.
+    """
+
+    spent_s = 0.0
+    _verified: ClassVar[dict[tuple[str, str, bytes, bytes], bool]] = {}
+
+    def sign(self, said: bytes) -> bytes:
+        began_s = time.thread_time()
+        signature = super().sign(said)
+        TimedKey.spent_s += time.thread_time() - began_s
+        return signature
+
+    def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
+        asked = ("" if self.node is None else self.node.public, name, said, signature)
+        if asked not in self._verified:
+            is_signed.cache_clear()
+            began_s = time.thread_time()
+            self._verified[asked] = super().accepts(name, said, signature)
+            TimedKey.spent_s += time.thread_time() - began_s
+        return self._verified[asked]
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a stretch of time cost."""
@@ -78,6 +103,8 @@ class Cost:
     store_cpu_s: float
     members_cpu_s: float
     """Of all members together."""
+    signatures_s: float
+    """Of that, what signing and verifying takes."""
 
 
 class Lease:
@@ -140,7 +167,7 @@ class Node:
         self._probes = probes
         time_outs = TimeOuts.following(detect_s, dict.fromkeys(TIME_OUT_NAMES))
         own = NodeKey.new() if signs else None
-        self._key = RunKey(SECRET, own)
+        self._key = TimedKey(SECRET, own)
         self._open_store = partial(RedisStore, url, RUN_ID, key=self._key, lease_s=time_outs.lease_s, patience_s=60.0)
         self._store = self._open_store()
         self.number = number
@@ -247,7 +274,8 @@ def carry(url: str, numbers: Sequence[int], told: Connection, *, probes: bool, d
             doing = [threads.submit(act, what, number, arguments) for number in numbers if number in meant]
             problems = [repr(done.exception()) for done in doing if done.exception() is not None]
             newest = max((node.verdict.round for node in nodes.values() if node.verdict is not None), default=-1)
-            told.send((problems, time.process_time(), newest, len(list(Path("/proc/self/fd").iterdir()))))
+            spent = time.process_time(), TimedKey.spent_s
+            told.send((problems, spent, newest, len(list(Path("/proc/self/fd").iterdir()))))
             if what == "close":
                 return
 
@@ -278,8 +306,11 @@ class Crowd:
         self.descriptors = 0
         """Open in the processes of the members that were told something last."""
 
-    def have(self, what: str, members: range, *arguments: Any) -> tuple[float, int]:
-        """Have these members do something, all at once. Returns their processes' processor time, their newest round."""
+    def have(self, what: str, members: range, *arguments: Any) -> tuple[tuple[float, float], int]:
+        """Have these members do something, all at once.
+
+        Returns their processes' processor time, what of it signatures take, and their newest round.
+        """
         meant = [worker for numbers, worker in self._workers if set(numbers) & set(members)]
         for worker in meant:
             worker.send((what, members, *arguments))
@@ -287,21 +318,22 @@ class Crowd:
         problems = [problem for some, *_ in answers for problem in some]
         require(not problems, "; ".join(problems[:3]))
         self.descriptors = sum(open for *_, open in answers)
-        return sum(cpu_s for _, cpu_s, *_ in answers), max(newest for _, _, newest, _ in answers)
+        cpu_s, signatures_s = (sum(spent) for spent in zip(*(spent for _, spent, *_ in answers), strict=True))
+        return (cpu_s, signatures_s), max(newest for _, _, newest, _ in answers)
 
     def cost_of(self, act: Callable[[], object]) -> Cost:
         def now() -> tuple[float, ...]:
-            cpu_s, _ = self.have("rest", self._everybody)
+            spent_s, _ = self.have("rest", self._everybody)
             info: dict[str, Any] = self._client.info("everything")  # type: ignore[assignment]
             store_cpu_s = info["used_cpu_user"] + info["used_cpu_sys"]
             traffic = info["total_net_output_bytes"], info["total_net_input_bytes"]
             trips = info["cmdstat_evalsha"]["calls"]  # a look that waits for news is one of them
-            return time.monotonic(), *traffic, trips, store_cpu_s, cpu_s
+            return time.monotonic(), *traffic, trips, store_cpu_s, *spent_s
 
         before = now()
         act()
-        at_s, sent, received, commands, store_cpu_s, cpu_s = (b - a for a, b in zip(before, now(), strict=True))
-        return Cost(at_s, int(sent), int(received), int(commands), store_cpu_s, cpu_s)
+        at_s, sent, received, commands, *spent_s = (b - a for a, b in zip(before, now(), strict=True))
+        return Cost(at_s, int(sent), int(received), int(commands), *spent_s)
 
     def clients(self) -> int:
         return int(self._client.info("clients")["connected_clients"])  # type: ignore[index]
@@ -328,6 +360,8 @@ class Figures:
     """Of one member."""
     round_cpu_s: float
     """Of one member."""
+    round_signatures_s: float
+    """Of that, what signing and verifying takes."""
     round_s: float
     """From the first word to the last verdict, without the transfer."""
     store_round_cpu_s: float
@@ -354,6 +388,7 @@ def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s
         round_bytes=spent.sent_bytes // rounds,
         round_commands=(spent.commands - beside * training.commands) / rounds / nodes,
         round_cpu_s=(spent.members_cpu_s - beside * training.members_cpu_s) / rounds / nodes,
+        round_signatures_s=(spent.signatures_s - beside * training.signatures_s) / rounds / nodes,
         round_s=spent.seconds / rounds - transfer_s,
         store_round_cpu_s=(spent.store_cpu_s - beside * training.store_cpu_s) / rounds,
         clients=clients / nodes,
@@ -363,7 +398,8 @@ def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s
 
 HEAD = (
     "nodes | sent while training, Mbit/s | of a core, a member | round: MB sent | commands, a member "
-    "| ms of processor, a member | s to the verdict | s of the store's processor | connections to the store, a member "
+    "| ms of processor, a member | ms of it for signatures "
+    "| s to the verdict | s of the store's processor | connections to the store, a member "
     "| descriptors, a member"
 )
 
@@ -371,7 +407,8 @@ HEAD = (
 def row(found: Figures) -> str:
     return (
         f"{found.nodes} | {found.training_mbit:.2f} | {found.training_cpu:.4f} | {found.round_bytes / 1e6:.3f} "
-        f"| {found.round_commands:.1f} | {1e3 * found.round_cpu_s:.1f} | {found.round_s:.2f} "
+        f"| {found.round_commands:.1f} | {1e3 * found.round_cpu_s:.1f} | {1e3 * found.round_signatures_s:.3f} "
+        f"| {found.round_s:.2f} "
         f"| {found.store_round_cpu_s:.3f} | {found.clients:.1f} | {found.descriptors:.0f}"
     )
 

@@ -114,7 +114,7 @@ class Algorithm(AnyAlgorithm):
 
     def step_number(self, record: Mapping[str, Any], fragments: int) -> int:
         """Which outer step of its fragment a committed round is, from 1."""
-        return (Progress.from_record(record["progress"]).outer_step - 1) // fragments + 1
+        return (record["progress"]["outer_step"] - 1) // fragments + 1
 
 
 class StepAlgorithm(AnyAlgorithm):

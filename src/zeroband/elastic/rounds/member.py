@@ -33,9 +33,11 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.proofs import leaves_out, misquotes
 from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
+from zeroband.elastic.rounds.hearing import Hearing
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
@@ -183,11 +185,12 @@ class Member:
         """As of the last look."""
         self._told_links = LinkRates()
         self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
-        self._evidence: tuple[Opening | None, Evidence] = None, Evidence()
-        """What this member saw last of an opening that failed."""
-        self._told_blames: tuple[Blame, ...] = ()
+        self._hearing = Hearing(run.store, self.member_id, run.clock, time_outs.detect_s)
+        self._told_blames = set[Blame]()
         """Findings that were said as events."""
         self._followed = ""  # id of the newest opening that was seen to follow from its members' records
+        self._judged: tuple[str, str | None] = "", None
+        """Id of the newest opening that was compared with the attempts before it, and what it says without reason."""
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -270,7 +273,6 @@ class Member:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
-        hearing = _Hearing(self, self._clock, self._time_outs.detect_s)
 
         def patience_at(view: View) -> ElapsedWaits:
             now_s = self._clock()
@@ -281,16 +283,17 @@ class Member:
         def decide(seen: View) -> Opening | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
-            self._require_not_barred(view)
+            believed = view if self._why_unfounded(view) is None else replace(view, opening=None)
+            self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
-                hearing.begin(view.opening)
-            excluded = must_leave(view, self.member_id, round) if is_member else None
+                self._hearing.begin(view.opening)
+            excluded = must_leave(believed, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, patience_at(view), hearing)
+            return self._decide_opening(view, round, rules, patience_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -304,7 +307,10 @@ class Member:
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
         """The view without records that are beyond their limits; says once of each that it is refused."""
-        view = within_limits(view, round, rules)
+        limited = within_limits(view, round, rules)
+        if limited.refused and not view.is_proven:
+            limited = within_limits(self.look(round), round, rules)
+        view = limited
         if self._told_refused[0] != round:
             self._told_refused = round, set()
         for member in view.refused.keys() - self._told_refused[1]:
@@ -312,26 +318,54 @@ class Member:
             self._on_event("record_refused", round=round, member_id=member, reason=view.refused[member])
         return view
 
+    def _why_unfounded(self, view: View) -> str | None:
+        """What the current opening says of the ones before it that does not follow from them; None: all of it does.
+
+        As long as it does not, no member obeys it, least of all one that it puts out.
+        """
+        opening, committed = view.opening, view.committed
+        if opening is None or (committed is not None and committed.round >= opening.round):
+            return None
+        if self._judged[0] != opening.id:
+            why = self._hearing.objection(opening, committed)
+            if why is not None and view.is_settling:
+                return "the store lost its record; members are given time to bring it back"
+            self._judged = opening.id, why
+            if why is None:
+                self._tell_blames(opening)
+        return self._judged[1]
+
     def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
         """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
-        if opening.id == self._followed or self.member_id not in opening.members:
+        if opening.id == self._followed:
             return None
-        if view.unseen_ready:
+        why = self._why_unfounded(view)
+        if self.member_id not in opening.members:
+            return why
+        said = view.ready.get(self.member_id)
+        why = why if said is None else why or misquotes(opening, self.member_id, said)
+        if why is None and view.unseen_ready:
             if self.member_id not in checkers(opening):
                 return None
-            view = self._within_limits(self.look(opening.round), opening.round, rules)
+            whole = self._await_change(opening.round, None, within_s=0.0, whole=True)
+            view = self._within_limits(whole, opening.round, rules)
         if view.opening != opening:
             return "another opening is there by now"
-        if view.is_settling and not all(m in view.ready for m in opening.members):
+        if view.is_settling and (self._judged[0] != opening.id or not all(m in view.ready for m in opening.members)):
             return "the store lost its record; members are given time to bring it back"
-        why = follows(opening, view, rules)
+        why = why or follows(opening, view, rules)
         if why is None:
             self._followed = opening.id
             return None
+        if not view.is_proven:
+            return self._why_refused(opening, self._proven(opening.round, rules), rules)
         reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
         return reason
+
+    def _proven(self, round: int, rules: Rules) -> View:
+        return self._within_limits(self.look(round), round, rules)
 
     def _require_not_barred(self, view: View) -> None:
         """Raise ConfigError where this node was put out for good."""
@@ -342,27 +376,33 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _decide_opening(
-        self, view: View, round: int, rules: Rules, patience: ElapsedWaits, hearing: _Hearing
-    ) -> Opening | Wait:
-        current = view.opening
+    def _decide_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+        """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
+        current, hearing = view.opening, self._hearing
         if current is not None and current.round == round and view.can_finish(current):
             why = self._why_refused(current, view, rules)
-            decision: Opening | Wait = current if why is None else Wait(why)
-        elif not knows_enough_to_open(view, round):
+            return self._turn_in(current) if why is None else Wait(why)
+        if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
-        else:
-            decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+        if current is not None and current.round == round and not view.is_proven:
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
+        decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+        if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
+            return self._decide_opening(self._proven(round, rules), round, rules, patience)
         if isinstance(decision, Wait):
             return decision
-        generation = view.generation
-        if decision != current:
-            decision = self.store.signed(decision, self.member_id)
-        if decision != current and not self.store.propose_opening(decision, current=current, generation=generation):
+        before = "" if current is None else current.id
+        decision = self.store.signed(replace(decision, before=before), self.member_id)
+        heard = hearing.attempt if view.failed is not None and hearing.is_of(current) else None
+        if not self.store.propose_opening(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
-        if self.member_id not in decision.members:
-            return Wait(f"round {round} is open to {len(decision.members)} others")
-        return decision
+        return self._turn_in(decision)
+
+    def _turn_in(self, opening: Opening) -> Opening | Wait:
+        """The opening, where this member is in it."""
+        if self.member_id not in opening.members:
+            return Wait(f"round {opening.round} is open to {len(opening.members)} others")
+        return opening
 
     def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
         """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
@@ -378,16 +418,7 @@ class Member:
 
     def testify(self, opening: Opening, evidence: Evidence) -> None:
         """Say what this member saw of an opening that failed."""
-        self._evidence = opening, evidence
-        self.store.testify(opening, self.member_id, evidence)
-
-    def testify_again(self, opening: Opening) -> None:
-        """Testify where the store does not show it. A member that was not asked yet saw nothing.
-
-        An opening may fail before all of its members know of it, and a store may lose what it was told.
-        """
-        if self.member_id in opening.members:
-            self.testify(opening, self._evidence[1] if self._evidence[0] == opening else Evidence())
+        self._hearing.testify(opening, evidence)
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record`: as in `vote`.
@@ -410,6 +441,8 @@ class Member:
             if view.unseen_votes:
                 return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
+            if decision is None and not view.is_proven:
+                return decide(self.look(opening.round))
             if decision is None:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")
@@ -525,17 +558,18 @@ class Member:
         self._memory.learn(view)
         self._alive, self._round = view.alive, round
         self._enter_session(view)
-        self._tell_blames(view.opening)
+        if view.committed is not None:
+            self._tell_blames(view.committed.opening)
         if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
             self._flags.set_listed_version(view.opening.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
 
-    def _tell_blames(self, opening: Opening | None) -> None:
+    def _tell_blames(self, opening: Opening) -> None:
         """Say of each finding once who is at fault."""
-        blames = () if opening is None else opening.blames
-        new, self._told_blames = [b for b in blames if b not in self._told_blames], blames
+        new = [blame for blame in opening.blames if blame not in self._told_blames]
+        self._told_blames.update(new)
         for blame in new:
             self._on_event(
                 "blamed",
@@ -663,32 +697,6 @@ class _Votes:
         return self._all < 2 * view.voted < 2 * self._all and now_s - self._since_s > self._limit_s
 
 
-class _Hearing:
-    """What members testify, and when those who have not are waited for no more: so long after the newest word."""
-
-    def __init__(self, member: Member, clock: Callable[[], float], limit_s: float) -> None:
-        self._member = member
-        self._clock = clock
-        self._limit_s = limit_s
-        self._heard: tuple[str, int] | None = None
-        self._since_s = 0.0
-        self._begun: str | None = None
-
-    def begin(self, opening: Opening) -> None:
-        """Have this member's own word be there."""
-        if self._begun != opening.id:
-            self._begun = opening.id
-            self._member.testify_again(opening)
-
-    def __call__(self, opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
-        said, now_s = self._member.store.evidence(opening), self._clock()
-        if self._member.member_id not in said:
-            self._member.testify_again(opening)
-        if self._heard != (opening.id, len(said)):
-            self._heard, self._since_s = (opening.id, len(said)), now_s
-        return said, now_s - self._since_s > self._limit_s
-
-
 class _Pause:
     """Says when the run begins to stand still at a boundary, as an operator ordered, and when it goes on."""
 
@@ -748,6 +756,7 @@ class _Watcher:
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
+        self._watched_from_s = 0.0
         self._seen: View | None = None
         self._clock = clock
         self._looked_at_s = clock()
@@ -756,7 +765,8 @@ class _Watcher:
         self._thread.start()
 
     def watch(self, opening: Opening | None) -> None:
-        self._opening = opening
+        if opening is not self._opening:
+            self._opening, self._watched_from_s = opening, self._clock()
 
     def _run(self) -> None:
         while not self._stop.wait(self._time_outs.watch_s):
@@ -768,6 +778,8 @@ class _Watcher:
 
     def _look(self) -> None:
         opening, now_s = self._opening, self._clock()
+        if opening is not None and now_s - self._watched_from_s < self._time_outs.watch_s:
+            return  # most transfers of small states are over by then, and ask the store nothing more
         if opening is not None:
             self._seen = self._member.await_news(opening, self._seen)
             if not self._seen.can_finish(opening) or self._departure.is_overdue(now_s):

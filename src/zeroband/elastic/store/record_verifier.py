@@ -6,8 +6,10 @@ and remembered, so that the scripts can be told to write over it. Any thread.
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.proofs import only_quoted
 from zeroband.elastic.membership.records import (
     Evidence,
     LinkRates,
@@ -42,6 +45,10 @@ _R = TypeVar("_R")
 _MOST_JUNK = 1000
 _REPEAT_S = 60.0
 """Between two lines about one key, whoever writes into it how often."""
+_DRAWN = 1 / 32
+"""Part of the signatures that are verified though nothing is disputed."""
+_WARY_S = 600.0
+"""For which every signature is verified behind one that was forged."""
 _UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
 _UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
@@ -69,6 +76,7 @@ class RecordVerifier:
         self._lineage: tuple[str, ...] = ()
         self._junk: dict[str, bytes] = {}
         self._said_at_s: dict[str, float] = {}
+        self._wary_until_s = -math.inf
         self._malformed: dict[str, str] = {}
         """Why a record that a node of this run sealed did not count, by where it stands."""
         self.on_forgery: Callable[[str, str], object] = lambda name, member: None
@@ -96,6 +104,11 @@ class RecordVerifier:
         """What stood at this place when it was looked at last and does not count; empty if it did."""
         return self._junk.get(name, b"")
 
+    @property
+    def is_wary(self) -> bool:
+        """Whether a forgery was found of late, so that no signature is taken unverified."""
+        return time.monotonic() < self._wary_until_s
+
     def malformed(self, name: str) -> str | None:
         """Why what stands at this place is no record, though a node of this run sealed it; None: it is not so."""
         return self._malformed.get(name) if name in self._junk else None
@@ -108,6 +121,8 @@ class RecordVerifier:
             self._malformed.clear()
         self._junk[name] = raw
         now_s = time.monotonic()
+        if reason == _UNSIGNED:
+            self._wary_until_s = now_s + _WARY_S
         if now_s - self._said_at_s.get(name, -_REPEAT_S) < _REPEAT_S:
             return False
         self._said_at_s[name] = now_s
@@ -129,12 +144,15 @@ class RecordVerifier:
             if self.reject(name, raw, _UNSIGNED):
                 self.on_forgery(name, by)
             return None
-        elif self.session and record.label.sessions and self.session not in record.label.sessions:
+        elif self._is_foreign(record):
             self.reject(name, raw, _FOREIGN)
             return None
         else:
             self._junk.pop(name, None)
         return record
+
+    def _is_foreign(self, record: Record) -> bool:
+        return bool(self.session and record.label.sessions) and self.session not in record.label.sessions
 
     def _read(self, kind: type[_R], name: str, raw: bytes | None, record: Record | None) -> _R | None:
         """What a record that verified says."""
@@ -156,6 +174,26 @@ class RecordVerifier:
         opened = {m: self._open(names[m], raw, *scope, m, by=m) for m, raw in said.items()}
         read = {m: self._read(kind, names[m], raw, opened[m]) for m, raw in said.items()}
         return {member: value for member, value in read.items() if value is not None}
+
+    def _taken(
+        self, said: Mapping[str, bytes], by: Collection[str], counts: Callable[[str], _R | None], *scope: str
+    ) -> dict[str, _R]:
+        """What some of these members say, whose signatures need not be verified now; less those that are drawn.
+
+        `counts`: what a text says; None: that does not do.
+        """
+        found = dict[str, _R]()
+        for member in by if self.is_of_a_node else ():
+            raw = said.get(member)
+            if not raw or self._orders.bans(member) or random.random() < _DRAWN:
+                continue
+            record = self._seals.open(raw, *scope, member, by=member, is_taken=True)
+            if record is None or self._is_foreign(record):
+                continue
+            value = counts(record.text)
+            if value is not None:
+                found[member] = value
+        return found
 
     def _seal(self, text: str, *scope: str, version: int = 0, by: str = "") -> str:
         return self._seals.seal(text, *scope, label=Label(version=version, sessions=self._lineage), by=by)
@@ -214,14 +252,25 @@ class RecordVerifier:
         return expected is not None and (verdict is expected or is_alike(verdict, expected))
 
     def past_verdicts(self, name: str, raws: Sequence[bytes]) -> list[Verdict]:
-        """The verdicts of a history that count."""
-        verdicts = [self._read(Verdict, name, raw, self._open(name, raw, "verdict")) for raw in raws]
-        return [verdict for verdict in verdicts if verdict is not None]
+        """The verdicts of a history that count, oldest first: of a round the one that was written last.
 
-    def opening(self, name: str, raw: bytes | None, committed: Verdict | None) -> Opening | None:
+        Members write over a verdict that they refuse, and bring back one that the store lost.
+        """
+        verdicts = [self._read(Verdict, name, raw, self._open(name, raw, "verdict")) for raw in raws]
+        return list({(v.session, v.round): v for v in verdicts if v is not None}.values())
+
+    def opening(
+        self,
+        name: str,
+        raw: bytes | None,
+        committed: Verdict | None,
+        *,
+        is_taken: Callable[[Opening], bool] = lambda opening: False,
+    ) -> Opening | None:
         """The current opening, beside this verdict: of its session, or the very one that was committed.
 
-        The opening that founds a session was proposed in the one before.
+        The opening that founds a session was proposed in the one before. `is_taken`: whether its signature need not be
+        verified.
         """
         if not raw:
             return None
@@ -230,7 +279,7 @@ class RecordVerifier:
             self.reject(name, raw, _UNSEALED)
             return None
         opening = self._read(Opening, name, raw, record)
-        if opening is None or not self.is_of_its_proposer(name, raw, opening):
+        if opening is None or not self.is_of_its_proposer(name, raw, opening, is_taken=is_taken(opening)):
             return None
         if committed is None:
             counts = not self.session or self.session in opening.sessions
@@ -242,10 +291,10 @@ class RecordVerifier:
         self._junk.pop(name, None)
         return opening
 
-    def is_of_its_proposer(self, name: str, raw: bytes, opening: Opening) -> bool:
+    def is_of_its_proposer(self, name: str, raw: bytes, opening: Opening, *, is_taken: bool = False) -> bool:
         """Whether the member that an opening names has proposed it; else the record with it does not count."""
         by = opening.proposer
-        if not self._seals.is_signed(opening.unsigned_text, opening.signature, "opening", by=by):
+        if not is_taken and not self._seals.is_signed(opening.unsigned_text, opening.signature, "opening", by=by):
             if self.reject(name, raw, _UNSIGNED):
                 self.on_forgery(name, by)
             return False
@@ -253,6 +302,13 @@ class RecordVerifier:
             self.reject(name, raw, _OF_A_BANNED_NODE)
             return False
         return True
+
+    def past_opening(self, name: str, raw: bytes | None, id: str) -> Opening | None:
+        """An opening of this id that another one has followed, of whatever session."""
+        opening = self._read(Opening, name, raw, self._seals.open(raw, "opening")) if raw else None
+        if not raw or opening is None or opening.id != id or not self.is_of_its_proposer(name, raw, opening):
+            return None
+        return opening
 
     def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
         """The text that the store keeps; empty where there is none."""
@@ -275,19 +331,33 @@ class RecordVerifier:
     def seal_ready(self, member: str, ready: Ready) -> str:
         return self._seal(to_json(ready), "ready", str(ready.round), member, by=member)
 
-    def ready(self, name: str, round: int, said: Mapping[str, bytes]) -> dict[str, Ready]:
-        """Those that stand at the boundary of a round."""
-        return self._all(Ready, name, said, "ready", str(round))
+    def ready(self, name: str, round: int, said: Mapping[str, bytes], taken: Collection[str] = ()) -> dict[str, Ready]:
+        """Those that stand at the boundary of a round. `taken`: members whose signatures need not be verified."""
+
+        def quoted(text: str) -> Ready | None:
+            try:
+                ready = from_json(Ready, text)
+            except ValueError:
+                return None
+            return ready if only_quoted(ready) else None
+
+        found = self._taken(said, taken, quoted, "ready", str(round))
+        rest = {member: raw for member, raw in said.items() if member not in found}
+        return {**found, **self._all(Ready, name, rest, "ready", str(round))}
 
     def seal_vote(self, member: str, opening: Opening, digest: str) -> str:
         return self._seal(digest, "vote", opening.id, member, by=member)
 
-    def votes(self, name: str, opening: Opening | None, said: Mapping[str, bytes]) -> dict[str, str]:
-        """The digests that members hold after an opening."""
+    def votes(
+        self, name: str, opening: Opening | None, said: Mapping[str, bytes], taken: Collection[str] = ()
+    ) -> dict[str, str]:
+        """The digests that members hold after an opening. `taken`: members whose signatures need not be verified."""
         if opening is None:
             return {}
-        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m, by=m) for m, raw in said.items()}
-        return {m: record.text for m, record in records.items() if record is not None}
+        found = self._taken(said, taken, str, "vote", opening.id)
+        rest = {member: raw for member, raw in said.items() if member not in found}
+        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m, by=m) for m, raw in rest.items()}
+        return {**found, **{m: record.text for m, record in records.items() if record is not None}}
 
     def seal_evidence(self, member: str, opening: Opening, evidence: Evidence) -> str:
         return self._seal(to_json(evidence), "evidence", opening.id, member, by=member)

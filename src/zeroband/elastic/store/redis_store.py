@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave_out
 from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
 from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
+from zeroband.elastic.membership.proofs import is_usual, needed
 from zeroband.elastic.membership.records import (
+    Attempt,
     Evidence,
     LinkRates,
     Opening,
@@ -36,7 +38,7 @@ from zeroband.elastic.store.patches import patch_of, patched, tag_of
 from zeroband.elastic.store.record_verifier import LEAVES_OUT_MOST, NOT_VOTED_FOR
 from zeroband.elastic.store.redis_run import PAUSE_MAX_S
 from zeroband.elastic.store.seals import id_of
-from zeroband.elastic.store.store_cache import RECORDS, StoreCache, pairs, text_of
+from zeroband.elastic.store.store_cache import RECORDS, Reader, StoreCache, pairs, text_of
 from zeroband.elastic.store.store_in_use import StoreInUse, stamp_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 
@@ -52,6 +54,10 @@ _ASK_AGAIN = 8
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
 
+_LARGE = 4096
+"""Characters of a record from which on it is told by what is another than in the one before. For shorter ones it takes
+longer to find that out and to put it together than to send them."""
+
 _NEVER = 1 << 31
 """More than members can be."""
 
@@ -65,6 +71,11 @@ class _Said(NamedTuple):
 
     word: str
     opening: Opening | None = None
+
+
+def _behind(prefix: str, words: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The words whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): word for name, word in words.items() if name.startswith(prefix)}
 
 
 class RedisStore(StoreInUse, Store):
@@ -104,12 +115,16 @@ class RedisStore(StoreInUse, Store):
         """The verdict that this node could write itself, which need not be told."""
         self._own = ""
         """The member that speaks through this store; empty: none did yet."""
+        self._told_peer: tuple[str, Peer, str] | None = None
+        """What was told last of where a member is, and its record: it is told again with each renewal."""
         self._shared: Mapping[str, str] | None = None
         """What all nodes share; None: this node has not compared it."""
         self._newest: Verdict | None = None
         """The newest verdict that was believed."""
         self._voted_on = ""
         """Opening of the newest vote that was given through this store."""
+        self._proven_round = -1
+        """Round of which every signature is verified, since somebody asked for that."""
         self._doubted = "", 0.0
         """The newest opening whose verdict was not shown to be voted for, or that left this member out; since when."""
         self.quorum = 0.5
@@ -213,7 +228,7 @@ class RedisStore(StoreInUse, Store):
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
         args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
-        args += [self.judge.seal_peer(member_id, peer), RUN_TTL_S]
+        args += [self._sealed_peer(member_id, peer), RUN_TTL_S]
         refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
             seen = [refuted, known.changes, known.alive_tag, known.peers.change]
@@ -229,6 +244,12 @@ class RedisStore(StoreInUse, Store):
                 return None
             refuted = against
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
+
+    def _sealed_peer(self, member_id: str, peer: Peer) -> str:
+        told = self._told_peer
+        if told is None or told[:2] != (member_id, peer):
+            told = self._told_peer = member_id, peer, self.judge.seal_peer(member_id, peer)
+        return told[2]
 
     def _was_taken(self, opening: Opening, now_ms: int) -> bool:
         """Whether this node's lease cannot have run out, and one member opened a round without several others.
@@ -280,6 +301,7 @@ class RedisStore(StoreInUse, Store):
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def view(self, round: int) -> View:
+        self._proven_round = round
         return self._look(round)
 
     def await_change(
@@ -293,14 +315,30 @@ class RedisStore(StoreInUse, Store):
         said = _Said(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
-        key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
-        junk = self.judge.junk(f"{key} {member_id}")
-        self.run_script(scripts.TESTIFY, member_id, word, SPENT_TTL_S, junk, at={"evidence": key})
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        key, word = self.keys.attempt(opening.id), self.judge.seal_evidence(member_id, opening, evidence)
+        args = [opening.id, member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} said {member_id}"), int(again)]
+        return bool(self.run_script(scripts.TESTIFY, *args, at={"attempt": key}))
 
-    def evidence(self, opening: Opening) -> dict[str, Evidence]:
-        key = self.keys.evidence(opening)
-        return self.judge.evidence(key, opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
+    def attempt(self, opening_id: str) -> Attempt | None:
+        judge, key = self.judge, self.keys.attempt(opening_id)
+        raw, failed, votes, kept, tag = self.run_script(scripts.READ_ATTEMPT, opening_id, at={"attempt": key})
+        known = pairs(kept)
+        names = [key, f"{key} vote", f"{key} failed"]
+        if raw:
+            names = [self.keys.opening, self.keys.votes, self.keys.failed]
+        else:
+            raw, failed, votes = known.get("opening"), known.get("failed"), _behind("vote ", known)
+        opening = judge.past_opening(names[0], raw, opening_id)
+        if opening is None:
+            return None
+        return Attempt(
+            opening,
+            judge.votes(names[1], opening, votes if isinstance(votes, dict) else pairs(votes)),
+            judge.evidence(f"{key} said", opening, _behind("said ", known)),
+            judge.failure(names[2], opening, failed) or "",
+            text_of(tag),
+        )
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own, self._voted_on = member_id, opening.id
@@ -349,7 +387,7 @@ class RedisStore(StoreInUse, Store):
         args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
         puts_off = ends_with is not None and known.opening == ends_with and id_of(expected) != ends_with.id
-        args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
+        args += [known.ready.tag(self._own), known.votes.tag(self._own)]
         args.append(_ANY if puts_off else tag_of(expected))
         if said is not None:
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
@@ -387,23 +425,20 @@ class RedisStore(StoreInUse, Store):
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
         known.learn_times(*times)
         has_new_alive = known.learn_alive(alive)
-        if known.learn_records(records) or known.view is None or known.is_doubted:
+        must_prove = not known.is_proven and self._proves(round)
+        if known.learn_records(records) or known.view is None or known.is_doubted or must_prove:
             self._judge_records(known)
         opening, ready_key = known.opening, keys.ready(round)
-
-        def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
-            return judge.ready(ready_key, round, raw)
-
-        def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
-            return judge.votes(keys.votes, opening, raw)
-
+        read_ready, read_votes = self._readers(known, round)
         is_new = [
             has_new_alive,
+            must_prove and known.ready.prove(read_ready),
+            must_prove and known.votes.prove(read_votes),
             known.peers.learn(peers, known.change, lambda raw: judge.peers(keys.peers, raw)),
             known.ready.learn(ready, known.change, read_ready),
             known.votes.learn(votes, known.change, read_votes),
         ]
-        if is_new[1]:
+        if is_new[3]:
             self._find_stores_of(known.peers.read)
         if self._own:
             is_new.append(known.ready.learn_own(self._own, own_ready, read_ready))
@@ -427,9 +462,37 @@ class RedisStore(StoreInUse, Store):
             unseen_votes=known.votes.unseen if opening is not None else 0,
             generation=known.generation,
             refused={m: why for m in known.ready.rejected if (why := judge.malformed(f"{ready_key} {m}"))},
+            is_proven=known.is_proven,
         )
         known.view = view.counted()
         return known.view
+
+    def _readers(self, known: StoreCache, round: int) -> tuple[Reader[Ready], Reader[str]]:
+        """What reads who is ready and what members voted for, behind the records of this look."""
+        judge, keys, opening, taken = self.judge, self.keys, known.opening, self._taken(known)
+        voters = frozenset[str]() if opening is None else taken & needed(opening)
+
+        def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
+            known.ready.is_proven &= not raw.keys() & taken
+            return judge.ready(keys.ready(round), round, raw, taken)
+
+        def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
+            known.votes.is_proven &= not raw.keys() & voters
+            return judge.votes(keys.votes, opening, raw, voters)
+
+        return read_ready, read_votes
+
+    def _proves(self, round: int | None) -> bool:
+        """Whether every signature of a round is verified."""
+        return round == self._proven_round or self.judge.is_wary
+
+    def _taken(self, known: StoreCache) -> frozenset[str]:
+        """Members of the round before whose words this one need not prove, since it takes part with them."""
+        committed = known.committed
+        if committed is None or known.round is None or self._own not in committed.members or self._proves(known.round):
+            return frozenset()
+        is_next = 0 <= known.round - committed.round <= 1
+        return frozenset(committed.members) - {self._own} if is_next else frozenset()
 
     def _judge_records(self, known: StoreCache) -> None:
         """Read the records of which there is one each; some count only beside others."""
@@ -437,13 +500,22 @@ class RedisStore(StoreInUse, Store):
         known.is_doubted = False
         committed = self._believed(known, judge.verdict(keys.committed, raw("committed")))
         known.orders = judge.orders(keys.orders, raw("orders"))
-        opening = judge.opening(keys.opening, raw("opening"), committed)
+        known.committed, shown = committed, known.opening
+        taken, proves = self._taken(known), self._proves(known.round)
+
+        def is_taken(opening: Opening) -> bool:
+            was_taken = known.is_taken if opening == shown else is_usual(opening, self._own, taken)
+            known.is_taken = was_taken and not proves
+            return known.is_taken or (opening == shown and not proves)
+
+        opening = judge.opening(keys.opening, raw("opening"), committed, is_taken=is_taken)
+        known.is_taken &= opening is not None
         before = committed or self._newest
         if opening is not None and before is not None and opening.round > before.round:
             opening = self._lawful(known, opening, before)
         if opening != known.opening:
             known.forget_votes()
-        known.committed, known.opening, known.view = committed, opening, None
+        known.opening, known.view = opening, None
         known.failed = judge.failure(keys.failed, opening, raw("failed"))
         known.is_known = judge.run(keys.run, raw("run")) is not None
         known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
@@ -499,6 +571,10 @@ class RedisStore(StoreInUse, Store):
         self, known: StoreCache, opening: Opening, before: Verdict, takes_part: Collection[str]
     ) -> bool | None:
         """As in `membership.ballots`, by what this node has seen; `takes_part`: as there."""
+        key = self.keys.ready(opening.round)
+        if known.round == opening.round and self._own not in opening.members:
+            self._proven_round = opening.round
+            known.ready.prove(lambda raw: self.judge.ready(key, opening.round, raw))
         ready = known.ready.read if known.round == opening.round else {}
         here = Present(known.alive, known.peers.read, ready, self.quorum)
         return may_leave_out(opening, before, self._own, here, takes_part)
@@ -545,14 +621,20 @@ class RedisStore(StoreInUse, Store):
         return self.judge.signed(opening, member_id)
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
+        self,
+        opening: Opening,
+        *,
+        current: Opening | None,
+        generation: StoreTerm | None = None,
+        heard: Attempt | None = None,
     ) -> bool:
         judge, keys = self.judge, self.keys
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        args += [stamp_of(generation), patch_of(before, after)]
-        return bool(self.run_script(scripts.OPEN, *args))
+        args += [stamp_of(generation), _patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
+        attempt = keys.attempt("" if current is None else current.id)
+        return bool(self.run_script(scripts.OPEN, *args, at={"attempt": attempt}))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         judge, keys = self.judge, self.keys
@@ -569,7 +651,7 @@ class RedisStore(StoreInUse, Store):
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
-        args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
+        args += [_patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self.run_script(
@@ -625,3 +707,7 @@ class RedisStore(StoreInUse, Store):
             changed = change(orders) if self.operator is None else self.operator.changed(orders, change)
             if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed
+
+
+def _patch_of(before: str, after: str) -> str:
+    return patch_of(before, after) if len(after) >= _LARGE else ""

@@ -98,6 +98,9 @@ local function keep_in_history(history, verdict, keep, ttl) -- as the newest, if
   redis.call('LTRIM', history, 0, keep - 1)
   redis.call('EXPIRE', history, ttl)
 end
+local function known_of(attempt, votes, failed) -- tells what is known of the current opening from what was
+  return redis.call('HLEN', attempt) .. ' ' .. redis.call('HLEN', votes) .. ' ' .. (redis.call('GET', failed) or '')
+end
 local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
 local function next_change(changes) -- numbers every write that a view shows
   if redis.call('HEXISTS', changes, 'born') == 0 then redis.call('HSET', changes, 'born', time_ms()) end
@@ -212,7 +215,7 @@ VIEW = _script(
     "opening committed leases clock peers run ready:hash orders restart_point changes generation opening_patch"
     " committed_patch peers_at ready_at:zset votes votes_at failed",
     "silence_ms changes tag_opening tag_committed tag_failed tag_run tag_orders tag_restart_point tag_generation alive"
-    " ready peers votes_of votes whole enough_ready enough_votes member lacks_ready lacks_vote tag_expected"
+    " ready peers votes_of votes whole enough_ready enough_votes member tag_ready tag_vote tag_expected"
     " word ttl generation word_on",
     (_TIMES, _NEWS | _LIST, _NEWS | _LIST, *(_NEWS,) * 5, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS),
     """
@@ -220,7 +223,7 @@ VIEW = _script(
 -- What a member says is written first, if the store is in that generation; its first word counts. With the id of an
 -- opening it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
 -- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
--- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+-- and what this member itself said: 1 where it is the word that the caller knows, 0 where there is none.
 local goes_on = follows(key.changes, arg.changes)
 local function known(change) return goes_on and change or '0' end
 local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
@@ -231,9 +234,10 @@ if arg.word and is_current(key.generation, arg.generation) and (arg.word_on == '
   if redis.call('HSETNX', words, arg.member, arg.word) == 1 then note(key.changes, times, arg.member, arg.ttl) end
   redis.call('EXPIRE', words, arg.ttl)
 end
-local function own(words, lacks)
-  if lacks == '1' then return redis.call('HGET', words, arg.member) or 0 end
-  return redis.call('HEXISTS', words, arg.member)
+local function own(words, known)
+  local word = redis.call('HGET', words, arg.member)
+  if word and known ~= '' and string.sub(word, 1, 32) .. #word == known then return 1 end
+  return word or 0
 end
 local function told(words, times, change, enough) -- where they are asked for
   local many = redis.call('HLEN', words)
@@ -242,8 +246,8 @@ local function told(words, times, change, enough) -- where they are asked for
 end
 local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
-  if id ~= arg.votes_of then arg.votes, arg.lacks_vote, arg.tag_failed = '0', '1', '' end -- known of another opening
-  own_vote, failed = own(key.votes, arg.lacks_vote), unless(key.failed, arg.tag_failed)
+  if id ~= arg.votes_of then arg.votes, arg.tag_vote, arg.tag_failed = '0', '', '' end -- known of another opening
+  own_vote, failed = own(key.votes, arg.tag_vote), unless(key.failed, arg.tag_failed)
   votes = told(key.votes, key.votes_at, arg.votes, arg.enough_votes)
 end
 local silence = tonumber(arg.silence_ms)
@@ -254,16 +258,18 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
         unless(key.restart_point, arg.tag_restart_point), unless(key.generation, arg.tag_generation),
         alive_unless(key.leases, reading(key.clock, silence), arg.alive),
         told(key.ready, key.ready_at, arg.ready, arg.enough_ready), since(key.peers, key.peers_at, known(arg.peers)),
-        votes, is_settling(key.leases, key.clock, silence) and 1 or 0, own(key.ready, arg.lacks_ready), own_vote}
+        votes, is_settling(key.leases, key.clock, silence) and 1 or 0, own(key.ready, arg.tag_ready), own_vote}
 """,
 )
 
 OPEN = _script(
-    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any "
-    "last_votes:any",
-    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch",
+    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed"
+    " last_votes:any attempt:hash",
+    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch heard"
+    " spent_ttl",
     _FLAG,
     """
+-- `heard`: what the caller knew of the current opening; empty: it does not matter.
 if not is_current(key.generation, arg.generation) then return 0 end
 local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
 local orders = judged(redis.call('GET', key.orders), arg.junk_orders)
@@ -275,11 +281,18 @@ local _, version = label(orders) -- who has not seen an order begins no round wi
 if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
 local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
 local _, _, done = label(committed)
+if arg.heard ~= '' and redis.sha1hex(known_of(key.attempt, key.votes, key.failed)) ~= arg.heard then return 0 end
 if open and open == done then -- those who were not in that round ask for its votes
   redis.call('DEL', key.last_votes)
   local votes = redis.call('HGETALL', key.votes)
   for i = 1, #votes, 2 do redis.call('HSET', key.last_votes, votes[i], votes[i + 1]) end
   redis.call('EXPIRE', key.last_votes, arg.ttl)
+elseif open and arg.current ~= '' then -- and those who check what follows from it ask for all of it
+  redis.call('HSET', key.attempt, 'opening', arg.current)
+  local votes, failed = redis.call('HGETALL', key.votes), redis.call('GET', key.failed)
+  for i = 1, #votes, 2 do redis.call('HSET', key.attempt, 'vote ' .. votes[i], votes[i + 1]) end
+  if failed then redis.call('HSET', key.attempt, 'failed', failed) end
+  redis.call('EXPIRE', key.attempt, arg.spent_ttl)
 end
 redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
 redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
@@ -741,15 +754,31 @@ return redis.call('EXPIRE', key.said, arg.ttl)
 )
 
 TESTIFY = _script(
-    "evidence:hash",
-    "member word ttl junk",
+    "attempt:hash opening",
+    "id member word ttl junk again",
     _FLAG,
     """
--- The first word counts.
-if not judged(redis.call('HGET', key.evidence, arg.member), arg.junk) then
-  redis.call('HSET', key.evidence, arg.member, arg.word)
-end
-return redis.call('EXPIRE', key.evidence, arg.ttl)
+-- The first word counts. Behind the next opening none does but one that was there already.
+local field, _, _, open = 'said ' .. arg.member, label(redis.call('GETRANGE', key.opening, 0, 255))
+local is_there = judged(redis.call('HGET', key.attempt, field), arg.junk)
+if is_there then return 1 end
+if open ~= arg.id and (arg.again == '0' or redis.call('HEXISTS', key.attempt, 'opening') == 0) then return 0 end
+redis.call('HSET', key.attempt, field, arg.word)
+return redis.call('EXPIRE', key.attempt, arg.ttl)
+""",
+)
+
+READ_ATTEMPT = _script(
+    "attempt:hash opening votes failed",
+    "id",
+    (_TEXT, _TEXT, _LIST, _LIST, bytes),
+    """
+-- Returns the opening, its failure and its votes, where it is the current one; what else is known of it, and the tag.
+local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
+local kept, tag = redis.call('HGETALL', key.attempt), ''
+if open ~= arg.id then return {false, false, {}, kept, ''} end
+tag = redis.sha1hex(known_of(key.attempt, key.votes, key.failed))
+return {redis.call('GET', key.opening), redis.call('GET', key.failed), redis.call('HGETALL', key.votes), kept, tag}
 """,
 )
 

@@ -5,11 +5,10 @@ Holds the raw records beside what was read of them, since a record is verified o
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
@@ -30,6 +29,9 @@ RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "
 
 _T = TypeVar("_T")
 
+Reader: TypeAlias = Callable[[Mapping[str, bytes]], Mapping[str, _T]]
+"""Gives of raw words those that count."""
+
 
 class MemberValues(Generic[_T]):
     """What the members wrote into one hash of the store: each of them one record."""
@@ -41,6 +43,8 @@ class MemberValues(Generic[_T]):
         """So many there are, whether or not they were told."""
         self.read: Mapping[str, _T] = {}
         """Those that count."""
+        self.is_proven = True
+        """Every signature in here was verified."""
         self._raw: dict[str, bytes] = {}
 
     @property
@@ -50,31 +54,34 @@ class MemberValues(Generic[_T]):
 
     def fork(self) -> MemberValues[_T]:
         """Give another one of the same content, to learn by itself."""
-        return copy.copy(self)  # what it refers to is replaced, never changed
+        return _twin(self)
 
     @property
     def unseen(self) -> int:
         """How many were not told; also where somebody took out some that were."""
         return abs(self.count - len(self._raw))
 
-    def lacks(self, member: str) -> bool:
-        """Whether the word of a member is not in here."""
-        return member not in self._raw
+    def tag(self, member: str) -> bytes:
+        """What tells the known word of a member from another one; as the script computes it."""
+        return tag_of(self._raw.get(member, b""))
 
-    def learn_own(
-        self, member: str, said: bytes | int | None, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
-    ) -> bool:
+    def prove(self, read: Reader[_T]) -> bool:
+        """Keep what counts though nothing is taken for signed. Whether there was anything to verify."""
+        was_proven, self.is_proven = self.is_proven, True
+        if not was_proven:
+            self.read = read(self._raw)
+        return not was_proven
+
+    def learn_own(self, member: str, said: bytes | int | None, read: Reader[_T]) -> bool:
         """Take over what there is of one member: its word, 1 for the known one, 0 for none. Whether that is new."""
-        if isinstance(said, int) and (said == 1 or self.lacks(member)):
+        if isinstance(said, int) and (said == 1 or member not in self._raw):
             return False
         new = {member: said} if isinstance(said, bytes) else {}
         self._raw = {**{m: raw for m, raw in self._raw.items() if m != member}, **new}
         self.read = {**{m: word for m, word in self.read.items() if m != member}, **read(new)}
         return True
 
-    def learn(
-        self, answer: Sequence[Any], change: int, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
-    ) -> bool:
+    def learn(self, answer: Sequence[Any], change: int, read: Reader[_T]) -> bool:
         """Take over a script's answer: how many there are, whether these are all, and those that are new.
 
         `read`: gives those of the new ones that count. Returns whether anything is another than before.
@@ -126,6 +133,8 @@ class StoreCache:
     links: MemberValues[LinkRates] = field(default_factory=MemberValues[LinkRates])
 
     opening: Opening | None = None
+    is_taken: bool = False
+    """The signature of `opening` was not verified."""
     committed: Verdict | None = None
     is_doubted: bool = False
     """There is a newer verdict than `committed`, for which members were not seen to have voted."""
@@ -138,10 +147,17 @@ class StoreCache:
     view: View | None = None
     """What the last look gave; None where something is another by now."""
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether every signature of a round in here was verified."""
+        return self.ready.is_proven and self.votes.is_proven and not self.is_taken
+
     def fork(self) -> StoreCache:
         """Give another one of the same content, to learn by itself."""
-        words = {name: getattr(self, name).fork() for name in ("ready", "votes", "peers", "links")}
-        return replace(self, **words)
+        twin = _twin(self)
+        twin.ready, twin.votes = self.ready.fork(), self.votes.fork()
+        twin.peers, twin.links = self.peers.fork(), self.links.fork()
+        return twin
 
     def in_another_session(self, era: int) -> StoreCache:
         """Give what is known, for another session: raw records are kept and verified anew, the rest is fetched."""
@@ -193,6 +209,13 @@ class StoreCache:
     def tag(self, name: str) -> bytes:
         """What tells the known record of this name from another one; as the script computes it."""
         return tag_of(self.records.get(name) or b"")
+
+
+def _twin(of: _T) -> _T:
+    """A shallow copy, for a small part of what `copy` takes: what it refers to is replaced, never changed."""
+    twin = object.__new__(type(of))
+    vars(twin).update(vars(of))
+    return twin
 
 
 def number(said: bytes | None) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
@@ -14,6 +17,7 @@ from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
 
 A, B, C = "a#1", "b#2", "c#3"
+RULES = [RobustRule("clip"), RobustRule("trimmed", trim=0.25), RobustRule("centered_clip", iterations=1)]
 
 
 def opening(*members: str, late: tuple[str, ...] = ()) -> Opening:
@@ -64,11 +68,7 @@ def test_records_without_scores_trust_everybody() -> None:
     assert trust_of((A, B), {}) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [RobustRule("clip"), RobustRule("trimmed", trim=0.25), RobustRule("centered_clip", iterations=1)],
-    ids=lambda rule: rule.name,
-)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_honest_members_of_unequal_data_and_speed_stay_trusted_for_200_rounds(rule: RobustRule) -> None:
     """Each has an optimum as far from the others' as all are from the start, and noise as large as what it learns.
 
@@ -94,3 +94,47 @@ def test_honest_members_of_unequal_data_and_speed_stay_trusted_for_200_rounds(ru
         record = {"agreement": scores_after(record, made, {m: cosine for m, cosine in known if cosine is not None})}
         state = state - result
     assert least > 0.5
+
+
+@given(st.lists(st.floats(-0.05, 1.0) | st.none(), max_size=200))
+def test_member_whose_cosines_are_near_zero_or_above_counts_fully_for_ever(cosines: list[float | None]) -> None:
+    """A score is a mean of what was measured and of 0, so it is never below both."""
+    record: dict[str, object] = {}
+    for cosine in cosines:
+        record = {"agreement": scores_after(record, opening(A, B), {} if cosine is None else {A: cosine})}
+        assert trust_of((A,), record) == (1.0,)
+
+
+def disjoint(random: torch.Generator) -> list[Tensor]:
+    """Each member trains parameters of its own, as those of letters that it alone has."""
+    return [torch.randn(2048, generator=random) * (torch.arange(2048) % 5 == m) for m in range(5)]
+
+
+def independent(random: torch.Generator) -> list[Tensor]:
+    """No two have anything in common, in norms from 1 to 5."""
+    return [(1 + m) * torch.randn(2048, generator=random) for m in range(5)]
+
+
+def one_apart(random: torch.Generator) -> list[Tensor]:
+    """Four have learned much the same, and one something else: none of it is theirs, and none is opposed to it."""
+    shared = torch.randn(2048, generator=random)
+    alike = [shared + 0.3 * torch.randn(2048, generator=random) for _ in range(4)]
+    other = torch.randn(2048, generator=random)
+    return [*alike, other - shared * (other @ shared) / (shared @ shared)]
+
+
+@pytest.mark.parametrize("contributions", [disjoint, independent, one_apart], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_disagreement_alone_costs_no_trust(
+    rule: RobustRule, contributions: Callable[[torch.Generator], list[Tensor]]
+) -> None:
+    """What a member sends moves the result towards it, never away from it: only who pulls against the others sinks."""
+    random, members, codec = torch.Generator().manual_seed(5), tuple(f"m{m}" for m in range(5)), CODECS["int8"]
+    record: dict[str, object] = {}
+    for number in range(60):
+        made = Opening(1, 1, number, members, (1,) * 5, trust=trust_of(members, record))
+        parts = [codec.encode(delta) for delta in contributions(random)]
+        _, seen = combine(rule, codec, parts, made.shares, 2048)
+        known = zip(members, seen.cosines(), strict=True)
+        record = {"agreement": scores_after(record, made, {m: cosine for m, cosine in known if cosine is not None})}
+        assert trust_of(members, record) == (1.0,) * 5

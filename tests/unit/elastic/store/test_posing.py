@@ -299,6 +299,12 @@ def test_round_that_one_member_commits_without_the_living_others_counts_for_none
     assert [three[node].view(2).committed for node in "ab"] == [before.committed] * 2
     opening = three["a"].signed(an_opening(A, B, version=3, round=2), A)
     assert open_next(three["a"], opening) and three["b"].view(2).opening == opening
+    verdict = a_verdict(opening)
+    for node, member in HONEST:
+        three[node].expect_verdict(verdict)
+        three[node].vote(opening, member, vote_of(verdict))
+    assert three["a"].propose_verdict(verdict)
+    assert three["b"].history()[1:] == [before.committed, verdict], "what they wrote over is no round of the run"
 
 
 def test_lease_that_one_member_takes_from_the_others_is_theirs_again(

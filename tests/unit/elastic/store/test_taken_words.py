@@ -1,0 +1,263 @@
+"""Signatures that a member does not verify while nothing is disputed, on a real Redis; and that it does otherwise.
+
+A, B and C committed the round before; X has the token, and writes in the names of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+from tests.stores import SHARED, a_verdict, an_opening, open_next
+
+from zeroband.elastic.membership.ballots import vote_of
+from zeroband.elastic.membership.node_key import NodeKey, is_signed
+from zeroband.elastic.membership.records import Blame, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.store.seals import Seals
+
+KEYS = {node: NodeKey(node.encode() * 32) for node in "abcx"}
+A, B, C, X = (KEYS[node].new_member_id(node) for node in "abcx")
+MEMBERS = {"a": A, "b": B, "c": C}
+READY = Ready(2, 8, "state", 1, 1)
+BLAME = Blame((B,), "why", True, "out", 1)
+Stores = dict[str, RedisStore]
+
+
+@pytest.fixture(autouse=True)
+def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Say what is drawn; by default no signature is verified by lot."""
+
+    def is_now(value: float) -> None:
+        monkeypatch.setattr("zeroband.elastic.store.record_verifier.random.random", lambda: value)
+
+    is_now(1.0)
+    return is_now
+
+
+def opened(version: int, round: int, *members: str) -> Opening:
+    return replace(an_opening(*members, version=version, round=round), weights=(8,) * len(members))
+
+
+def commit(stores: Stores, opening: Opening) -> Verdict:
+    verdict = a_verdict(opening)
+    assert open_next(stores["a"], opening)
+    for node, member in MEMBERS.items():
+        stores[node].expect_verdict(verdict)
+        stores[node].vote(opening, member, vote_of(verdict))
+    assert stores["a"].propose_verdict(verdict)
+    return verdict
+
+
+@pytest.fixture
+def stores(redis_url: str) -> Iterator[Stores]:
+    """By the node that speaks through each. Round 1 is committed, and nobody has said anything of round 2."""
+    opened_stores = {
+        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, patience_s=5.0)
+        for node, key in KEYS.items()
+    }
+    for node, member in MEMBERS.items():
+        opened_stores[node].found_or_match(SHARED)
+        assert opened_stores[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
+    for version, round in ((1, 0), (2, 1)):
+        commit(opened_stores, opened_stores["a"].signed(opened(version, round, A, B, C), A))
+    yield opened_stores
+    for store in opened_stores.values():
+        store.close()
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose signatures were verified since."""
+    found: list[str] = []
+
+    def count(name: str, said: bytes, signature: bytes) -> bool:
+        found.append(name)
+        return is_signed(name, said, signature)
+
+    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", count)
+    return found
+
+
+def watch(stores: Stores, node: str) -> list[tuple[str, str]]:
+    told: list[tuple[str, str]] = []
+    stores[node].judge.on_forgery = lambda place, member: told.append((place, member))
+    return told
+
+
+def look(store: RedisStore, round: int = 2) -> View:
+    """As a member looks that has to propose something."""
+    return store.await_change(round, None, within_s=0.0, whole=True)
+
+
+def propose(store: RedisStore, opening: Opening) -> bool:
+    return store.propose_opening(opening, current=look(store, opening.round).opening)
+
+
+def say_ready(stores: Stores, *nodes: str) -> None:
+    for node in nodes:
+        stores[node].announce_ready(MEMBERS[node], READY, enough=3)
+
+
+def test_member_verifies_no_signature_of_a_round_in_which_all_agree(stores: Stores, verified: list[str]) -> None:
+    say_ready(stores, "a", "b", "c")
+    opening = stores["c"].signed(opened(3, 2, A, B, C), C)
+    seen = look(stores["c"])
+    assert {*seen.ready} == {A, B, C} and not seen.is_proven
+    assert propose(stores["c"], opening)
+    assert [look(stores[node]).opening for node in "abc"] == [opening] * 3
+    verdict = a_verdict(opening)
+    for node, member in MEMBERS.items():
+        stores[node].expect_verdict(verdict)
+        stores[node].vote(opening, member, vote_of(verdict))
+    assert look(stores["c"]).votes == dict.fromkeys((A, B, C), vote_of(verdict))
+    assert stores["c"].propose_verdict(verdict)
+    assert [look(stores[node]).committed for node in "abc"] == [verdict] * 3
+    assert verified == []
+
+
+def test_view_verifies_all_that_was_taken(stores: Stores, verified: list[str]) -> None:
+    say_ready(stores, "a", "b", "c")
+    opening = stores["b"].signed(opened(3, 2, A, B, C), B)
+    assert propose(stores["b"], opening)
+    stores["b"].vote(opening, B, "d")
+    assert not look(stores["c"]).is_proven
+    view = stores["c"].view(2)
+    assert view.is_proven and {*verified} == {A, B} and view.votes == {B: "d"}
+    assert look(stores["c"]).is_proven and len(verified) == 4, "ready of A and B, the opening, the vote of B"
+
+
+def test_forged_word_that_was_taken_counts_no_more_once_it_is_verified(stores: Stores) -> None:
+    told = watch(stores, "c")
+    stores["x"].announce_ready(A, replace(READY, weight=7))
+    say_ready(stores, "b", "c")
+    assert look(stores["c"]).ready[A].weight == 7
+    view = stores["c"].view(2)
+    assert {*view.ready} == {B, C} and view.refused == {}
+    assert told == [(f"{stores['c'].keys.ready(2)} {A}", A)]
+
+
+def test_forged_record_that_is_no_record_is_a_forgery_and_none_of_its_member(stores: Stores) -> None:
+    """Its member is not refused for it."""
+    told = watch(stores, "b")
+    say_ready(stores, "b")
+    stores["x"].announce_ready(A, replace(READY, weight=-1))
+    view = look(stores["b"])
+    assert {*view.ready} == {B} and view.refused == {} and [member for _, member in told] == [A]
+
+
+def test_member_notices_at_once_that_its_own_word_was_written_over(stores: Stores, redis_client: redis.Redis) -> None:
+    told = watch(stores, "a")
+    say_ready(stores, "a", "b", "c")
+    assert A in look(stores["a"]).ready
+    forged = stores["x"].judge.seal_ready(A, replace(READY, weight=7))
+    redis_client.hset(stores["a"].keys.ready(2), A, forged)
+    assert A not in look(stores["a"]).ready and [member for _, member in told] == [A]
+
+
+def test_opening_in_the_name_of_a_member_is_refused_and_written_over_by_that_member(stores: Stores) -> None:
+    say_ready(stores, "a", "b", "c")
+    forged = stores["x"].signed(replace(opened(3, 2, A, B, C), steps_requested=(5, 5, 5)), A)
+    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
+    told = watch(stores, "a")
+    assert look(stores["b"]).opening == forged
+    assert look(stores["a"]).opening is None and [member for _, member in told] == [A]
+    own = stores["a"].signed(opened(3, 2, A, B, C), A)
+    assert stores["a"].propose_opening(own, current=None)
+    assert [look(stores[node]).opening for node in "abc"] == [own] * 3
+
+
+def test_opening_in_the_name_of_another_counts_no_more_once_it_is_verified(stores: Stores) -> None:
+    say_ready(stores, "a", "b", "c")
+    forged = stores["x"].signed(opened(3, 2, A, B, C), A)
+    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
+    told = watch(stores, "b")
+    assert look(stores["b"]).opening == forged and not look(stores["b"]).is_proven
+    assert stores["b"].view(2).opening is None and [member for _, member in told] == [A]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"proposer": X}, {"retries": 1}, {"rollback": 5}, {"weights": (0, 8, 8)}, {"blames": (BLAME,)}],
+    ids=["of a stranger", "opened again", "goes back", "of one that sends nothing", "says who is at fault"],
+)
+def test_opening_that_is_not_usual_is_verified(stores: Stores, changes: dict[str, Any]) -> None:
+    say_ready(stores, "a", "b", "c")
+    forged = replace(stores["x"].signed(replace(opened(3, 2, A, B, C), **changes), A), **changes)
+    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
+    assert look(stores["b"]).opening is None
+
+
+@pytest.mark.parametrize("said", [replace(READY, weight=0), replace(READY, gains=(0.5,))], ids=["nothing", "gains"])
+def test_word_of_a_member_that_others_do_not_need_is_verified(stores: Stores, said: Ready) -> None:
+    say_ready(stores, "b")
+    stores["x"].announce_ready(A, said)
+    assert {*look(stores["b"]).ready} == {B}
+
+
+def test_word_of_a_member_that_is_new_is_verified(stores: Stores) -> None:
+    name = NodeKey.new().new_member_id("d")
+    say_ready(stores, "b")
+    stores["x"].announce_ready(name, READY)
+    assert {*look(stores["b"]).ready} == {B}
+
+
+def test_joiner_verifies_the_words_of_all(stores: Stores) -> None:
+    joiner = NodeKey.new()
+    name = joiner.new_member_id("d")
+    stores["x"].announce_ready(A, READY)
+    key = RunKey(b"k" * 32, joiner)
+    with closing(RedisStore(stores["b"].address, "run", key=key, lease_s=1000.0, patience_s=5.0)) as store:
+        store.announce_ready(name, READY, enough=3)
+        assert {*look(store).ready} == {name}
+
+
+def test_behind_a_forgery_every_signature_is_verified(stores: Stores) -> None:
+    say_ready(stores, "b")
+    stores["x"].renew_lease(A, Peer("a", "elsewhere", 2, True))
+    look(stores["b"])
+    stores["x"].announce_ready(A, READY)
+    assert {*look(stores["b"]).ready} == {B}
+
+
+def test_vote_of_a_member_that_others_do_not_need_is_verified(stores: Stores) -> None:
+    opening = stores["a"].signed(replace(opened(3, 2, A, B, C), weights=(8, 8, 0)), A)
+    assert propose(stores["a"], opening)
+    for member in (B, C):
+        stores["x"].vote(opening, member, "d")
+    assert look(stores["a"]).votes == {B: "d"}
+
+
+def test_some_signatures_are_verified_by_lot(stores: Stores, draw: Callable[[float], None]) -> None:
+    stores["x"].announce_ready(A, READY)
+    draw(0.03)
+    assert look(stores["b"]).ready == {}
+
+
+def test_member_that_is_left_out_verifies_what_the_others_are_said_to_have(stores: Stores) -> None:
+    """A may be left out by C where all others are said to hold another state than its own: in the name of B."""
+    say_ready(stores, "a")
+    stores["x"].announce_ready(B, replace(READY, state_digest="another"))
+    look(stores["a"])
+    alone = stores["c"].signed(opened(3, 2, C), C)
+    assert propose(stores["c"], alone)
+    assert look(stores["a"]).opening is None
+
+
+def test_place_of_a_member_is_signed_once_while_it_stays(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[str] = []
+    seal = Seals.seal
+
+    def count(self: Seals, text: str, *scope: str, **more: object) -> str:
+        signed.append(scope[0])
+        return seal(self, text, *scope, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Seals, "seal", count)
+    for port in (2, 2, 3, 3):
+        assert stores["a"].renew_lease(A, Peer("a", "host", port, True)) is not None
+    assert signed == ["peer", "peer"] and stores["b"].view(2).peers[A].port == 3
