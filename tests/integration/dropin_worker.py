@@ -47,7 +47,7 @@ def main() -> None:
         inner_steps=2,
         inner_optimizer=partial(torch.optim.AdamW, lr=0.05),
         total_steps=6,
-        settings={"comm.codec": "fp32", "run.dir": out, "run.id": f"{form}-{out.name}", "node.id": "n"},
+        settings={"comm.codec": "fp32", "run.dir": out, "run.id": "-".join((form, *out.parts[-2:])), "node.id": "n"},
     ) as optimizer:
         during = gloo_threads()
         while not optimizer.is_done:

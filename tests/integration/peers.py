@@ -31,6 +31,11 @@ class Peers:
     arguments: tuple[str, ...]
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
 
+    @property
+    def run_id(self) -> str:
+        """Of these peers alone: pytest's workers have folders of equal names, and one shared memory."""
+        return f"{self.folder.name}-{os.getpid()}"
+
     def start(
         self, name: str, *arguments: str, launcher: tuple[str, ...] = (), settings: Mapping[str, str] | None = None
     ) -> None:
@@ -40,7 +45,7 @@ class Peers:
             "PYTHONPATH": str(Path(zeroband.__file__).parents[1]),
             "OMP_NUM_THREADS": "1",
             "ZERO_BAND_NODE__ID": name,
-            "ZERO_BAND_RUN__ID": self.folder.name,
+            "ZERO_BAND_RUN__ID": self.run_id,
             "ZERO_BAND_RUN__DIR": str(self.folder),
             "ZERO_BAND_FAULT__DETECT_S": "2",
             **(settings or {}),
@@ -55,7 +60,7 @@ class Peers:
         return (self.folder / f"{name}.log").read_text()
 
     def read(self, name: str, file: str) -> list[dict[str, Any]]:
-        path = self.folder / self.folder.name / name / file
+        path = self.folder / self.run_id / name / file
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -65,7 +70,7 @@ class Peers:
 
     def memory(self, name: str) -> list[Path]:
         """What a peer has in shared memory."""
-        return list(Path("/dev/shm").glob(f"zeroband-{self.folder.name}@{name}"))
+        return list(Path("/dev/shm").glob(f"zeroband-{self.run_id}@{name}"))
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + DEADLINE_S

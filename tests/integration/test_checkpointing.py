@@ -55,7 +55,7 @@ def node(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     settings = {
         **SMALL,
         **request.param,
-        "run.id": folder.name,
+        "run.id": f"{folder.name}-{os.getpid()}",  # pytest's workers have folders of equal names, and one shared memory
         "run.dir": folder / "runs",
         "data.cache_dir": folder / "cache",
         "train.total_steps": 100,

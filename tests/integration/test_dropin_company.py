@@ -48,7 +48,7 @@ def test_start_says_run_place_and_store_in_one_line_without_the_password(story: 
     peers, _ = story
     places: list[str] = []
     for name in "abc":
-        said = [line for line in peers.log(name).splitlines() if f"in run {peers.folder.name!r} as {name}, " in line]
+        said = [line for line in peers.log(name).splitlines() if f"in run {peers.run_id!r} as {name}, " in line]
         assert len(said) == 1, peers.log(name)
         assert "store unix://" in said[0] and PASSWORD not in peers.log(name)
         places.append(said[0].partition("member ")[2].partition(",")[0])
@@ -80,4 +80,4 @@ def test_peer_that_comes_at_the_end_is_done_without_a_traceback(story: tuple[Pee
 def test_peer_that_comes_when_the_run_is_complete_is_told_so(story: tuple[Peers, dict[str, int]]) -> None:
     peers, _ = story
     (said,) = [line for line in peers.log("e").splitlines() if "is complete" in line]
-    assert f"run {peers.folder.name!r}" in said and "new run.id" in said and "is_done is true" in said
+    assert f"run {peers.run_id!r}" in said and "new run.id" in said and "is_done is true" in said

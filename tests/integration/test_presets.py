@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -76,7 +77,8 @@ def trained(
     flags = [f"--{key}={value}" for key, value in TINY.items() if not (is_foreign and key.startswith("model."))]
     if file := asked.get("model", {}).get("file"):  # from the root of the clone
         flags.append(f"--model.file={CONFIGS.parent / file}")
-    flags += [f"--run.dir={folder}", f"--run.id={folder.name}", "--node.id=n0", f"--data.cache_dir={folder / 'cache'}"]
+    run_id = f"{folder.name}-{os.getpid()}"  # pytest's workers have folders of equal names, and one shared memory
+    flags += [f"--run.dir={folder}", f"--run.id={run_id}", "--node.id=n0", f"--data.cache_dir={folder / 'cache'}"]
     outer = asked.get("outer")
     if outer and outer["type"] == "diloco":
         flags.append(f"--outer.inner_steps={outer.get('fragments', 1)}")
@@ -91,7 +93,7 @@ def trained(
         local = init_local_mesh({})
         stack.callback(local.close)
         train(config, local, Departure(grace_s=1.0), stack)
-    return Trained(config, environ, folder / folder.name / "n0")
+    return Trained(config, environ, folder / run_id / "n0")
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class NodeFolder:
         except BlockingIOError:
             raise ConfigError(
                 f"node.id={node_id!r} of run.id={run_id!r} is already running on this machine ({self.path} is held); "
-                "give the second node another node.id"
+                "give a second node of this run another node.id, and another run another run.id"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, launcher.encode("ascii"), 0)

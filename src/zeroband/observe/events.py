@@ -61,7 +61,7 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "peer_lost": EventKind(
         "Round {round} goes on without {member_ids}.",
-        "Other members were lost.",
+        "Other members were lost; not those that left as they were asked to.",
         ("round", "member_ids"),
         logging.WARNING,
     ),

@@ -191,6 +191,8 @@ class NodeReport(Report):
         self._metrics = MetricsLog(node.node_dir, [*watchers, *open_trackers(config, node.node_dir)])
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
+        self._leaving: tuple[str, ...] = ()
+        """Members that the newest round was the last one of."""
         self._steps_since_round = 0
         self._newest: dict[str, MetricValue] = {}
         """The newest results on held-out samples, and passes over each source, by metric."""
@@ -272,7 +274,9 @@ class NodeReport(Report):
     def committed(self, round: RoundReport) -> None:
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
-        lost = [member for member in self._members if member not in (*round.members, *round.late)]
+        expected = [member for member in self._members if member not in self._leaving]
+        lost = [member for member in expected if member not in (*round.members, *round.late)]
+        self._leaving = round.leaving
         if lost and round.member_id in self._members:
             self.events.emit("peer_lost", round=round.round, member_ids=lost)
         if round.members != self._members:

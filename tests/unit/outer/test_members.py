@@ -160,8 +160,10 @@ def test_node_that_leaves_hands_over_what_it_learned_and_is_dealt_nothing(
 ) -> None:
     run = start_run(algorithm, "a", "b")
     run["b"].departure.ask(0.0)
-    report = run.round(a=noise(1), b=noise(2))["b"]
+    reports = run.round(a=noise(1), b=noise(2))
+    report = reports["b"]
     assert [run.store.view(1).ready[name].steps_requested for name in ("a", "b")] == [1, 0]
+    assert [reports[name].leaving for name in ("a", "b")] == [("b",), ("b",)]
     assert report.weights == (10, 10) and not report.progress.is_complete
     assert report.progress.assigned.keys() == {"a"} and report.progress.ledgers[SHARED].returned == ()
     run["b"].member.close()

@@ -93,6 +93,15 @@ def test_scored_payloads_are_told_of_with_the_round_that_they_were_sent_in(node:
     assert told == [(4, "a#1", 0.25), (4, "b#2", -1.0)]
 
 
+def test_member_that_left_as_it_was_asked_to_is_not_lost(node: Any) -> None:
+    both = {"members": ("a#1", "b#2", "c#3"), "weights": (10, 10, 10), "samples": (1, 1, 1)}
+    last = replace(round_after(after(30), 0), leaving=("b#2",), **both)
+    alone = replace(round_after(after(40), 0), round=2, epoch=2)
+    metrics_of(node, committed(after(30), last), committed(after(40), alone))
+    lost = [event["member_ids"] for event in lines_of(node, EVENTS_FILE) if event["kind"] == "peer_lost"]
+    assert lost == [["c#3"]]
+
+
 def test_mfu_is_of_all_cards_of_the_node_each_once_whatever_a_rank_sees(node: Any) -> None:
     node.local.cards = (
         Card("NVIDIA L4", "a", "1", 24),

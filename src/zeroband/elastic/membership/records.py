@@ -388,6 +388,15 @@ class Opening(LongRecord):
         return 2 * max(self.largest) * max(1.0, sum(self.shares)) if self.largest else math.inf
 
     @property
+    def leaving(self) -> tuple[str, ...]:
+        """Members that ask for no samples while others do, since they were asked to leave: they are in no later round.
+
+        At the end of the run nobody asks for any.
+        """
+        asked = dict(zip(self.members, self.steps_requested, strict=False))
+        return tuple(m for m, steps in asked.items() if steps == 0) if any(asked.values()) else ()
+
+    @property
     def behind(self) -> frozenset[str]:
         """Members that others cannot dial."""
         return frozenset(self.members[place] for place in self.network.behind)

@@ -77,6 +77,9 @@ class RoundReport:
     score_s: float | None = None
     """What measuring this round's payloads took this node; None: it measured none."""
 
+    leaving: tuple[str, ...] = ()
+    """Members that leave after the round, as they were asked to."""
+
     @property
     def retries(self) -> int:
         return len(self.failures)

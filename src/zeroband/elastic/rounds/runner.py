@@ -464,6 +464,7 @@ class RoundRunner:
             weights=opening.weights,
             samples=tuple(steps * batch_size for steps in opening.steps),
             late=opening.late,
+            leaving=opening.leaving,
             state_digest=self._state.digest,
             progress=self._state.progress,
             carried=tuple((c.member, c.weight, c.steps * batch_size) for c in opening.counted),

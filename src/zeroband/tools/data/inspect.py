@@ -128,7 +128,7 @@ def _describe(found: ShardSet) -> None:
     kept = found.tokens - found.padding
     packed = "concatenated" if found.packed_length is None else f"packed best-fit into {found.packed_length} tokens"
     print(f"sources    {' '.join(found.sources)}")
-    print(f"tokens     {found.tokens} of {found.documents} documents, {kept / found.documents:.1f} each, {packed}")
+    print(f"tokens     {found.tokens}, documents {found.documents}, {kept / found.documents:.1f} each, {packed}")
     print(f"padding    {found.padding / found.tokens:.2%}")
     print(
         f"left out   {found.empty_documents} empty, {found.duplicate_documents} duplicates, "

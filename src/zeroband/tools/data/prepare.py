@@ -267,7 +267,7 @@ class _Preparation:
             if not any(record.of_sources.get(number) for record in records):
                 print(f"zeroband data prepare: {source} gave no document", file=sys.stderr)
         rate = f", {human_count(tokens_per_s)} tokens/s" if tokens_per_s else ""
-        print(f"tokens    {made.tokens} of {made.documents} documents in {len(made.shards)} shards{rate}")
+        print(f"tokens    {made.tokens}, documents {made.documents}, shards {len(made.shards)}{rate}")
         print(
             f"left out  {made.empty_documents} empty, {made.duplicate_documents} duplicates, "
             f"{made.filtered_documents} for their length{_bad_rows(records)}"
