@@ -86,6 +86,8 @@ OPENING = Opening(
     sites=(0, 0),
     largest=(0.5, 0.0),
     is_flat=True,
+    before="40-00ff",
+    silent=(B,),
     gains=(Gain(B, -0.5),),
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
     proposer=A,
@@ -302,7 +304,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-14714a4d331f"
+    assert OPENING.id == "41-0430df60a077"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -23,6 +23,7 @@ from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_bu
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.log import get_logger
 from zeroband.outer.algorithm import PARAMS, Algorithm
@@ -258,7 +259,8 @@ class ManySteps(Schedule[Algorithm]):
                 outer = {name: buffers[name][here] for name in self.sections}
                 if is_absolute:
                     contribution[there].sub_(outer[PARAMS])
-                self._algorithm.step(outer, result[there], outer_step=number)
+                with OneRounding():
+                    self._algorithm.step(outer, result[there], outer_step=number)
                 if is_absolute:
                     contribution[there].add_(outer[PARAMS])
         barrier(self._local)

@@ -18,11 +18,12 @@ from typing import Any
 
 from zeroband.elastic.membership import blame
 from zeroband.elastic.membership.ballots import digest_in, electors
+from zeroband.elastic.membership.findings import Findings, found_after
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    Attempt,
     Blame,
-    Evidence,
     Gain,
     LinkRates,
     Opening,
@@ -102,8 +103,19 @@ class ElapsedWaits:
     """From the last verdict until a quorum was at the boundary; 0: not known."""
 
 
-Hearing = Callable[[Opening], tuple[Mapping[str, Evidence], bool]]
-"""What members have testified on a failed opening so far, and whether those that have not are waited for no more."""
+@dataclass(frozen=True)
+class Heard:
+    """What is known so far of an opening that was not committed."""
+
+    attempt: Attempt
+    before: Findings
+    """What was known when it was proposed."""
+    is_over: bool
+    """Members that have not testified are waited for no more."""
+
+
+Hearing = Callable[[View], Heard]
+"""What is known of the current opening of a view."""
 
 
 def next_opening(
@@ -117,8 +129,8 @@ def next_opening(
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
-    members know of their links, if there is to be another one. `hearing`: asked where the current one failed although
-    no member was lost; None: nobody looks for who is at fault.
+    members know of their links, if there is to be another one. `hearing`: asked where the current one was not
+    committed; None: nobody looks for who is at fault.
     """
     current = view.opening
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
@@ -132,10 +144,10 @@ def next_opening(
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
-    blames = _findings(view, round, hearing)
-    if isinstance(blames, Wait):
-        return blames
-    members = _that_can_reduce(view, expected, blames)
+    found = _found(view, round, hearing)
+    if isinstance(found, Wait):
+        return found
+    members = _that_can_reduce(view, expected, found.blames)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
     if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
@@ -148,13 +160,12 @@ def next_opening(
     sitting_out = frozenset[str]()
     if not is_founding:
         sitting_out = _slow_links(sites, view, rules, patience, rates)
-        sitting_out |= _kept_apart(members, view, round, rules, blames)
+        sitting_out |= _kept_apart(members, view, round, rules, found)
     if _too_few_electors([m for m in members if m not in sitting_out], view, rules) is not None:
         sitting_out = frozenset()
     members = tuple(m for m in members if m not in sitting_out)
-    return _opening_to(
-        members, view, round, rules, rates, late=_late(view, missing, sitting_out, patience), blames=blames
-    )
+    late = _late(view, missing, sitting_out, patience)
+    return _opening_to(members, view, round, rules, rates, late=late, found=found)
 
 
 def _hindrance(view: View, round: int) -> Wait | None:
@@ -168,16 +179,22 @@ def _hindrance(view: View, round: int) -> Wait | None:
     return None
 
 
-def _findings(view: View, round: int, hearing: Hearing | None) -> tuple[Blame, ...] | Wait:
-    """What is known of who was at fault, up to now: all that counts of it, with what is new."""
-    current, known = view.opening, blame.kept(view.opening, round)
-    if hearing is None or current is None or not _has_failed(view, round):
-        return known
-    said, is_over = hearing(current)
-    silent = tuple(m for m in current.members if m in view.alive and m not in said)
-    if silent and not is_over:
+def _found(view: View, round: int, hearing: Hearing | None) -> Findings | Wait:
+    """What is known of earlier attempts up to now: all that counts of it, with what is new."""
+    current = view.opening
+    if current is None:
+        return Findings()
+    if hearing is None or (view.committed is not None and current == view.committed.opening):
+        attempt = Attempt(current, view.votes, failed=view.failed or "")
+        heard = Heard(attempt, Findings(current.blames, current.retries), is_over=True)
+    else:
+        heard = hearing(view)
+    if not _has_failed(view, round):
+        return found_after(heard.before, heard.attempt, round, None)
+    silent = tuple(m for m in current.members if m in view.alive and m not in heard.attempt.said)
+    if silent and not heard.is_over:
         return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
-    return blame.added(known, blame.judge(current, view.votes, said, silent, view.failed or ""))
+    return found_after(heard.before, heard.attempt, round, () if hearing is None else silent)
 
 
 def _has_failed(view: View, round: int) -> bool:
@@ -186,13 +203,11 @@ def _has_failed(view: View, round: int) -> bool:
     return current is not None and current.round == round and view.failed is not None and not view.lost(current)
 
 
-def _kept_apart(
-    members: tuple[str, ...], view: View, round: int, rules: Rules, blames: Sequence[Blame]
-) -> frozenset[str]:
+def _kept_apart(members: tuple[str, ...], view: View, round: int, rules: Rules, found: Findings) -> frozenset[str]:
     """Members that go without this round since what they say contradicts others; none where too few would be left."""
     held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
     may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
-    out = blame.sitting_out(members, blames, round + _retries(view, round), may_wait)
+    out = blame.sitting_out(members, found.blames, round + found.retries, may_wait)
     return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
 
 
@@ -217,12 +232,11 @@ def _opening_to(
     rates: Mapping[str, LinkRates],
     *,
     late: tuple[str, ...],
-    blames: tuple[Blame, ...],
+    found: Findings,
 ) -> Opening:
     """The opening of a round to these members, behind the current one."""
     current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
-    is_flat = _is_flat(view, round)
-    sites = () if is_flat else _speakers(members, view, rules, rates)
+    sites = () if found.is_flat else _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
     ready = [view.ready[m] for m in members]
     said = of_members(ready, rules)
@@ -236,9 +250,10 @@ def _opening_to(
         steps_requested=said.steps_requested,
         trust=trust_in(members, view, rules),
         late=late,
-        retries=_retries(view, round),
-        is_flat=is_flat,
-        blames=blames,
+        retries=found.retries,
+        is_flat=found.is_flat,
+        silent=found.silent,
+        blames=found.blames,
         network=plan(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
@@ -474,8 +489,7 @@ def _fewest_with(part: float, weights: Sequence[int]) -> int:
 
 def _that_can_reduce(view: View, expected: tuple[str, ...], blames: Sequence[Blame]) -> tuple[str, ...]:
     """Choose the members at the boundary that can bring the round to its end together, in the order of their ids."""
-    put_out = {m for b in blames if b.consequence == "out" for m in b.members}
-    here = [m for m in view.ready if m in view.alive and m not in put_out and blame.bars(blames, m) is None]
+    here = [m for m in view.ready if m in view.alive and not blame.is_put_out(blames, m)]
     states = {m: view.ready[m].state_digest for m in here}
     return _connected(view, _same_state(states, expected), expected)
 
@@ -550,22 +564,3 @@ def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
             f"round {round} was opened without {member_id}: it was away, others do not reach it, or its state differs"
         )
     return None
-
-
-def _retries(view: View, round: int) -> int:
-    """How often this round was given up although no member was lost."""
-    current = view.opening
-    return current.retries + _has_failed(view, round) if current is not None and current.round == round else 0
-
-
-def _is_flat(view: View, round: int) -> bool:
-    """Whether no part passes through others in the next attempt, so that it shows whose differ, or who sends nothing.
-
-    Every second attempt is planned by the network again, as some members may reach each other only that way.
-    """
-    current = view.opening
-    if current is None or not _has_failed(view, round) or current.is_flat:
-        return False
-    return len({view.votes[m] for m in current.members if m in view.votes}) > 1 or (
-        current.retries + 1 >= blame.PATIENT_RETRIES
-    )

@@ -164,6 +164,10 @@ class Opening(LongRecord):
     is_flat: bool = False
     """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
     tells of that member alone."""
+    before: Id = ""
+    """Id of the opening that it follows on; empty: it is the first one."""
+    silent: EachMember[Id] = ()
+    """Members of that one which lived and did not testify in time on its failure."""
     blames: EachMember[Blame] = ()
     """What was found of earlier attempts and still counts, the newest last."""
     network: LinkTable = field(default_factory=LinkTable)
@@ -336,6 +340,19 @@ class Opening(LongRecord):
     def corpus_of(self) -> dict[str, str]:
         """Name of the corpus of each member."""
         return dict(zip(self.members, self.corpora or (SHARED,) * len(self.members), strict=True))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An opening that was not committed, and all that its members signed on it."""
+
+    opening: Opening
+    votes: Mapping[str, str] = field(default_factory=dict[str, str])
+    said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
+    failed: str = ""
+    """Why it failed, which begins with who said so; empty: nobody said so."""
+    tag: str = field(default="", compare=False)
+    """Tells it in the store from the same one with more words."""
 
 
 @dataclass(frozen=True)

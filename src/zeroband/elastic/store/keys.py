@@ -143,9 +143,9 @@ class Keys:
         """String: digest of a member's first gradients of a round, by which equal batches are noticed."""
         return f"{self.prefix}:gradients:{round}:{member_id}"
 
-    def evidence(self, opening: Opening) -> str:
-        """Hash: member -> what it saw of an opening that failed."""
-        return f"{self.prefix}:evidence:{opening.id}"
+    def attempt(self, opening_id: str) -> str:
+        """Hash: what members saw of an opening that failed; from the next one on, itself, its votes and its failure."""
+        return f"{self.prefix}:attempt:{opening_id}"
 
     def saving(self, attempt: str) -> str:
         """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""

@@ -15,6 +15,7 @@ from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.epoch import (
     LEAST_GRACE_S,
     ElapsedWaits,
+    Heard,
     Hearing,
     Rules,
     Wait,
@@ -23,8 +24,10 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
+from zeroband.elastic.membership.findings import Findings
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    Attempt,
     Blame,
     Evidence,
     LinkRates,
@@ -603,8 +606,12 @@ def disputed(votes: Mapping[str, str], retries: int) -> View:
 def hearing(*silent: str, is_over: bool = False) -> Hearing:
     """All members but these have testified that they saw nothing."""
 
-    def hear(opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
-        return {m: Evidence() for m in opening.members if m not in silent}, is_over
+    def hear(view: View) -> Heard:
+        current = view.opening
+        assert current is not None
+        said = {m: Evidence() for m in current.members if m not in silent}
+        attempt = Attempt(current, view.votes, said, view.failed or "")
+        return Heard(attempt, Findings(current.blames, current.retries), is_over)
 
     return hear
 

@@ -19,8 +19,9 @@ from tests.memberships import LeaseInMemory
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
@@ -30,7 +31,9 @@ from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a", "b", "c")
 TIME_OUTS = TimeOuts(60.0, 60.0, renew_s=60.0, watch_s=60.0, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
-RECORD = {"n": 1}
+SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=8)
+RULES = Rules(start_nodes=len(NAMES), shape=SHAPE)
+NEVER_S = float("inf")
 READY = Ready(1, 8, "state", 1, 1)
 
 
@@ -85,18 +88,23 @@ class Crowd:
         return verdicts[0]
 
     def _round(self, member: Member, ready: Ready | None) -> Verdict:
-        rules, round = Rules(start_nodes=len(NAMES)), READY.round if ready is None else ready.round
+        round = READY.round if ready is None else ready.round
         if ready is not None:
             member.announce_ready(ready, start_nodes=len(NAMES))
         while True:
-            turn = member.await_turn(round, rules, is_member=round > 0, start_deadline_s=float("inf"))
+            turn = member.await_turn(round, RULES, is_member=round > 0, start_deadline_s=NEVER_S)
             if isinstance(turn, Verdict):
                 return turn
             try:
-                member.vote(turn, "digest", RECORD)
-                return member.await_verdict(turn, RECORD)
+                member.vote(turn, "digest", record_of(turn))
+                return member.await_verdict(turn, record_of(turn))
             except PeerLost:
                 continue
+
+
+def record_of(opening: Opening) -> dict[str, Any]:
+    """Each member is dealt the samples of a step."""
+    return {"progress": Progress.at_start().begin(opening, SHAPE, after_round=None).to_record(), "session": "s" * 16}
 
 
 def _key() -> RunKey:
@@ -138,9 +146,33 @@ def test_member_refuses_an_opening_that_says_of_it_what_it_did_not_say(crowd: Cr
     assert impostors(crowd) == {crowd.id_of("b")}
 
 
-@pytest.mark.parametrize(
-    "said", [replace(READY, state_digest="another"), replace(READY, weight=0, steps=0)], ids=["state", "weight"]
-)
+def test_member_refuses_a_wrong_number_of_its_own_though_it_reads_no_records(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run too large for all to read the records of all. The members drawn for that are the liar's friends."""
+
+    def drawn(opening: Opening) -> tuple[str, ...]:
+        return (crowd.id_of("a"),)
+
+    monkeypatch.setattr("zeroband.elastic.rounds.member.checkers", drawn)
+    crowd.arrive("a", "b", "c")
+    liar, honest = crowd.members["c"], crowd.members["b"]
+    committed = liar.store.view(1).committed
+    assert committed is not None
+    before, sessions = committed.opening, committed.sessions
+    lie = Opening(2, 1, 1, before.members, (8, 7, 8), (1, 1, 1), (1, 1, 1), sessions=sessions)
+    assert liar.store.propose_opening(liar.store.signed(lie, liar.member_id), current=before)
+    seen = honest.store.await_change(1, None, within_s=0.0, whole=False)
+    assert seen.unseen_ready and seen.opening is not None and seen.opening.weights == (8, 7, 8)
+    decision = honest.turn_rule(1, RULES, is_member=True, start_deadline_s=NEVER_S).decide(seen)
+    assert isinstance(decision, Wait) and "weights of" in decision.reason
+    assert [(name, kind) for name, kind, _ in crowd.events] == [("b", "opening_refused")]
+
+
+FORGERIES = {"state": {"state_digest": "another"}, "nothing": {"weight": 0, "steps": 0}, "too much": {"weight": 10**6}}
+
+
+@pytest.mark.parametrize("said", [replace(READY, **changes) for changes in FORGERIES.values()], ids=FORGERIES)
 def test_forged_record_leaves_its_member_neither_out_nor_without_weight(
     crowd: Crowd, redis_client: redis.Redis, said: Ready
 ) -> None:
@@ -149,7 +181,7 @@ def test_forged_record_leaves_its_member_neither_out_nor_without_weight(
     crowd.arrive("c")
     verdict = crowd.go_on()
     assert verdict.opening.weights == (8, 8, 8) and verdict.opening.retries == 0
-    assert impostors(crowd) == {crowd.id_of("b")}
+    assert impostors(crowd) == {crowd.id_of("b")} and {kind for _, kind, _ in crowd.events} == {"impostor"}
 
 
 def test_word_of_a_member_that_is_not_there_yet_is_its_own_once_it_comes(
@@ -162,11 +194,18 @@ def test_word_of_a_member_that_is_not_there_yet_is_its_own_once_it_comes(
     assert impostors(crowd) == {crowd.id_of("b")}
 
 
-def test_forged_vote_ends_no_round(crowd: Crowd) -> None:
+def test_forged_vote_ends_no_round(crowd: Crowd, redis_client: redis.Redis) -> None:
+    """Votes that differ are verified before they say that the members hold different results."""
     crowd.arrive("a", "b", "c")
-    opening = crowd.members["c"].await_turn(1, Rules(), is_member=True, start_deadline_s=float("inf"))
-    assert isinstance(opening, Opening)
-    crowd.poser.vote(opening, crowd.id_of("a"), "worse")
+    for name in ("c", "a", "b"):
+        opening = crowd.members[name].await_turn(1, RULES, is_member=True, start_deadline_s=NEVER_S)
+        assert isinstance(opening, Opening)
+        crowd.members[name].vote(opening, "digest", record_of(opening))
+    forged = crowd.poser.judge.seal_vote(crowd.id_of("a"), opening, "worse")
+    redis_client.hset(crowd.poser.keys.votes, crowd.id_of("a"), forged)
+    last = crowd.members["c"]
+    seen = last.store.await_change(1, None, within_s=0.0)
+    assert isinstance(last.verdict_rule(opening, record_of(opening)).decide(seen), Wait)
     verdict = crowd.go_on()
     assert verdict.opening == opening and verdict.digest == "digest"
     assert impostors(crowd) == {crowd.id_of("a")}

@@ -271,7 +271,7 @@ def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -
     for member in (a, b, c):
         member.testify(opening, Evidence())
     again = [turn_of(member, 0) for member in (a, b, c)]
-    assert again == [replace(opening, version=2, epoch=2, retries=1)] * 3
+    assert again == [replace(opening, version=2, epoch=2, retries=1, before=opening.id)] * 3
 
 
 def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
