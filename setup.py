@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -19,6 +22,17 @@ class BuildNative(build_ext):
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the files side by side, which setuptools does with extensions alone."""
+        compile_files = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor() as pool:
+                return list(chain.from_iterable(pool.map(lambda one: compile_files([one], **options), sources)))
+
+        self.compiler.compile = compile_all
+        super().build_extension(ext)
 
 
 native = Extension(

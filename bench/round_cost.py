@@ -5,7 +5,7 @@ more: what is left of a round without its inner steps is the fixed cost. The pro
 of its threads; leases are long, so that few calls to the store belong to anything else.
 
     python bench/round_cost.py --nodes 2 4
-    python bench/round_cost.py --against /path/to/another/checkout   # in turns with that one, which is `before`
+    python bench/round_cost.py --against /path/to/another/checkout   # at the same time as that one, which is `before`
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,32 +53,52 @@ def cpu_s(node: NodeProcess) -> float:
     return spent / TICKS_A_SECOND
 
 
-def cost_of(sources: Path, nodes: int, steps: int, seconds: float, arguments: Sequence[str]) -> Cost:
-    """Run `nodes` nodes with the package in `sources`, and measure their rounds for `seconds`."""
-    with tempfile.TemporaryDirectory(prefix="zeroband-bench-") as folder:
+class Run:
+    """Nodes of one rank with the package in `sources`, which make rounds of so many inner steps."""
+
+    def __init__(self, stack: ExitStack, sources: Path, nodes: int, steps: int, arguments: Sequence[str]) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-"))
         given = (*TINY, "--fault.detect-s", "10", "--outer.inner-steps", str(steps), *arguments)
         cached = ("--data.cache-dir", f"{folder}/cache")
         script, env = sources / "zeroband" / "train.py", {"OMP_NUM_THREADS": "1"}
-        with LocalCluster(Path(folder), (*given, *cached), nodes=nodes, script=script, env=env) as cluster:
-            for _ in range(nodes):
-                cluster.start(env={"PYTHONPATH": str(sources)})
-            cluster.wait_until(lambda run: (run.round or 0) >= WARM_ROUNDS, timeout_s=START_S)
-            assert cluster.redis is not None
-            client, running = redis.Redis.from_url(cluster.redis.local_url), list(cluster.nodes.values())
+        self._cluster = stack.enter_context(
+            LocalCluster(Path(folder), (*given, *cached), nodes=nodes, script=script, env=env)
+        )
+        for _ in range(nodes):
+            self._cluster.start(env={"PYTHONPATH": str(sources)})
+        assert self._cluster.redis is not None
+        self._client = stack.enter_context(redis.Redis.from_url(self._cluster.redis.local_url))
 
-            def now() -> tuple[float, float, int]:
-                info: dict[str, Any] = client.info("commandstats")  # type: ignore[assignment]
-                return time.time(), sum(map(cpu_s, running)), info["cmdstat_evalsha"]["calls"]
+    def warm_up(self) -> None:
+        """Wait until its first rounds are over."""
+        self._cluster.wait_until(lambda run: (run.round or 0) >= WARM_ROUNDS, timeout_s=START_S)
 
-            before = now()
-            time.sleep(seconds)
-            after = now()
-            client.close()
-            records = [r for node in running for r in node.metrics() if before[0] <= r["at_s"] < after[0]]
+    def now(self) -> tuple[float, float, int]:
+        """The time, and the processor seconds of its ranks and their calls up to here."""
+        info: dict[str, Any] = self._client.info("commandstats")  # type: ignore[assignment]
+        return time.time(), sum(map(cpu_s, self._cluster.nodes.values())), info["cmdstat_evalsha"]["calls"]
+
+    def cost(self, before: tuple[float, float, int], after: tuple[float, float, int]) -> Cost:
+        """What a round cost between two of `now`."""
+        nodes = self._cluster.nodes.values()
+        records = [r for node in nodes for r in node.metrics() if before[0] <= r["at_s"] < after[0]]
         rounds = sum("outer/round" in record for record in records)  # of all members
-        require(rounds >= 10 * nodes, f"{rounds} rounds in {seconds:g} s")
         took_s, spent_s, calls = (b - a for a, b in zip(before, after, strict=True))
-        return Cost(spent_s / rounds, calls / rounds, took_s * nodes / rounds)
+        require(rounds >= 10 * len(nodes), f"{rounds} rounds in {took_s:g} s")
+        return Cost(spent_s / rounds, calls / rounds, took_s * len(nodes) / rounds)
+
+
+def costs_of(
+    sides: Mapping[str, Path], nodes: int, steps: int, seconds: float, arguments: Sequence[str]
+) -> dict[str, Cost]:
+    """Run the packages of all sides at one time, so that they share what else the machine does, for `seconds`."""
+    with ExitStack() as stack:
+        runs = {side: Run(stack, sources, nodes, steps, arguments) for side, sources in sides.items()}
+        for run in runs.values():
+            run.warm_up()
+        before = {side: run.now() for side, run in runs.items()}
+        time.sleep(seconds)
+        return {side: run.cost(before[side], run.now()) for side, run in runs.items()}
 
 
 def main() -> None:
@@ -95,8 +116,7 @@ def main() -> None:
         found: dict[tuple[str, int], list[Cost]] = {}
         for _ in range(options.repeats):
             for steps in (FEW, MANY):
-                for side, sources in sides.items():
-                    cost = cost_of(sources, nodes, steps, options.seconds, arguments)
+                for side, cost in costs_of(sides, nodes, steps, options.seconds, arguments).items():
                     found.setdefault((side, steps), []).append(cost)
         for side in sides:
             few, many = (statistics.median(cost.cpu_s for cost in found[side, steps]) for steps in (FEW, MANY))

@@ -3,7 +3,8 @@
 Eight real nodes in namespaces of their own, whose links have a rate and whose inner steps sleep, so that two cores can
 carry them. Linux as root.
 
-  links          one of eight has a 20th of the others' rate: without it, waited for, and with a grace
+  links          one of eight has a 20th of the others' rate: without it, waited for, and with a grace, by which what it
+                 contributes is carried
   freezes        one of eight is stopped (SIGSTOP) for random times: waited for, and with a grace
 
     python bench/stragglers.py [links] [freezes] [--rounds 20] [--grace 0.1] [--outer ARGUMENT ...]
@@ -128,9 +129,10 @@ def freeze(node: NodeProcess, chance: random.Random, ended: threading.Event) -> 
 def tell(runs: dict[str, SimulationResult], alone: str, waited_for: str) -> None:
     """Print a table. `alone`: the run by whose rounds the others are measured; `waited_for`: by whose loss."""
     usual_s = statistics.mean(runs[alone].rounds_s())
+    longest_s = max(runs[alone].rounds_s())
     print(
-        "| run | rounds | round, mean s | of usual | median s | longest s | rounds with the slow node | tokens | "
-        "counted of trained | loss at equal tokens |\n|" + "---|" * 10
+        "| run | rounds | round, mean s | of usual | median s | longest s | of the usual longest | "
+        "rounds with the slow node | tokens | counted of trained | loss at equal tokens |\n|" + "---|" * 11
     )
     for name, found in runs.items():
         took = found.rounds_s()
@@ -140,7 +142,8 @@ def tell(runs: dict[str, SimulationResult], alone: str, waited_for: str) -> None
         times = f"{statistics.mean(took):.2f} | {statistics.mean(took) / usual_s:.3f} | {statistics.median(took):.2f}"
         slow, counted = found.rounds_with_slow(), f"{found.counted} | {found.counted / found.trained:.4f}"
         ratio = f"{loss:.4f} ({loss / usual:.4f})"
-        print(f"| {name} | {len(took)} | {times} | {max(took):.2f} | {slow} | {counted} | {ratio} |", flush=True)
+        longest = f"{max(took):.2f} | {max(took) / longest_s:.3f}"
+        print(f"| {name} | {len(took)} | {times} | {longest} | {slow} | {counted} | {ratio} |", flush=True)
 
 
 def measure_links(rounds: int, grace: Sequence[str], more: Sequence[str]) -> None:

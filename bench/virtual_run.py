@@ -30,7 +30,7 @@ from zeroband.elastic.membership.epoch import (
     next_verdict,
 )
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Carry, Opening, Peer, Ready, Verdict
 
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so
@@ -55,6 +55,8 @@ class _Node:
     """Inner steps since it said last what it contributes."""
     contributed: int = 0
     """Inner steps behind what it said, until they count: where it was late, they do in a later round."""
+    offered: tuple[int, float] = (0, 0.0)
+    """For which round it made what it contributes, and when."""
     missed: int = 0
     """Rounds that went without what it said."""
     is_training: bool = False
@@ -348,6 +350,8 @@ class VirtualRun:
         node.round, node.is_at_boundary = round, True
         committed = self._record.committed
         state = "initial" if committed is None else committed.digest
+        if node.steps:
+            node.offered = round, self._now_s
         node.contributed, node.steps = node.contributed + node.steps, 0
         ready = Ready(
             round,
@@ -356,7 +360,9 @@ class VirtualRun:
             steps=node.contributed,
             steps_requested=0 if node.is_leaving else self._model.wanted_steps(self._model.node(node.number).step_s),
             rate=self._mbit(node),
-            missed=node.missed,
+            largest=1.0,
+            offer=_offer(node) if node.is_member and not self._model.overlaps else None,
+            carries=self._carried_by(node),
             site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
         )
         view = self._store.announce_ready(node.member_id, ready)
@@ -367,6 +373,17 @@ class VirtualRun:
             if patience_s < math.inf:
                 self._after(patience_s, lambda: self._stop_waiting(round))
         self._decide(node)
+
+    def _carried_by(self, node: _Node) -> tuple[Carry, ...]:
+        """What it holds whole of members with slow links, whose contributions travel from when they are made."""
+        opening, found = self._record.opening, list[Carry]()
+        mine = {c.member for c in opening.carried if c.carrier == node.member_id} if opening is not None else set[str]()
+        for other in self._nodes:
+            travels_s = self._model.encoded_bytes * 8e-6 / self._mbit(other)
+            is_here = other.doing != "away" and other.contributed > 0 and self._now_s - other.offered[1] >= travels_s
+            if other.member_id in mine and is_here:
+                found.append(Carry(other.member_id, _offer(other), 1.0))
+        return tuple(found)
 
     @property
     def _phase_s(self) -> float:
@@ -454,6 +471,19 @@ class VirtualRun:
         if isinstance(verdict, Verdict) and self._store.propose_verdict(verdict):
             self._commit(verdict, members)
 
+    def _count_carried(self, carried: Carried, round: int) -> None:
+        """What a node contributed counted without it: it trains on. One that was lost since is another member now."""
+        self._counted += carried.steps
+        self._found.late += 1
+        node = next((n for n in self._nodes if n.member_id == carried.member), None)
+        if node is None:
+            self._found.wasted -= carried.steps
+            return
+        node.contributed, node.missed = 0, 0
+        if node.doing != "away" and node.is_at_boundary:
+            node.is_at_boundary, node.round = False, round + 1
+            self._train(node)
+
     def _commit(self, verdict: Verdict, members: list[_Node]) -> None:
         opening = verdict.opening
         self._settled_at_s, self._quorum_at_s = self._now_s, None
@@ -465,6 +495,8 @@ class VirtualRun:
             self._found.rounds += 1
             self._found.members += len(opening.members)
         self._forget_rounds_before(opening.round)
+        for carried in opening.counted:
+            self._count_carried(carried, opening.round)
         for node in members:
             if node.opening != opening:
                 continue
@@ -596,3 +628,8 @@ class VirtualRun:
         for node in fresh:
             self._start(node)
             self._recur(self._model.chaos.slow_link_every_s, partial(self._slow_down, node))
+
+
+def _offer(node: _Node) -> str:
+    """What names a node's contribution; empty where it has none."""
+    return f"{node.offered[0]}-{node.number}" if node.contributed else ""

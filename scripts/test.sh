@@ -35,9 +35,17 @@ fi
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
 # pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
 env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${folders[@]}" >/dev/null 2>&1 &
+collecting=$!
+said=$(mktemp)
+pyright >"$said" & # a minute of one core, of which tests that wait for processes leave some
+checking=$!
+trap 'kill "$checking" 2>/dev/null || true; rm -f "$said"' EXIT
 step ruff check .
 step ruff format --check .
-step pyright
 step hadolint Dockerfile
-wait
+wait "$collecting" || true # pytest says itself what is wrong
 step pytest -q --durations=10 "${parallel[@]}" "${folders[@]}"
+failed=0
+wait "$checking" || failed=$?
+printf '\n== pyright\n' && cat "$said"
+exit "$failed"

@@ -18,6 +18,7 @@ from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 
 NEVER_S = 1e6
 UNWATCHED = TimeOuts(5.0, 5.0, renew_s=NEVER_S, watch_s=NEVER_S, hung_s=NEVER_S, transfer_s=NEVER_S, store_s=NEVER_S)
@@ -64,6 +65,7 @@ def a_member(
     departure: Departure | None = None,
     clock: Callable[[], float] = time.monotonic,
     corpus: str = SHARED,
+    on_event: Callable[..., object] = noop,
 ) -> Member:
     """A membership of exactly this id, whose node is named by what stands before the `#`."""
 
@@ -71,7 +73,11 @@ def a_member(
         return LeaseInMemory(store, order) if has_lease else NoLease()
 
     access = RunAccess(
-        store, "unused", "run", shared, start_guardian=start_guardian, name_member=lambda _: name, clock=clock
+        *(store, "unused", "run", shared),
+        on_event=on_event,
+        start_guardian=start_guardian,
+        name_member=lambda _: name,
+        clock=clock,
     )
     identity = NodeIdentity(
         name.partition("#")[0], ListenAddress("host"), (), 0, Path(flags.path).parent, corpus=corpus

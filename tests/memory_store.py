@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Attempt,
     Evidence,
     LinkRates,
     Opening,
@@ -29,7 +30,7 @@ from zeroband.elastic.membership.succession import HandoverState, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 _T = TypeVar("_T")
 _V = TypeVar("_V")
@@ -387,7 +388,12 @@ class MemoryStore(Store):
         return replace(opening, proposer=member_id)
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
+        self,
+        opening: Opening,
+        *,
+        current: Opening | None,
+        generation: StoreTerm | None = None,
+        heard: Attempt | None = None,
     ) -> bool:
         record = self.record
         with record.changed:
@@ -399,19 +405,29 @@ class MemoryStore(Store):
                 return False
             if self._orders().version != opening.orders:
                 return False
+            if heard is not None and heard != self.attempt(heard.opening.id):
+                return False
             record.opening = opening
             record.openings.append(opening)
             record.changed.notify_all()
             return True
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
-        with self.record.changed:
-            self.record.evidence[opening].setdefault(member_id, evidence)
-            self.record.changed.notify_all()
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        record = self.record
+        with record.changed:
+            if record.opening == opening or (again and opening in record.openings):
+                record.evidence[opening].setdefault(member_id, evidence)
+                record.changed.notify_all()
+            return member_id in record.evidence[opening]
 
-    def evidence(self, opening: Opening) -> Mapping[str, Evidence]:
-        with self.record.changed:
-            return dict(self.record.evidence[opening])
+    def attempt(self, opening_id: str) -> Attempt | None:
+        record = self.record
+        with record.changed:
+            opening = next((o for o in reversed(record.openings) if o.id == opening_id), None)
+            if opening is None:
+                return None
+            votes, failed = self._read_all(record.votes[opening]), self._read(record.failed.get(opening))
+            return Attempt(opening, votes, dict(record.evidence[opening]), failed or "")
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         with self.record.changed:

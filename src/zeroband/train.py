@@ -130,7 +130,7 @@ def wait_for_failing_rank(error: RuntimeError) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user, beside what the log says."""
+    """Tell the user, in addition to the log."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -26,6 +26,8 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
     Blame,
+    Carried,
+    Carry,
     Evidence,
     Gain,
     LinkRates,
@@ -72,6 +74,7 @@ OPENING = Opening(
     steps=(10, 4),
     steps_requested=(10, 0),
     late=("c#3",),
+    carried=(Carried("c#3", A, "3-00ff", 512, 5, 0.25, counts=True),),
     retries=1,
     network=LinkTable((120, 30), (0,), 25, 25, 80, 1500, (1,)),
     orders=2,
@@ -86,6 +89,8 @@ OPENING = Opening(
     sites=(0, 0),
     largest=(0.5, 0.0),
     is_flat=True,
+    before="40-00ff",
+    silent=(B,),
     gains=(Gain(B, -0.5),),
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
     proposer=A,
@@ -104,7 +109,8 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5, (0.25, None))
+CARRIES = Carry("c#3", "3-00ff", 0.25)
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", "lab-a", 0.5, (0.25, None), "4-11ee", (CARRIES,))
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -302,7 +308,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-14714a4d331f"
+    assert OPENING.id == "41-cff7f2ef71ff"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.membership.records import Blame, Opening, Ready
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds import member as rounds
 from zeroband.elastic.rounds.member import Member
@@ -45,11 +45,19 @@ def to_itself(opening: Opening) -> Opening:
     return replace(opening, sites=(), gains=(), network=LinkTable(), **kept)
 
 
+def with_made_up_finding(opening: Opening) -> Opening:
+    """The opening, by which the last other member lied and is put out."""
+    other = next(m for m in reversed(opening.members) if m != opening.proposer)
+    lie = Blame((other,), "it sent two different parts", is_lie=True, consequence="out", round=opening.round)
+    return replace(opening, blames=(*opening.blames, lie))
+
+
 OPENINGS: dict[str, Callable[[RedisStore, Opening], Opening]] = {
     "sites out of range": lambda _, opening: altered(opening, sites=(9,) * len(opening.members)),
     "other weights": lambda store, opening: store.signed(
         replace(opening, weights=tuple(1 + weight for weight in opening.weights)), opening.proposer
     ),
+    "made-up finding": lambda store, opening: store.signed(with_made_up_finding(opening), opening.proposer),
     "alone": lambda store, opening: store.signed(to_itself(opening), opening.proposer),
 }
 
@@ -85,6 +93,7 @@ class Attacker:
             return start(engine, of, shape, at, links, source, *result, **more)
 
         rounds.follows = lambda *_: None  # it takes its own forgery for good
+        rounds.Hearing.objection = lambda *_: None  # type: ignore[method-assign]
         Member.announce_ready = announce_ready  # type: ignore[method-assign]
         RedisStore.propose_opening = propose_opening  # type: ignore[method-assign]
         Engine.start = reduce  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(300)]
 
 HOSTILE, HONEST = "node0", ("node1", "node2")
 RECORDS = ("negative weight", "steps x 1000")
-PLAN = ("sites out of range", "other weights", *RECORDS, *8 * ("values x 1e20",))
+PLAN = ("sites out of range", "other weights", "made-up finding", *RECORDS, *8 * ("values x 1e20",))
 """Values out of range come last, and as often as it takes: who sends them is put out for good."""
 SCRIPT = Path(__file__).with_name("hostile_trainer.py")
 
@@ -64,7 +64,15 @@ def test_records_out_of_range_are_refused_by_member_field_value_and_bound(record
 
 def test_opening_with_other_numbers_is_refused_and_the_round_opened_again(recorded: Any) -> None:
     said = [text for texts in reasons(recorded, "opening_refused").values() for text in texts]
-    assert said and all("its weights of " in text for text in said)
+    assert said and all("its weights of " in text or "no signed words say so" in text for text in said)
+
+
+def test_member_that_a_made_up_finding_puts_out_stays(recorded: Any) -> None:
+    said = [text for texts in reasons(recorded, "opening_refused").values() for text in texts]
+    assert any("it sent two different parts; no signed words say so" in text for text in said), said
+    for node in HONEST:
+        assert not [e for e in recorded.events[node] if e["kind"] in ("fenced", "left_behind", "rejoined")]
+        assert not [e for e in recorded.events[node] if e["kind"] == "blamed" and "two different parts" in e["reason"]]
 
 
 def test_member_that_sends_values_out_of_range_is_named(recorded: Any) -> None:

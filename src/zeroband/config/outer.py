@@ -104,8 +104,8 @@ class RoundsConfig(WeighedConfig):
     into a later round. None: it waits for every member that is alive, unless straggler_grace says otherwise."""
     straggler_grace: float | None = Field(default=None, gt=0, le=10)
     """How long it waits, as a part of the time that the quorum took: with 0.1 the others lose at most a tenth of a
-    round. A member whose link would make a round longer than that takes part only in some rounds, as often as keeps the
-    others' average loss at this part. None: links do not matter, and straggler_deadline_s alone decides."""
+    round. What a member contributes whose link would make a round longer than that is carried: another one fetches it,
+    and counts it in a later round. None: links do not matter, and straggler_deadline_s alone decides."""
     quorum: float = Field(default=0.5, gt=0, le=1)
     """Part of the weight of the last round, of members that live, that must be there before anybody counts as late."""
     robust: Robust | None = None

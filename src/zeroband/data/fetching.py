@@ -39,7 +39,10 @@ _log = get_logger(__name__)
 
 
 class FetchedTokens(StoredTokens):
-    """Ids that are fetched into a cache, block by block. `room_bytes`: of the cache. Any thread may read."""
+    """Ids that are fetched into a cache, block by block. `room_bytes`: of the cache. Any thread may read.
+
+    `clock`: by which waits for blocks are measured.
+    """
 
     is_fetched = True
 
@@ -52,6 +55,7 @@ class FetchedTokens(StoredTokens):
         *,
         local_rank: int,
         local_world_size: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(files, storage)
         self._cache = cache
@@ -64,7 +68,7 @@ class FetchedTokens(StoredTokens):
         self._threads: list[threading.Thread] = []
         self._stops = False
         self._waited_s, self._fetched_bytes = 0.0, 0
-        self._supply = SupplyLog(local_world_size)
+        self._clock, self._supply = clock, SupplyLog(local_world_size, clock)
         self._changed = threading.Condition()
         """Guards all that changes; notified when a block has come, or the order is another one."""
         self._order = NOTHING_EXPECTED
@@ -135,7 +139,7 @@ class FetchedTokens(StoredTokens):
 
     def _content(self, block: int) -> bytes:
         """The bytes of a block, verified: from the cache, or fetched now, or when who fetches it already has it."""
-        from_s, waited_s = time.monotonic(), 0.0
+        from_s, waited_s = self._clock(), 0.0
         content = self._cached(block)
         while content is None:
             if self._stops:
@@ -144,7 +148,7 @@ class FetchedTokens(StoredTokens):
             if content is None:
                 with self._changed:
                     self._changed.wait(_POLL_S)
-            waited_s = time.monotonic() - from_s
+            waited_s = self._clock() - from_s
         with self._changed:
             self._waited_s += waited_s
             self._supply.read(waited_s, len(content))

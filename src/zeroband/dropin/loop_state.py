@@ -20,11 +20,12 @@ from zeroband.config.outer import DdpConfig, DemoConfig, Outer
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.model.optim import sign_step
 from zeroband.node.sharding import is_sharded, local_part
 from zeroband.observe.log import get_logger
 from zeroband.outer.ddp import Ddp
-from zeroband.outer.torch_optimizer import OneRounding, TorchOuterOptimizer
+from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 
 _log = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The formats of encoded values: numbers alone, for whoever wants to know how many bytes travel. Pure; no torch."""
+"""The formats of encoded values: the numbers that tell how many bytes travel. Pure; no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The two passes of an outer round over parameters on a GPU: what is sent is encoded, what came back is applied.
 
 Here in plain torch, as the truth and where there is no Triton; `gpu` has them as one kernel each. Both give the bytes
-of the codec `int8`, so whoever receives them decodes them like any others.
+of the codec `int8`, so a receiver decodes them like any others.
 """
 
 from __future__ import annotations

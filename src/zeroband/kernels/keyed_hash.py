@@ -1,4 +1,4 @@
-"""What an owner remembers of the parts that it was sent: 64 bits of each piece, by a key that nobody else knows.
+"""What an owner remembers of the parts that it was sent: 64 bits of each piece, by a key that it alone knows.
 
 With these it can tell later whether a member shows what it sent, without keeping the parts. The C++ is
 `csrc/robust.inl: hash`; the engine calls it for the shards that a node owns.
@@ -45,11 +45,11 @@ class PartHashes:
     """Where the shard begins in the reduction."""
     chunk_numel: int
     values: Tensor
-    """(members, pieces) int64, written by the native library; every chunk of the shard has whole pieces of its own."""
+    """(members, pieces) int64, written by the native library; a piece never spans two chunks of the shard."""
 
     @staticmethod
     def of(key: HashKey, members: int, start: int, stop: int, chunk_numel: int) -> PartHashes:
-        """Zeros, for the parts of so many members for the shard [start, stop)."""
+        """Zeros, for the parts of `members` members for the shard [start, stop)."""
         pieces = -(-(stop - start) // chunk_numel) * -(-chunk_numel // PIECE)
         return PartHashes(key, start, chunk_numel, torch.zeros(members, pieces, dtype=torch.int64))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroband.config.optim import MuonConfig
 from zeroband.errors import ConfigError
+from zeroband.kernels.one_rounding import exact_sqrt
 from zeroband.model.language_model import LanguageModel
 from zeroband.node.sharding import is_sharded, local_part, map_whole
 
@@ -92,7 +93,7 @@ def _exact_norm(x: Tensor) -> Tensor:
     largest = x.abs().amax((-2, -1), keepdim=True)
     bits = (62 - (x.shape[-2] * x.shape[-1]).bit_length()) // 2
     integers = (x / largest * 2.0**bits).round_().long()
-    norm = integers.square().sum((-2, -1), keepdim=True).double().sqrt() * 2.0**-bits * largest
+    norm = exact_sqrt(integers.square().sum((-2, -1), keepdim=True).double()) * 2.0**-bits * largest
     return torch.where(largest > 0, norm, torch.inf)
 
 

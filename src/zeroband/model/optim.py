@@ -7,6 +7,7 @@ the class loads torch's compiler at its first step, seconds that most nodes have
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.model.muon import muon_parameters, muon_step
 from zeroband.node.sharding import Parameters, local_part
 from zeroband.observe.log import get_logger
@@ -83,7 +85,7 @@ class InnerOptimizer:
 
     The decay is decoupled, and of vectors (norms) only with `decay_vectors`. Uses torch's fused kernel where the device
     has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards, which those of the fused CPU
-    kernel do, nor on threads and processors, as those of a product of matrices do; slower.
+    kernel do, nor on threads and processors, as those of a product of matrices and of a square root do; slower.
     `module`: whose blocks hold the matrices that are Muon's; None: `model` is one. It must hold its values (not be on
     the meta device): the moments are made at once, so that another node's can be written into them before the first
     step.
@@ -161,7 +163,7 @@ class InnerOptimizer:
         config = self._optim.adamw
         of_vectors = config.weight_decay if config.decay_vectors else 0.0
         others = {name: p for name, p in self._names.items() if name not in self._matrices}
-        with torch.no_grad():
+        with torch.no_grad(), OneRounding() if self._is_exact else contextlib.nullcontext():
             self._step_matrices(found_inf)
             update([name for name, p in others.items() if p.ndim >= 2], config.weight_decay)
             update([name for name, p in others.items() if p.ndim < 2], of_vectors)

@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
     add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program of its own")
-    add("--nnodes", metavar="1", help="each machine has a launcher of its own")
+    add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
+    add("--nnodes", metavar="1", help="start one launcher on each machine")
     add("--standalone", action="store_true", help="changes nothing: it always is")
     add("--local-addr", "--local_addr", metavar="HOST", help="changes nothing: ranks meet without a port")
     add("script", metavar="[SCRIPT]", help="what each rank runs; left out before an @: the trainer")

@@ -68,6 +68,8 @@ class LocalMesh:
 
     def twin(self) -> LocalMesh:
         """Return the same ranks with a control group of their own, for another thread. Called by all ranks together."""
+        if self.world_size == 1:
+            return self
         twin = replace(self, control=_control_group())
         if self.lent is not None:
             self.lent.append(twin.control)
@@ -151,7 +153,9 @@ def init_local_mesh(
     )
     over = "cuda" if gpus else "cpu"  # of the one rank on mps nothing is sharded
     mesh = init_device_mesh(over, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, _control_group(), cards)
+    # each group costs a thread that wakes a hundred times a second, and the only rank has nobody to talk to
+    control = cast(dist.ProcessGroup, dist.group.WORLD) if world_size == 1 else _control_group()
+    return LocalMesh(rank, world_size, device, mesh, control, cards)
 
 
 def join_local_mesh(device: torch.device) -> LocalMesh:
@@ -206,9 +210,9 @@ def _control_group() -> dist.ProcessGroup:
 
 def broadcast_json(value: Any, mesh: LocalMesh, *, source: int = 0) -> Any:
     """A rank's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
-    payload = json.dumps(value).encode() if mesh.rank == source else b""
     if mesh.world_size == 1:
-        return json.loads(payload)
+        return value if isinstance(value, bool) else json.loads(json.dumps(value))
+    payload = json.dumps(value).encode() if mesh.rank == source else b""
     length = torch.tensor([len(payload)])
     dist.broadcast(length, group_src=source, group=mesh.control)
     content = torch.empty(int(length), dtype=torch.uint8)

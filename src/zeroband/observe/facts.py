@@ -134,8 +134,8 @@ class FolderFacts(FactSource):
         found: list[Fact] = []
         for node_id in self.node_ids():
             files = self._nodes[node_id]
-            for file in files:
-                file.look(self._most_bytes)
+            while any(file.look(self._most_bytes) for file in files):
+                pass  # while one was read, an older record may have come to the other
             until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
             records = [record for file in files for record in file.take(until_s)]
             found += [Fact(node_id, record) for record in sorted(records, key=at_s_of)]
@@ -169,14 +169,16 @@ class _File(JsonlTail):
         """Why the last call could not read it."""
         self._held: list[dict[str, Any]] = []
 
-    def look(self, most_bytes: int | None) -> None:
-        """Read on, unless what was read before is still here."""
-        if self._held:
-            return
+    def look(self, most_bytes: int | None) -> bool:
+        """Read on, unless what was read before is still here and more is to come; whether there was something new."""
+        if self._held and self.has_more:
+            return False
         try:
-            self._held, self.unread = self.read(most_bytes), None
+            new, self.unread = self.read(most_bytes), None
         except OSError as error:  # it costs the others nothing, and may be readable again
-            self.unread = error.strerror or type(error).__name__
+            new, self.unread = [], error.strerror or type(error).__name__
+        self._held += new
+        return bool(new)
 
     @property
     def is_done(self) -> bool:

@@ -96,6 +96,13 @@ class LineFormatter(logging.Formatter):
         self._where = format_fields({"node": node_id, "local_rank": local_rank})
 
     def format(self, record: logging.LogRecord) -> str:
+        """The line of a record; made once, and kept with it for the next handler."""
+        line: str | None = vars(record).get("line")
+        if line is None:
+            line = record.line = self._line_of(record)
+        return line
+
+    def _line_of(self, record: logging.LogRecord) -> str:
         at = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
         part = record.name.removeprefix(ROOT + ".")
         message = " ".join(record.getMessage().splitlines())

@@ -288,7 +288,7 @@ class MetricsLog(RecordLog):
 
         `step` counts finished inner steps. Values are Python numbers: reading a tensor is the caller's wait, not ours.
         """
-        unknown = sorted(name for name in values if metric_of(name) not in METRICS)
+        unknown = sorted(name for name in values if name not in METRICS and metric_of(name) not in METRICS)
         assert not unknown, f"not in METRICS: {', '.join(unknown)}"
         odd = [name for name, value in values.items() if not _is_plain(value)]
         assert not odd, f"not a Python number: {', '.join(odd)}"

@@ -82,7 +82,7 @@ class Algorithm(AnyAlgorithm):
         """Take the outer step in place, the `outer_step`-th of these parameters, from 1.
 
         `outer`: the same part of each section; `result`: of what the nodes made together. All (n,) float32 on CPU; the
-        bits must not depend on where a part begins, nor on the processor: every operation rounds once, none is fused.
+        bits must not depend on where a part begins, nor on the processor. It runs under `OneRounding`.
         """
         ...
 
@@ -114,7 +114,7 @@ class Algorithm(AnyAlgorithm):
 
     def step_number(self, record: Mapping[str, Any], fragments: int) -> int:
         """Which outer step of its fragment a committed round is, from 1."""
-        return (Progress.from_record(record["progress"]).outer_step - 1) // fragments + 1
+        return (record["progress"]["outer_step"] - 1) // fragments + 1
 
 
 class StepAlgorithm(AnyAlgorithm):

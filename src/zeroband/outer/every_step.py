@@ -15,6 +15,7 @@ from torch import Tensor
 from zeroband.elastic.rounds.interfaces import RESULT, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.outer.algorithm import StepAlgorithm
 from zeroband.outer.schedule import Schedule
@@ -103,7 +104,8 @@ class EveryStep(Schedule[StepAlgorithm]):
         self._algorithm.seek(record)  # a round of joiners alone is no step of the schedule
 
     def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
-        self._algorithm.set_gradients(result, record, inner_step=self.progress.inner_step)
+        with OneRounding():
+            self._algorithm.set_gradients(result, record, inner_step=self.progress.inner_step)
 
     # -- the outer state ----------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_bu
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.log import get_logger
 from zeroband.outer.algorithm import PARAMS, Algorithm
@@ -53,6 +54,8 @@ class ManySteps(Schedule[Algorithm]):
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
         self._merge = algorithm.merge()
+        if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
+            self._runner.let_carry()
         self._is_late = False
         """It catches up, and has learned what has not counted yet."""
         self._state.digest = self._state.compute_digest()
@@ -75,7 +78,9 @@ class ManySteps(Schedule[Algorithm]):
     def flush(self) -> Sequence[RoundReport]:
         if not self._runner.is_under_way:
             return ()
-        arrived = self._runner.arrived(self._missed)
+        arrived = self._arrived()
+        if arrived is None:
+            return ()
         report = self._arrive(arrived, since=self._learned.steps / self._phase_steps)
         return [report, *self._close(report)]
 
@@ -96,7 +101,7 @@ class ManySteps(Schedule[Algorithm]):
         relative to the outer ones before they move.
         """
         reports = list[RoundReport]()
-        before = self._runner.arrived(self._missed) if self._runner.is_under_way else None
+        before = self._arrived() if self._runner.is_under_way else None
         if before is not None and not self._is_delayed:
             reports.append(self._arrive(before, since=1.0))
         if before is not None and self._is_delayed:
@@ -118,7 +123,7 @@ class ManySteps(Schedule[Algorithm]):
         barrier(self._local)
         offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
         if waits:
-            committed = self._commit(offer) if closes else self._runner.commit_or_start(offer, self._late)
+            committed = self._commit_or_go_on(offer, closes=closes)
             if committed is None:
                 self._begin_phase()
                 return reports
@@ -131,6 +136,39 @@ class ManySteps(Schedule[Algorithm]):
             self._send(offer, turn, is_first=before is None)
         self._begin_phase()
         return reports
+
+    def _arrived(self) -> Committed | None:
+        """The round that was on its way; None where what this node learned counted in one that it was not in."""
+        arrived = self._runner.arrived(self._missed)
+        if arrived is None:
+            self._note_counted()
+        return arrived
+
+    def _note_counted(self) -> None:
+        """What was offered counted without this node: it was carried."""
+        self._learned.offered_steps = 0
+        self._parts.inner.seek(self.inner_step)
+
+    def _commit_or_go_on(self, offer: Offer, *, closes: bool) -> Committed | None:
+        """Have a round committed that training waits for; None where this node trains on from the outer parameters.
+
+        What it learned waits then for a round that counts it, or has counted without this node.
+        """
+        if not closes and self._runner.is_slow and self._may_go_on(offer):
+            self._restart_turn()
+            self._runner.start(offer)
+            return None
+        committed = self._runner.commit_or_start(offer, self._missed if closes else self._late)
+        if committed is None and not self._runner.is_under_way:
+            self._note_counted()
+            self._restart()
+        return committed
+
+    def _may_go_on(self, offer: Offer) -> bool:
+        """Whether this node trains on while what it learned waits for a round; the same on all local ranks."""
+        has_samples = count(self.upcoming()) >= self._parts.length.shape.batch_size
+        may_go = has_samples and not (self._parts.departure.is_asked or self._is_end() or offer.is_left_out)
+        return bool(broadcast_json(may_go and self._merge.keeps_delta, self._local))
 
     def _send(self, offer: Offer, turn: int, *, is_first: bool) -> None:
         """Have a round travel beside the next inner steps. `is_first`: none travelled before it."""
@@ -258,7 +296,8 @@ class ManySteps(Schedule[Algorithm]):
                 outer = {name: buffers[name][here] for name in self.sections}
                 if is_absolute:
                     contribution[there].sub_(outer[PARAMS])
-                self._algorithm.step(outer, result[there], outer_step=number)
+                with OneRounding():
+                    self._algorithm.step(outer, result[there], outer_step=number)
                 if is_absolute:
                     contribution[there].add_(outer[PARAMS])
         barrier(self._local)
@@ -274,6 +313,12 @@ class ManySteps(Schedule[Algorithm]):
             start, stop = lane_bounds(last - first, self._local.world_size)[self._local.rank]
             yield slice(first + start, first + stop), slice(offset + start, offset + stop)
             offset += last - first
+
+    def _restart_turn(self) -> None:
+        """Train the fragment of the next round from the outer parameters."""
+        turn = self._runner.turn
+        self._drift.restart(turn)
+        self._merge.restart(turn)
 
     def _restart(self) -> None:
         """Train from the outer parameters."""
@@ -315,9 +360,7 @@ class ManySteps(Schedule[Algorithm]):
             return offer
         if offer.is_left_out:
             self._restart()
-        turn = self._runner.turn
-        self._drift.restart(turn)
-        self._merge.restart(turn)
+        self._restart_turn()
         _log.info("late; trains on while its contribution waits for the next round", extra={"fields": {"round": round}})
         return replace(offer, is_beside=True)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import MalformedPayload
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.kernels.robust import Measured
 from zeroband.kernels.scan import all_finite, largest
 from zeroband.outer.compression.sparse_codec import Divisor, Payload
@@ -89,7 +90,8 @@ class OwnCodec:
         """What a payload says, in memory of its own. Raises MalformedPayload."""
         values = torch.zeros(self.numel)
         try:
-            self._compression.decode(payload.data, values)
+            with OneRounding():
+                self._compression.decode(payload.data, values)
         except (ValueError, IndexError, RuntimeError) as error:
             raise MalformedPayload(f"payload: {error}") from error
         if not all_finite(values):

@@ -88,6 +88,8 @@ class PayloadExchange(Generic[_C]):
 
     largest: float | None = None
     has_memory = True
+    carriage = None
+    """Payloads are gathered whole: they are small, and links matter little to them."""
 
     def __init__(
         self,

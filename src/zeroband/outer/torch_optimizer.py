@@ -8,19 +8,19 @@ bits on every node is shown at join, where each compares what some steps of it c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
+from zeroband.kernels.one_rounding import OneRounding
 from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.state.flat import digest_of
 
@@ -32,41 +32,6 @@ _CHUNK = 1 << 20
 _TRIAL_STEPS = 8
 """RAdam takes another branch from its sixth step on."""
 _TRIAL_CUTS = (0, 1, 100, 257)
-
-
-class OneRounding(TorchFunctionMode):
-    """Computes what torch may fuse, such as `addcdiv_`, in operations that round once each.
-
-    Fused multiply-add depends on the processor: torch's plain CPU kernels come to other bits than those of AVX2.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name, options = getattr(func, "__name__", ""), dict(kwargs or {})
-        term = _term(name.removesuffix("_"), args, options)
-        if term is None:
-            return func(*args, **options)
-        target: Tensor = args[0]
-        return target.add_(term) if name.endswith("_") else target.add(term)
-
-
-def _term(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
-    """What an operation adds to its first argument; None where torch fuses nothing."""
-    alpha, value = options.get("alpha", 1), options.get("value", 1)
-    match name:
-        case "add" if alpha != 1:
-            return args[1] * alpha
-        case "sub" if alpha != 1:
-            return args[1] * -alpha
-        case "addcmul":
-            return (args[1] * args[2]) * value
-        case "addcdiv":
-            return (args[1] / args[2]) * value
-        case "lerp":
-            return (args[1] - args[0]) * args[2]
-        case _:
-            return None
 
 
 class TorchOuterOptimizer:

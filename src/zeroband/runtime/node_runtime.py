@@ -19,6 +19,7 @@ from zeroband.checks.needs import COPIED_BYTES
 from zeroband.config.outer import DilocoConfig, RoundsConfig
 from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import (
     History,
@@ -103,6 +104,7 @@ class NodeRuntime:
             """Reads checkpoints; None: there is no folder of them."""
             self.outer = self._build_outer(layout, on_event)
             stack.callback(self.outer.abandon)
+            stack.callback(self.carriage.close)
             self.holdings = Holdings(self.store, config, node.node_id)
             stack.callback(self.holdings.close)
             self._serve(stack)
@@ -126,6 +128,8 @@ class NodeRuntime:
         if isinstance(config.outer, RoundsConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
         wire_layout = ShardMap.of(arranged(layout, fragments), node.parameters, local)
+        feedback = ErrorFeedback(self.buffers, wire_layout, codec)
+        self.carriage = Carriage(local, self.buffers, feedback, self.recovery.fetch_offer)
         every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))
         flush_every = every if config.ckpt.path is not None else None
         parts = OuterParts(
@@ -135,12 +139,13 @@ class NodeRuntime:
             buffers=self.buffers,
             shards=ShardMap.of(layout, node.parameters, local),
             fragments=fragments,
-            feedback=ErrorFeedback(self.buffers, wire_layout, codec),
+            feedback=feedback,
             length=RunLength(shape_of(config, node.sample_tokens), phase_length_of(config), flush_every),
             history=self._history(on_event),
             departure=node.departure,
             faults=node.faults,
             scoring=self._scoring,
+            carriage=self.carriage,
         )
         if node.build_schedule is not None:
             return node.build_schedule(parts)
@@ -166,6 +171,7 @@ class NodeRuntime:
             self.journal.await_entry,
             current_round=lambda: outer.round,
             needs_link=lambda: has_phases and outer.needs_link,
+            offered=lambda: self.carriage.offered,
         )
         stack.callback(server.close)
         self.membership.serve_state(server.take)
@@ -239,6 +245,10 @@ class NodeRuntime:
 
         said = on_first_rank(self._node.local, fetch)
         return RoundUpdate(round, updates[-1], **said)
+
+    def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch what a round did from a peer, beside training. On local rank 0."""
+        return self.recovery.fetch_ahead(round, room)
 
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:
         """Read and verify a checkpoint, and keep it until it is taken. Called by all local ranks."""

@@ -293,6 +293,7 @@ class NodeReport(Report):
             weights=list(round.weights),
             samples=list(round.samples),
             late=list(round.late),
+            carried=[list(carried) for carried in round.carried],
             progress=round.progress.to_record(),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from zeroband.observe.facts import Fact, FolderFacts
+from zeroband.observe.jsonl import LineTail
 
 ALL = [(node_id, kind) for node_id in ("a", "b", "c") for kind in ("step", "left")]
 
@@ -44,6 +45,24 @@ def test_pieces_of_a_long_past_keep_the_order_of_a_node_and_say_which_is_the_las
     assert [fact.record["at_s"] for fact in facts] == sorted(fact.record["at_s"] for fact in facts)
     assert len(facts) == len(events) + len(metrics)
     assert (source.read() != [], source.has_more, in_pieces.read()) == (True, False, [])
+
+
+def test_record_that_comes_while_the_other_file_is_read_keeps_its_place(
+    source: FolderFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(source)
+    lines, meanwhile = LineTail.lines, [True]
+
+    def write_meanwhile(tail: LineTail, *args: Any, **options: Any) -> Any:
+        if tail.path.match("a/metrics.jsonl") and meanwhile:
+            meanwhile.clear()
+            with (source.folder / "a" / "events.jsonl").open("a") as events, tail.path.open("a") as metrics:
+                events.write('{"kind": "joined", "at_s": 3.0}\n')
+                metrics.write('{"step": 2, "at_s": 4.0}\n')
+        return lines(tail, *args, **options)
+
+    monkeypatch.setattr(LineTail, "lines", write_meanwhile)
+    assert [*read(source), *read(source)] == [("a", "joined"), ("a", "step")]
 
 
 def test_folder_in_place_of_a_file_costs_that_file_only(source: FolderFacts) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoConfig, TrimmedConfig
 from zeroband.errors import ConfigError
+from zeroband.kernels.one_rounding import exact_sqrt
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.registry import are_rounds_steps
 from zeroband.state.flat import digest_of
@@ -50,9 +51,26 @@ def test_it_is_equal_to_the_formula_over_twenty_rounds(start_run: StartRun, nois
             d = d + (theta - (theta + update)) * 0.5
         m = m * BETA1 + d * (1 - BETA1)
         v = v * BETA2 + d * d * (1 - BETA2)
-        theta = theta - m / (v.sqrt() + TAU) * LR
+        theta = theta - m / (exact_sqrt(v) + TAU) * LR
         assert {report.state_digest for report in reports.values()} == {digest_of(theta, m, v)}, number
         assert torch.equal(run["a"].params, theta)
+
+
+def test_step_may_use_operations_that_processors_compute_differently(
+    start_run: StartRun, noise: Noise, written: Callable[[str], Path]
+) -> None:
+    path = written(
+        "from zeroband.outer.algorithm import Algorithm\n"
+        "class Mine(Algorithm):\n"
+        "    def step(self, outer, result, *, outer_step):\n"
+        "        outer['params'].addcdiv_(result, result.square().sqrt().add_(0.1), value=-0.7)\n"
+        "ALGORITHM = Mine\n"
+    )
+    run = start_run(custom(path), "a")
+    theta, update = run["a"].params.clone(), noise(1)
+    run.round(a=update)
+    d = theta - (theta + update)
+    assert torch.equal(run["a"].params, theta + d / (exact_sqrt(d * d) + 0.1) * -0.7)
 
 
 def test_settings_reach_the_step(start_run: StartRun, noise: Noise) -> None:
@@ -60,7 +78,7 @@ def test_settings_reach_the_step(start_run: StartRun, noise: Noise) -> None:
     theta, update = run["a"].params.clone(), noise(1)
     run.round(a=update)
     d = theta - (theta + update)
-    assert torch.equal(run["a"].params, theta - d / ((d * d * (1 - BETA2)).sqrt() + TAU) * 0.5)
+    assert torch.equal(run["a"].params, theta - d / (exact_sqrt(d * d * (1 - BETA2)) + TAU) * 0.5)
 
 
 def test_round_that_loses_a_member_goes_on_with_the_others(start_run: StartRun, noise: Noise) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.transport.base import Rates
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.flat import digest_of
@@ -280,40 +276,6 @@ def test_round_of_a_late_node_that_loses_a_member_keeps_what_it_learned(
     for name in ("a", "c"):
         assert (reports[name].members, reports[name].retries) == (("a", "c"), 1)
         assert torch.equal(run[name].params, expected.theta)
-
-
-# -- slow links -------------------------------------------------------------------------------------------------------
-
-
-def test_node_with_a_slow_link_takes_part_in_every_so_many_th_round(
-    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three nodes move a state in 0.3 s, the fourth in 10 s; rounds of 12 s may be longer by a tenth."""
-    run = start_run(diloco(inner_steps=1), *"abcd", journal_rounds=20)
-    for name, node in run.nodes.items():
-        rules = Rules(straggler_grace=0.1, transfer_bytes=12_500_000)
-        monkeypatch.setattr(node.mesh, "_rules", rules)
-        monkeypatch.setattr(node.lanes, "measured", partial(Rates, own=10 if name == "d" else 500))
-
-    all_three = Barrier(3, timeout=20.0)
-
-    def steps(name: str, rounds: int) -> list[Any]:
-        reports = []
-        for round in range(1, rounds + 1):
-            run.store.await_ready(round, "d")
-            all_three.wait()  # each measures the phase from when it saw the verdict before
-            run.now_s = 12.0 * round
-            reports.append(run[name].take_step(noise(ord(name) * round), 10))
-        return reports
-
-    outcomes = run.together(
-        **{name: partial(steps, name, 8) for name in "abc"}, d=lambda: run["d"].take_step(noise(1), 10)
-    )
-    assert [verdict.opening.late for verdict in run.store.verdicts[1:]] == [("d",)] * 7 + [()]
-    assert outcomes["d"].weights == (10, 10, 10, 10) and outcomes["d"].round == 8
-    assert_one_outer_state(run)
-    assert run["a"].outer.progress.tokens == 10 * (3 * 8 + 1)
-    assert audit_of(run).is_exact
 
 
 # -- where a round is not of the whole, or travels beside training ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""A process beside the trainer, bound to it by a pipe: it ends when the trainer's end of its standard input closes.
+"""A process next to the trainer, bound to it by a pipe: it ends when the trainer's end of its standard input closes.
 
 Its order is one line on its standard input, since no secret belongs on a command line; what it says are lines on its
 standard output. The trainer's end, and what such a process does first.

@@ -1,7 +1,7 @@
-"""The node's one port: takes every connection, finds out what it wants, and hands it to whoever answers such calls.
+"""The node's one port: takes every connection, finds out what it wants, and hands it to what answers such calls.
 
-Runs in an event loop of the guardian, so that strangers at the port cost the trainer nothing. Whoever does not say what
-it wants, or cannot prove that it may, is shut out after seconds and a few hundred bytes.
+Runs in an event loop of the guardian, so that strangers at the port cost the trainer nothing. A caller that does not
+say what it wants, or cannot prove that it may, is shut out after seconds and a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Crowd = dict[asyncio.Task[None], str]
 
 
 class SeenCalls:
-    """First messages of callers, each of which counts once: whoever recorded one must not come in by repeating it."""
+    """First messages of callers, each of which counts once: replaying a recorded one must not let a stranger in."""
 
     def __init__(self) -> None:
         self._proofs: OrderedDict[bytes, None] = OrderedDict()
@@ -148,13 +148,13 @@ class Port:
             for connection in (socket.socket(fileno=descriptor) for descriptor in descriptors):
                 try:
                     host = connection.getpeername()[0]
-                except OSError:  # whoever called is gone
+                except OSError:  # the caller is gone
                     connection.close()
                 else:
                     self._admit(connection, host, self._strangers, _MOST_STRANGERS)
 
     def close(self) -> None:
-        """Stop listening and hang up on whoever was not handed over."""
+        """Stop listening and hang up on the callers that were not handed over."""
         for task in [*self._busy]:
             task.cancel()
         if self._listener is not None:
@@ -195,7 +195,7 @@ class Port:
         connection.close()
 
     def _know(self, task: asyncio.Task[None], is_proven: bool) -> None:
-        """Strangers do not push this one out any more, and nobody does once it has proven who it is."""
+        """Strangers no longer push this caller out; once it has proven who it is, no caller does."""
         host = self._strangers.pop(task, None)
         if is_proven:
             self._callers.pop(task, None)
@@ -214,7 +214,7 @@ class Port:
             _on_shown.set(partial(self._know, task))
             await answer(connection)
         except (OSError, TimeoutError, EOFError, HandshakeFailed):
-            pass  # nobody that this node has to tell
+            pass  # no member waits for an answer
 
 
 def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> None:

@@ -57,7 +57,7 @@ class Identity:
 
 
 async def refuse(connection: socket.socket, what: HandedOver) -> None:
-    """Refuse a caller that wants something else than to probe, where nobody takes it."""
+    """Refuse a caller that wants anything but a probe, where no taker is registered."""
 
 
 class LinkMonitor:
@@ -227,7 +227,7 @@ class LinkMonitor:
             self.port = self._listener.open(host, port)
 
     async def _hang_up(self) -> None:
-        """Close all connections, so that those who ask learn at once that nobody answers any more."""
+        """Close all connections, so that callers learn at once that this node answers no more."""
         self._listener.close()
         for link in self._links.values():
             link.end()

@@ -1,6 +1,6 @@
-"""The guardian: a small process beside the trainer that keeps the node's lease while the trainer is worth it.
+"""The guardian: a small process next to the trainer that keeps the node's lease while the trainer is worth it.
 
-A process of its own, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
+A separate process, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
 trainer by a pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is
 stopped (SIGSTOP, a debugger, a frozen container), ends the lease when there is no progress for `hung_s`, says which
 members it does not reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
@@ -72,7 +72,7 @@ class ListenAddress:
     is_relayed: bool = False
     """Whether calls may come through other members, where they cannot come here."""
     door: str = ""
-    """Unix socket of the process that holds the port already, beside the node's store; empty: the guardian listens."""
+    """Unix socket of the process that already holds the port and the node's store; empty: the guardian listens."""
 
     @property
     def key(self) -> RunKey:
@@ -324,7 +324,7 @@ class _Watch:
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._reached() != self._told):
             self.renew()
-        elif self._liveness.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
+        elif self._liveness.is_hung and not self._has_ended_lease:  # if all hang at once, no lease would run out
             self._store.expire_lease(self._order.member_id)
             self._has_ended_lease = True
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")

@@ -85,7 +85,7 @@ class _Gauge:
         self._before, self._fastest, self._no_faster = 0, 0.0, 0
 
     def see(self, came: int) -> None:
-        """Take note of so many more bytes."""
+        """Count the bytes that came."""
         self.received, now_s = self.received + came, time.monotonic()
         if now_s - self._window_s < _WINDOW_S:
             return

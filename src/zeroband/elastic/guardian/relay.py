@@ -87,7 +87,7 @@ class Relay:
     async def take_answer(self, connection: socket.socket, member: str, number: str) -> None:
         """A member takes a call; returns when that is over, or at once where there is none for it."""
         called, answered = self._waiting.get(number, ("", None))
-        if answered is None or called != member or answered.done():  # a number that leaked lets nobody else in
+        if answered is None or called != member or answered.done():  # a leaked number lets no other member in
             return
         answer = _Answered(connection)
         answered.set_result(answer)

@@ -64,8 +64,10 @@ def judge(
 ) -> tuple[Blame, ...]:
     """What follows from the evidence on a failed opening.
 
-    `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so.
+    `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so. In
+    whatever order words come: all members come to the same.
     """
+    votes, said, silent = dict(sorted(votes.items())), dict(sorted(said.items())), sorted(silent)
     for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
     lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
     wrong, audited = _wrong_votes(opening, for_results, said), _audited(opening, votes, said)
@@ -102,6 +104,11 @@ def bars(blames: Iterable[Blame], member: str) -> Blame | None:
     """
     of_node = [b for b in blames if b.consequence == "out" and any(_is_one_node(member, m) for m in b.members)]
     return of_node[-1] if any(b.is_lie for b in of_node) or len(of_node) >= _TWICE else None
+
+
+def is_put_out(blames: Collection[Blame], member: str) -> bool:
+    """Whether a member takes part in no round: it was put out, or its node was and does not come back."""
+    return any(b.consequence == "out" and member in b.members for b in blames) or bars(blames, member) is not None
 
 
 def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_wait: frozenset[str]) -> frozenset[str]:

@@ -18,11 +18,13 @@ from typing import Any
 
 from zeroband.elastic.membership import blame
 from zeroband.elastic.membership.ballots import digest_in, electors
+from zeroband.elastic.membership.findings import Findings, found_after
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    Attempt,
     Blame,
-    Evidence,
+    Carried,
     Gain,
     LinkRates,
     Opening,
@@ -38,6 +40,9 @@ from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, s
 from zeroband.elastic.membership.succession import may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import trust_of
+
+_ROUNDED = 2.0
+"""A value may grow by rounding up to so many times what its member says of the largest."""
 
 LEAST_GRACE_S = 0.25
 """Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
@@ -61,8 +66,8 @@ class Rules:
     straggler_deadline_s: float | None = None
     """After this, those who wait go without those who are late. None: they wait for all that are alive."""
     straggler_grace: float | None = None
-    """Members in time lose at most this part of a round to late members, and this part on average to slow links. None:
-    there is no bound."""
+    """Members in time lose at most this part of a round to late members, and to slow links where contributions can be
+    carried. None: there is no bound."""
     quorum: float = 0.5
     """Part of the weight that must be there before anybody is left behind."""
     transfer_bytes: int = 0
@@ -102,8 +107,19 @@ class ElapsedWaits:
     """From the last verdict until a quorum was at the boundary; 0: not known."""
 
 
-Hearing = Callable[[Opening], tuple[Mapping[str, Evidence], bool]]
-"""What members have testified on a failed opening so far, and whether those that have not are waited for no more."""
+@dataclass(frozen=True)
+class Heard:
+    """What is known so far of an opening that was not committed."""
+
+    attempt: Attempt
+    before: Findings
+    """What was known when it was proposed."""
+    is_over: bool
+    """Members that have not testified are waited for no more."""
+
+
+Hearing = Callable[[View], Heard]
+"""What is known of the current opening of a view."""
 
 
 def next_opening(
@@ -117,8 +133,8 @@ def next_opening(
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
-    members know of their links, if there is to be another one. `hearing`: asked where the current one failed although
-    no member was lost; None: nobody looks for who is at fault.
+    members know of their links, if there is to be another one. `hearing`: asked where the current one was not
+    committed; None: nobody looks for who is at fault.
     """
     current = view.opening
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
@@ -132,10 +148,10 @@ def next_opening(
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
-    blames = _findings(view, round, hearing)
-    if isinstance(blames, Wait):
-        return blames
-    members = _that_can_reduce(view, expected, blames)
+    found = _found(view, round, hearing)
+    if isinstance(found, Wait):
+        return found
+    members = _that_can_reduce(view, expected, found.blames)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
     if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
@@ -144,17 +160,17 @@ def next_opening(
     if not is_founding and (wait := _too_few_electors(members, view, rules)) is not None:
         return wait
     rates = links()
-    sites = _sites_of(members, view, rules, rates)
-    sitting_out = frozenset[str]()
+    slow, apart, behind = frozenset[str](), frozenset[str](), frozenset[str]()
     if not is_founding:
-        sitting_out = _slow_links(sites, view, rules, patience, rates)
-        sitting_out |= _kept_apart(members, view, round, rules, blames)
-    if _too_few_electors([m for m in members if m not in sitting_out], view, rules) is not None:
-        sitting_out = frozenset()
-    members = tuple(m for m in members if m not in sitting_out)
-    return _opening_to(
-        members, view, round, rules, rates, late=_late(view, missing, sitting_out, patience), blames=blames
-    )
+        slow = _slow_links(_sites_of(members, view, rules, rates), view, rules, patience, rates)
+        apart = _kept_apart(members, view, round, rules, found)
+        behind = _behind_by_offer(view, members)
+    if _too_few_electors([m for m in members if m not in slow | apart], view, rules) is not None:
+        slow = apart = frozenset()
+    members = tuple(m for m in members if m not in slow | apart)
+    late = _late(view, missing, slow | apart | behind, patience)
+    carried = () if is_last else _carried((slow | behind) - apart, members, late, view)
+    return _opening_to(members, view, round, rules, rates, late=late, carried=carried, found=found)
 
 
 def _hindrance(view: View, round: int) -> Wait | None:
@@ -168,16 +184,22 @@ def _hindrance(view: View, round: int) -> Wait | None:
     return None
 
 
-def _findings(view: View, round: int, hearing: Hearing | None) -> tuple[Blame, ...] | Wait:
-    """What is known of who was at fault, up to now: all that counts of it, with what is new."""
-    current, known = view.opening, blame.kept(view.opening, round)
-    if hearing is None or current is None or not _has_failed(view, round):
-        return known
-    said, is_over = hearing(current)
-    silent = tuple(m for m in current.members if m in view.alive and m not in said)
-    if silent and not is_over:
+def _found(view: View, round: int, hearing: Hearing | None) -> Findings | Wait:
+    """What is known of earlier attempts up to now: all that counts of it, with what is new."""
+    current = view.opening
+    if current is None:
+        return Findings()
+    if hearing is None or (view.committed is not None and current == view.committed.opening):
+        attempt = Attempt(current, view.votes, failed=view.failed or "")
+        heard = Heard(attempt, Findings(current.blames, current.retries), is_over=True)
+    else:
+        heard = hearing(view)
+    if not _has_failed(view, round):
+        return found_after(heard.before, heard.attempt, round, None)
+    silent = tuple(m for m in current.members if m in view.alive and m not in heard.attempt.said)
+    if silent and not heard.is_over:
         return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
-    return blame.added(known, blame.judge(current, view.votes, said, silent, view.failed or ""))
+    return found_after(heard.before, heard.attempt, round, () if hearing is None else silent)
 
 
 def _has_failed(view: View, round: int) -> bool:
@@ -186,13 +208,11 @@ def _has_failed(view: View, round: int) -> bool:
     return current is not None and current.round == round and view.failed is not None and not view.lost(current)
 
 
-def _kept_apart(
-    members: tuple[str, ...], view: View, round: int, rules: Rules, blames: Sequence[Blame]
-) -> frozenset[str]:
+def _kept_apart(members: tuple[str, ...], view: View, round: int, rules: Rules, found: Findings) -> frozenset[str]:
     """Members that go without this round since what they say contradicts others; none where too few would be left."""
     held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
     may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
-    out = blame.sitting_out(members, blames, round + _retries(view, round), may_wait)
+    out = blame.sitting_out(members, found.blames, round + found.retries, may_wait)
     return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
 
 
@@ -217,15 +237,14 @@ def _opening_to(
     rates: Mapping[str, LinkRates],
     *,
     late: tuple[str, ...],
-    blames: tuple[Blame, ...],
+    carried: tuple[Carried, ...],
+    found: Findings,
 ) -> Opening:
     """The opening of a round to these members, behind the current one."""
     current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
-    is_flat = _is_flat(view, round)
-    sites = () if is_flat else _speakers(members, view, rules, rates)
+    sites = () if found.is_flat else _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
-    ready = [view.ready[m] for m in members]
-    said = of_members(ready, rules)
+    said = of_members(members, carried, view.ready, rules)
     return Opening(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
@@ -236,9 +255,11 @@ def _opening_to(
         steps_requested=said.steps_requested,
         trust=trust_in(members, view, rules),
         late=late,
-        retries=_retries(view, round),
-        is_flat=is_flat,
-        blames=blames,
+        carried=carried,
+        retries=found.retries,
+        is_flat=found.is_flat,
+        silent=found.silent,
+        blames=found.blames,
         network=plan(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
@@ -284,15 +305,21 @@ class OfMembers:
     largest: tuple[float, ...]
 
 
-def of_members(ready: Sequence[Ready], rules: Rules) -> OfMembers:
-    """What an opening to these members says of them, in their order."""
+def of_members(
+    members: Sequence[str], carried: Sequence[Carried], words: Mapping[str, Ready], rules: Rules
+) -> OfMembers:
+    """What an opening to these members says of them, in their order, with what they carry."""
+    ready, counted = [words[m] for m in members], [one for one in carried if one.counts]
     sizes = [r.largest if r.weight else 0.0 for r in ready]
+    for one in counted:
+        place, own = members.index(one.carrier), sizes[members.index(one.carrier)]
+        sizes[place] = None if own is None or one.largest is None else max(own, one.largest)
     known = tuple(size for size in sizes if size is not None)
     return OfMembers(
         weights=tuple(r.weight for r in ready),
         steps=tuple(r.steps for r in ready),
         steps_requested=tuple(r.steps_requested for r in ready),
-        loss=mean_loss(ready),
+        loss=mean_loss([*ready, *(words[one.member] for one in counted)]),
         trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
@@ -406,55 +433,98 @@ def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], pat
 def _slow_links(
     sites: Groups, view: View, rules: Rules, patience: ElapsedWaits, rates: Mapping[str, LinkRates]
 ) -> frozenset[str]:
-    """Members that sit this round out, since with the links of their sites it would take too long.
+    """Members that are not in the exchange, since with the links of their sites it would take too long.
 
-    A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
-    a slow link is what the link's rate says, or what the last one with it took. Slower sites wait until the graces of
-    the rounds that they sat out pay for one with them, so that the others lose no more than that on average. Several
-    have equal parts of each grace; the faster ones come along with a slower one. A member that leaves takes part at
-    once. So does a joiner, which has no contribution to keep for later, and with it the others of its site. A link of
-    which nothing is known counts as fast.
+    A round may be longer by a grace than one in which no link is slower than those of a quorum. What such a member
+    contributes is carried, so it is left out only where that is possible: not if it leaves, nor a joiner, nor the
+    others of their sites. A link of which nothing is known counts as fast.
     """
     known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
-    if rules.straggler_grace is None or not rules.transfer_bytes or not patience.phase_s or not any(known.values()):
+    if rules.straggler_grace is None or not rules.transfer_bytes or not any(known.values()):
         return frozenset()
-    held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+    if not patience.phase_s:  # this member saw no phase begin: as it was
+        before = {carried.member for carried in _carried_before(view)}
+        return frozenset(m for site in sites for m in site if m in before and _may_be_carried(site, view))
     fastest = max(known.values())
     order = sorted(known, key=lambda site: (-(known[site] or fastest), site))
     mbit, scale = [known[site] or fastest for site in order], rules.transfer_bytes * 8e-6
     needed = _fewest_with(rules.quorum, [sum(view.ready[m].weight for m in site) for site in order])
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
     grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
-    took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
 
-    def stretch_s(count: int) -> float:
-        will_take_s = max(scale * all_to_all_time(mbit[:count]), *took_s[:count])
-        return max(0.0, will_take_s - max(usual_s, hidden_s))
+    def costs_little(count: int) -> bool:
+        return scale * all_to_all_time(mbit[:count]) - max(usual_s, hidden_s) <= grace_s
 
-    fast = max(count for count in range(needed, len(order) + 1) if count == needed or stretch_s(count) <= grace_s)
-    saved_s = (grace_s - stretch_s(fast)) / max(1, len(order) - fast)
+    def may_go_without(count: int) -> bool:
+        return all(_may_be_carried(site, view) for site in order[count:])
 
-    def has_turn(count: int) -> bool:
-        slowest = order[count - 1]
-        may_wait = all(view.ready[m].steps_requested > 0 and m in held for m in slowest)
-        missed = max(view.ready[m].missed for m in slowest)
-        return not may_wait or stretch_s(count) - stretch_s(fast) <= saved_s * (missed + 1)
-
-    kept = next((count for count in range(len(order), fast, -1) if has_turn(count)), fast)
+    fast = max(count for count in range(needed, len(order) + 1) if count == needed or costs_little(count))
+    kept = next(count for count in range(fast, len(order) + 1) if may_go_without(count))
     while sum(map(len, order[:kept])) < rules.min_nodes:
         kept += 1
     return frozenset(m for site in order[kept:] for m in site)
 
 
-def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
-    """Seconds of the last transfer that sites were in, for those who made it that long: links have queues.
+def _may_be_carried(site: Sequence[str], view: View) -> bool:
+    """Whether members of a site can do without the exchange: they stay, have not just come, and can offer."""
+    return all(
+        m in _held_before(view) and view.ready[m].steps_requested > 0 and view.ready[m].offer is not None for m in site
+    )
 
-    That is whoever is slowest of the last round, and those that sat it out, who tell of an earlier one.
+
+def _held_before(view: View) -> tuple[str, ...]:
+    """Those that have a part in the run already: the last round's members, and those that it went without."""
+    return (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+
+
+def _carried_before(view: View) -> tuple[Carried, ...]:
+    """Who was carried last, as the newest opening says."""
+    return view.opening.carried if view.opening is not None else ()
+
+
+def _behind_by_offer(view: View, members: Sequence[str]) -> frozenset[str]:
+    """Members that hold an earlier state while what they offer waits for its round: they replay at their own pace."""
+    held = _held_before(view)
+    offer = {m for m, ready in view.ready.items() if ready.offer and m in held and m in view.alive}
+    return frozenset(offer - {*members})
+
+
+def _carried(slow: frozenset[str], members: Sequence[str], late: Sequence[str], view: View) -> tuple[Carried, ...]:
+    """Who carries the contributions of members with slow links, and which of them count in this round.
+
+    A carrier stays while it is a member, also for a member that is on its way to the boundary, unless another one that
+    was late meanwhile holds the contribution already. Else it is the one with the fastest link of those that carry the
+    fewest.
     """
-    last = [site for site in order if view.committed is not None and any(m in view.committed.members for m in site)]
-    took_s = [max(view.ready[m].took_ms for m in site) / 1e3 for site in order]
-    counts = [slow and (site not in last or site == last[-1]) for site, slow in zip(order, is_slow, strict=True)]
-    return [seconds if count else 0.0 for seconds, count in zip(took_s, counts, strict=True)]
+    before = {carried.member: carried.carrier for carried in _carried_before(view)}
+    away = {m for m in before if m in late and m not in view.ready}
+    fit = [m for m in members if view.ready[m].offer is not None]
+    load, found = dict.fromkeys(fit, 0), list[Carried]()
+    for member in sorted(slow | away, key=lambda member: (before.get(member) not in load, member)):
+        ready = view.ready.get(member, NOT_THERE)
+        if not fit or ready.offer is None:
+            continue
+        able = [m for m in fit if is_whole(ready, member, view.ready[m])] or fit
+        carrier = before.get(member, "")
+        if carrier not in able:
+            carrier = min(able, key=lambda m: (load[m], -view.ready[m].rate, m))
+        load[carrier] += 1
+        counts = is_whole(ready, member, view.ready[carrier])
+        numbers = (ready.weight, ready.steps, ready.largest)
+        found.append(Carried(member, carrier, ready.offer, *numbers, counts=counts))
+    return tuple(sorted(found, key=lambda carried: carried.member))
+
+
+NOT_THERE = Ready(0, 0, "", offer="")
+"""What a carried member says that does not stand at the boundary."""
+
+
+def is_whole(ready: Ready, member: str, carrier: Ready) -> bool:
+    """Whether a carrier says that it holds what a member offers, and that it is as large as that member says."""
+    if not ready.offer or not ready.weight or ready.largest is None:
+        return False
+    here = [carry for carry in carrier.carries if (carry.member, carry.offer) == (member, ready.offer)]
+    return any(carry.largest <= _ROUNDED * ready.largest for carry in here)
 
 
 def _wide_rate(member: str, site: Sequence[str], view: View, rates: Mapping[str, LinkRates]) -> int:
@@ -474,8 +544,7 @@ def _fewest_with(part: float, weights: Sequence[int]) -> int:
 
 def _that_can_reduce(view: View, expected: tuple[str, ...], blames: Sequence[Blame]) -> tuple[str, ...]:
     """Choose the members at the boundary that can bring the round to its end together, in the order of their ids."""
-    put_out = {m for b in blames if b.consequence == "out" for m in b.members}
-    here = [m for m in view.ready if m in view.alive and m not in put_out and blame.bars(blames, m) is None]
+    here = [m for m in view.ready if m in view.alive and not blame.is_put_out(blames, m)]
     states = {m: view.ready[m].state_digest for m in here}
     return _connected(view, _same_state(states, expected), expected)
 
@@ -550,22 +619,3 @@ def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
             f"round {round} was opened without {member_id}: it was away, others do not reach it, or its state differs"
         )
     return None
-
-
-def _retries(view: View, round: int) -> int:
-    """How often this round was given up although no member was lost."""
-    current = view.opening
-    return current.retries + _has_failed(view, round) if current is not None and current.round == round else 0
-
-
-def _is_flat(view: View, round: int) -> bool:
-    """Whether no part passes through others in the next attempt, so that it shows whose differ, or who sends nothing.
-
-    Every second attempt is planned by the network again, as some members may reach each other only that way.
-    """
-    current = view.opening
-    if current is None or not _has_failed(view, round) or current.is_flat:
-        return False
-    return len({view.votes[m] for m in current.members if m in view.votes}) > 1 or (
-        current.retries + 1 >= blame.PATIENT_RETRIES
-    )

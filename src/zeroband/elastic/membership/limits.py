@@ -13,9 +13,9 @@ from dataclasses import fields, replace
 
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
-from zeroband.elastic.membership.epoch import Rules, gains_in, of_members, trust_in
+from zeroband.elastic.membership.epoch import NOT_THERE, OfMembers, Rules, gains_in, is_whole, of_members, trust_in
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.errors import ConfigError
 
@@ -102,9 +102,10 @@ def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
             yield f"it lists {member}, whose record is refused: {view.refused[member]}"
         elif member not in view.ready:
             yield f"it lists {member}, which is not ready for round {opening.round}"
+    yield from _other_carried(opening, view)
     ready = {member: view.ready[member] for member in opening.members if member in view.ready}
-    if len(ready) == len(opening.members):
-        yield from _other_numbers(opening, list(ready.values()), rules)
+    if len(ready) == len(opening.members) and all(carried.member in view.ready for carried in opening.counted):
+        yield from _other_numbers(opening, of_members(opening.members, opening.carried, view.ready, rules))
         yield from _other_sites(opening, [said.site for said in ready.values()], rules)
         if opening.gains != gains_in(opening.members, view, rules):
             yield "what it says of scored payloads does not follow from the records of its members"
@@ -120,9 +121,28 @@ def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
         yield f"it lists {min(both)} as a member and as late"
 
 
-def _other_numbers(opening: Opening, ready: Sequence[Ready], rules: Rules) -> Iterator[str]:
-    """Numbers that are not those of the members' records."""
-    wanted = of_members(ready, rules)
+def _other_carried(opening: Opening, view: View) -> Iterator[str]:
+    """Contributions of members outside the exchange that are not as these members and their carriers say."""
+    for carried in opening.carried:
+        ready, carrier = view.ready.get(carried.member, NOT_THERE), view.ready.get(carried.carrier)
+        if carried.member in view.refused or carrier is None:
+            yield f"it lists {carried.member} as carried, whose record for round {opening.round} does not count"
+            continue
+        said = Carried(
+            carried.member,
+            carried.carrier,
+            ready.offer or "",
+            ready.weight,
+            ready.steps,
+            ready.largest,
+            counts=carried.counts and is_whole(ready, carried.member, carrier),
+        )
+        if said != carried:
+            yield f"it lists {carried!s:.200}, and the records say {said!s:.200}"
+
+
+def _other_numbers(opening: Opening, wanted: OfMembers) -> Iterator[str]:
+    """Numbers that are not those of the members' records. `wanted`: what these say."""
     for name in (part.name for part in fields(wanted)):
         said, expected = getattr(opening, name), getattr(wanted, name)
         if said == expected or (name == "loss" and _is_close(said, expected)):

@@ -68,13 +68,14 @@ class Progress:
         left, phases = shape.total_steps - inner_step, opening.wanted()
         corpora = {m: corpus for corpus, ledger in self.ledgers.items() for m in ledger.assigned}
         if not shape.reads_ahead:  # a late member trains on while what it learned waits: it holds the samples of two
-            late = [m for m in opening.late if m in corpora]
-            phases |= dict.fromkeys(late, 2 * max(phases.values(), default=0))
+            waiting = {carried.member: carried.steps for carried in opening.carried if not carried.counts}
+            most = 2 * max(phases.values(), default=0)
+            phases |= {m: most + waiting.get(m, 0) for m in opening.late if m in corpora}
         wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in phases.items()}
         return replace(
             self,
             inner_step=inner_step,
-            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s),
+            tokens=self.tokens + _tokens_of(opening),
             ledgers=allocate(settle(self.ledgers, used, kept), wanted, {**corpora, **opening.corpus_of()}),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
@@ -86,7 +87,8 @@ class Progress:
 
         Where rounds are waited for, those do that were late before: they hold more than anybody asks for.
         """
-        kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
+        used = {carried.member: carried.steps * shape.batch_size for carried in opening.counted}
+        kept = {m: take(spans, used.get(m, 0))[1] for m, spans in self.assigned.items() if m in opening.late}
         most = 0 if shape.reads_ahead else max(opening.steps_requested, default=0) * shape.batch_size
         for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
             held = self.assigned.get(member, ())
@@ -138,6 +140,12 @@ class Progress:
                 f"the store's record of this run, round {verdict.round}, names no progress that this version reads "
                 f"({type(error).__name__}: {error!s:.200}); use the version that wrote it, or another run.id"
             ) from error
+
+
+def _tokens_of(opening: Opening) -> int:
+    """Tokens that count in a round, of members that made steps for it and of those that are carried."""
+    of_members = sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s)
+    return of_members + sum(carried.weight for carried in opening.counted)
 
 
 def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:

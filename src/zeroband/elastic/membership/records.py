@@ -60,6 +60,18 @@ class LongRecord:
 
 
 @dataclass(frozen=True)
+class Carry:
+    """A contribution that a member holds whole and counts in place of a member with a slow link."""
+
+    member: Id
+    """Whose it is."""
+    offer: Id
+    """As in that member's `Ready`."""
+    largest: Magnitude
+    """Largest size of a value in it, as the carrier found it."""
+
+
+@dataclass(frozen=True)
 class Ready:
     """A member has arrived at the boundary of `round`. Written once for each member and round."""
 
@@ -84,8 +96,6 @@ class Ready:
     with the others, and at a run's start, above 1 for one whose last turn this node was late for."""
     corpus: Id = SHARED
     """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
-    missed: Count = 0
-    """Rounds that were committed without what it contributes, since it came to the boundary with that."""
     site: Id | None = None
     """The site that its node is at, as configured; None: it names none."""
     largest: Magnitude | None = None
@@ -93,6 +103,11 @@ class Ready:
     gains: EachMember[Ratio | None] = ()
     """By how much each payload of the round before that was drawn (`scoring`) lowers its held-out loss, as a part of
     what its own payload does; None of one that it could not measure. Empty: it measured none."""
+    offer: Id | None = None
+    """What it contributes, as its carrier can fetch it: a number and a hash. Empty: it could be carried, and offers
+    nothing yet. None: what it contributes cannot be carried, nor can it carry others'."""
+    carries: EachMember[Carry] = ()
+    """Contributions of members with slow links that it holds whole."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +158,21 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A member that is not in the exchange since its link is slow: another one fetches what it contributes."""
+
+    member: Id
+    carrier: Id
+    offer: Id
+    """As in its `Ready`, and so are the next three."""
+    weight: Count
+    steps: Count
+    largest: Magnitude | None
+    counts: bool
+    """The carrier holds it whole, so that it counts in this round."""
+
+
+@dataclass(frozen=True)
 class Opening(LongRecord):
     """Round `round` is open to exactly these members, in the order of their node ranks."""
 
@@ -157,13 +187,19 @@ class Opening(LongRecord):
     steps: EachMember[Count] = ()
     steps_requested: EachMember[Count] = ()
     late: EachMember[Id] = ()
-    """Members that this round goes without, since they or their links are slow: what they learned goes into a later
-    one."""
+    """Members whose links this round goes without, since they or their links are slow: what they learned goes into a
+    later one, or is carried into this one."""
+    carried: EachMember[Carried] = ()
+    """Those of the late members whose contributions others fetch, in the order of their ids."""
     retries: Count = 0
     """How often this round was given up before, although no member was lost."""
     is_flat: bool = False
     """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
     tells of that member alone."""
+    before: Id = ""
+    """Id of the opening that it follows on; empty: it is the first one."""
+    silent: EachMember[Id] = ()
+    """Members of that one which lived and did not testify in time on its failure."""
     blames: EachMember[Blame] = ()
     """What was found of earlier attempts and still counts, the newest last."""
     network: LinkTable = field(default_factory=LinkTable)
@@ -222,6 +258,15 @@ class Opening(LongRecord):
             return f"network.order={network.order!s:.200} must have each of the members {speakers!s:.200} once"
         if any(place >= count for place in network.behind):
             return f"network.behind={network.behind!s:.200} names members beyond {count}"
+        return self._problem_of_carried()
+
+    def _problem_of_carried(self) -> str:
+        names = [carried.member for carried in self.carried]
+        if len(set(names)) < len(names):
+            return f"carried={names!s:.200} names a member twice"
+        for carried in self.carried:
+            if carried.carrier not in self.members or carried.member in self.members or carried.member not in self.late:
+                return f"{carried.member} cannot be carried by {carried.carrier}: one must be late, the other a member"
         return ""
 
     @cached_property
@@ -237,7 +282,24 @@ class Opening(LongRecord):
 
     @property
     def total_weight(self) -> int:
-        return sum(self.weights)
+        return sum(self.weights) + sum(carried.weight for carried in self.counted)
+
+    @property
+    def counted(self) -> tuple[Carried, ...]:
+        """Contributions of members outside the exchange that count."""
+        return tuple(carried for carried in self.carried if carried.counts)
+
+    def is_counted(self, member_id: str, offer: str) -> bool:
+        """Whether what this member offers counts without it."""
+        return any(carried.member == member_id and carried.offer == offer for carried in self.counted)
+
+    def carried_by(self, member_id: str) -> tuple[Carried, ...]:
+        """Contributions that count as a part of this member's, in the order in which it adds them."""
+        return tuple(carried for carried in self.counted if carried.carrier == member_id)
+
+    def count_of(self, carried: Carried) -> float:
+        """What a carried contribution counts, as `counts` has it of members."""
+        return 1 if self.is_equal else carried.weight
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -251,7 +313,14 @@ class Opening(LongRecord):
         long with a joiner as without.
         """
         total = sum(self._behind_divisor)
-        return tuple(count / total if total else 0.0 for count in self.counts)
+        return tuple(count / total if total else 0.0 for count in self._with_carried(self.counts))
+
+    def _with_carried(self, counts: Sequence[float]) -> tuple[float, ...]:
+        """What members count with what they carry."""
+        if not self.counted:
+            return tuple(counts)
+        of_others = [sum(map(self.count_of, self.carried_by(member))) for member in self.members]
+        return tuple(own + others for own, others in zip(counts, of_others, strict=True))
 
     @property
     def divisor_parts(self) -> tuple[float, ...]:
@@ -262,8 +331,8 @@ class Opening(LongRecord):
     @property
     def _behind_divisor(self) -> tuple[float, ...]:
         if not self.longest:
-            return tuple(map(float, self.counts))
-        return tuple(c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True))
+            return self._with_carried(tuple(map(float, self.counts)))
+        return self._with_carried([c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True)])
 
     @property
     def counts(self) -> tuple[float, ...]:
@@ -326,8 +395,9 @@ class Opening(LongRecord):
         return {m: self.members[place] for m, place in zip(self.members, self.sites, strict=False)}
 
     def contributors(self) -> dict[str, int]:
-        """Inner steps of the members whose update counts."""
-        return {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
+        """Inner steps of those whose update counts: of members, and of those that are carried."""
+        of_members = {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
+        return of_members | {carried.member: carried.steps for carried in self.counted}
 
     def wanted(self) -> dict[str, int]:
         """Inner steps that the members ask samples for."""
@@ -336,6 +406,19 @@ class Opening(LongRecord):
     def corpus_of(self) -> dict[str, str]:
         """Name of the corpus of each member."""
         return dict(zip(self.members, self.corpora or (SHARED,) * len(self.members), strict=True))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An opening that was not committed, and all that its members signed on it."""
+
+    opening: Opening
+    votes: Mapping[str, str] = field(default_factory=dict[str, str])
+    said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
+    failed: str = ""
+    """Why it failed, which begins with who said so; empty: nobody said so."""
+    tag: str = field(default="", compare=False)
+    """Tells it in the store from the same one with more words."""
 
 
 @dataclass(frozen=True)
@@ -578,7 +661,11 @@ def to_json(value: object) -> str:
 
 
 def _text_of(value: object) -> str:
-    return json.dumps(_adapter(type(value)).dump_python(value, warnings="error"), sort_keys=True)
+    return sorted_json(_adapter(type(value)).dump_python(value, warnings="error"))
+
+
+sorted_json = json.JSONEncoder(sort_keys=True).encode
+"""JSON with sorted keys; `json.dumps` would make its encoder anew each time."""
 
 
 def from_json(kind: type[_R], text: str) -> _R:
@@ -601,7 +688,7 @@ def to_record(value: object) -> dict[str, Any]:
 
 def from_record(kind: type[_R], record: Mapping[str, Any]) -> _R:
     """The inverse of `to_record`. Raises ValueError for what is no such record."""
-    return from_json(kind, json.dumps(record, sort_keys=True))
+    return from_json(kind, sorted_json(record))
 
 
 def problem_of(error: ValueError) -> str:

@@ -20,7 +20,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import lines_of
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
 from zeroband.elastic.membership.resume_rules import pending
-from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry
+from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry, no_donor
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
@@ -201,12 +201,39 @@ def fetch_entry(
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)
+    others = [donor for donor in donors if donor != lead]
+    return _fetch_update(inquiry, lead, others, manifest, room, on_chunk, Tally() if tally is None else tally)
+
+
+def fetch_offer(
+    donor: Donor, dialler: Dialler, known: str, room: Callable[[int], Tensor], *, limits: FetchLimits = LIMITS
+) -> RoundUpdate | None:
+    """Fetch what a member with a slow link contributes; None where that is still what is `known`.
+
+    `room`: as for `fetch_entry`. Raises RecoveryFailed.
+    """
+    inquiry = Inquiry("offer", dialler, None, limits)
+    _, manifest = inquiry.lead_of([donor], None, objection=_objection_to_update)
+    if manifest.state_digest == known:
+        return None
+    return _fetch_update(inquiry, donor, [], manifest, room, noop, Tally())
+
+
+def _fetch_update(
+    inquiry: Inquiry,
+    lead: Donor,
+    others: Sequence[Donor],
+    manifest: StateManifest,
+    room: Callable[[int], Tensor],
+    on_chunk: Callable[[int, int], None],
+    tally: Tally,
+) -> RoundUpdate:
+    """Fetch what a manifest lists, from the donor that made it and from others that say the same."""
     update = room(manifest.lengths[_UPDATE])
     targets, chunks = {_UPDATE: bytes_of(update)}, tuple(manifest.chunks())
-    transfer = StateTransfer(lead, manifest, inquiry, targets, chunks, Tally() if tally is None else tally)
-    others = [donor for donor in donors if donor != lead]
+    transfer = StateTransfer(lead, manifest, inquiry, targets, chunks, tally)
     transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, transfer.total_bytes))
-    return RoundUpdate(round, update, manifest.record, manifest.state_digest)
+    return RoundUpdate(manifest.round, update, manifest.record, manifest.state_digest)
 
 
 def _objection_to_update(manifest: StateManifest) -> str:
@@ -328,6 +355,17 @@ class RecoveryClient:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
         count = FetchProgress(self._flags, self._faults).count
         return fetch_entry(self._donors(self.leads), self._dialler, round, room, on_chunk=count, tally=self._updates)
+
+    def fetch_offer(self, member: str, known: str, room: Callable[[int], Tensor]) -> RoundUpdate | None:
+        """Fetch what a member contributes, as the function of this name does. Any thread. Raises RecoveryFailed."""
+        peers = self._store.view(FOUNDING_ROUND).peers
+        if member not in peers:
+            raise no_donor({})
+        return fetch_offer(_donor(member, peers), self._dialler, known, room)
+
+    def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """As `fetch_entry`, in any thread: beside training, by which nobody sees how far this node is."""
+        return fetch_entry(self._donors(), self._dialler, round, room)
 
     def _donors(self, leads: Collection[str] = ()) -> list[Donor]:
         """The members that serve their state, in random order, so that joiners spread over them.

@@ -253,7 +253,7 @@ class Copies:
 
 
 class Entries:
-    """The rounds of the journal with their hashes; how long an entry lives is the journal's."""
+    """The rounds of the journal with their hashes; how long an entry lives is the journal's. So with an offer."""
 
     def __init__(self, journal_entry: Callable[[int], RoundUpdate | None], hasher: Hasher) -> None:
         self._journal_entry = journal_entry
@@ -267,7 +267,8 @@ class Entries:
         if entry is None:
             return None
         with self._lock:
-            if round not in self._held:
+            held = self._held.get(round)
+            if held is None or held.state.state_digest != entry.state_digest:
                 update = RoundState(entry.round, entry.record, entry.state_digest, {"update": entry.update})
                 self._held[round] = Served(self._hasher, update)
             return self._held[round]
@@ -284,7 +285,7 @@ class StateServer:
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
     state itself instead of a copy; one of a round serves all joiners. `current_round` tells the round of the state
     without a copy of it. `needs_link`: whether training stands still until a round has travelled, to which joiners
-    make way.
+    make way. `offered`: what this node contributes, where a carrier fetches it.
     """
 
     def __init__(
@@ -294,6 +295,7 @@ class StateServer:
         *,
         current_round: Callable[[], int],
         needs_link: Callable[[], bool] = lambda: False,
+        offered: Callable[[], RoundUpdate | None] = lambda: None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.chunk_bytes = chunk_bytes
@@ -301,6 +303,8 @@ class StateServer:
         self._hasher = Hasher(chunk_bytes)
         self.copies = Copies(copy_state, self._hasher, current_round)
         self.entries = Entries(journal_entry, self._hasher)
+        self.offered = offered
+        self.offers = Entries(self._offer_of, self._hasher)
         self._stop = threading.Event()
 
         class Handler(_Handler):
@@ -309,6 +313,10 @@ class StateServer:
         self._server = _Server(Handler)
         self._sweeper = threading.Thread(target=self._sweep, name="state-copies", daemon=True)
         self._sweeper.start()
+
+    def _offer_of(self, number: int) -> RoundUpdate | None:
+        offer = self.offered()
+        return offer if offer is not None and offer.round == number else None
 
     def take(self, connection: socket.socket, keys: StreamKeys) -> None:
         """Answer a connected socket, in another thread; after `close()`, hang up. Any thread."""
@@ -333,6 +341,7 @@ class StateServer:
         while not self._stop.wait(COPY_LIFE_S / 4):
             self.copies.drop_unused()
             self.entries.drop_forgotten()
+            self.offers.drop_forgotten()
 
     def close(self) -> None:
         self._stop.set()
@@ -377,7 +386,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers GET.
 
     /state tells the newest round, /state/ROUND/FIRST and /journal/ROUND/FIRST list the hashes of a stretch, and chunks
-    are /state/ROUND/SECTION/INDEX and /journal/ROUND/update/INDEX.
+    are /state/ROUND/SECTION/INDEX and /journal/ROUND/update/INDEX. /offer is like /state, for what is to be carried.
     """
 
     protocol_version = "HTTP/1.1"
@@ -403,17 +412,27 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.served
         match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
-                self._send(json.dumps({"round": served.copies.newest().state.round}).encode())
+                self._send_number(served.copies.newest().state.round)
+            case ["offer"]:
+                offer = served.offered()
+                self._send_none(HTTPStatus.NOT_FOUND) if offer is None else self._send_number(offer.round)
             case ["state", int(round), int(first)]:
                 self._send_manifest(served.copies.at(round), first)
             case ["journal", int(round), int(first)]:
                 self._send_manifest(served.entries.at(round), first)
+            case ["offer", int(number), int(first)]:
+                self._send_manifest(served.offers.at(number), first)
+            case ["offer", int(number), str(section), int(index)]:
+                self._send_chunk(served.offers.at(number), section, index)
             case ["state", int(round), str(section), int(index)]:
                 self._send_chunk(served.copies.held(round), section, index)
             case ["journal", int(round), str(section), int(index)]:
                 self._send_chunk(served.entries.at(round), section, index)
             case _:
                 self._send_none(HTTPStatus.NOT_FOUND)
+
+    def _send_number(self, round: int) -> None:
+        self._send(json.dumps({"round": round}).encode())
 
     def _send_manifest(self, held: Served | None, first: int) -> None:
         made = None if held is None else held.manifest(first)

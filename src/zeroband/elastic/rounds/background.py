@@ -32,7 +32,7 @@ class BackgroundRound(Generic[_T]):
             raise self._error
         return self._outcome.pop()
 
-    def is_over(self, timeout_s: float) -> bool:
-        """Whether the work ended within this time, well or not."""
+    def is_over(self, timeout_s: float | None) -> bool:
+        """Whether the work ended within this time, well or not; None: wait for it."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.audit import Auditor, Findings, added, draw_lengths, new_draw
+from zeroband.elastic.rounds.carriage import Carriage, counts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
@@ -50,6 +51,11 @@ class Exchange(Protocol):
     @property
     def has_memory(self) -> bool:
         """Whether a contribution that never counts goes back into a memory; else the inner parameters still have it."""
+        ...
+
+    @property
+    def carriage(self) -> Carriage | None:
+        """What fetches and keeps contributions of members with slow links; None: they cannot be carried."""
         ...
 
     def load(self, round: int, turn: int, names: Collection[str]) -> bool:
@@ -138,6 +144,8 @@ class MeanExchange:
         self._found = Findings()
         """What its audit came to."""
         self.largest: float | None = None
+        may_carry = rule is None and encoded is None and len(self._bounds) == 1
+        self.carriage = parts.carriage if may_carry else None
 
     @property
     def is_robust(self) -> bool:
@@ -156,12 +164,17 @@ class MeanExchange:
     def run(self, opening: Opening, turn: int) -> Transfer:
         part, self._parts, self._found = self._bounds[turn], (), Findings()
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
-        residual = None if residual is None else residual[part]
+        own, all_count = counts_of(opening, self._mesh.member_id)
+        residual = None if residual is None or (all_count > own == 0) else residual[part]
+        if self.carriage is not None:
+            contribution = self.carriage.with_carried(opening, self._mesh.member_id, contribution)
         buffers, members = (contribution, self.result_of(turn), residual), len(opening.members)
         robust = None if self._rule is None or members == 1 else Robustly(self._rule, members)
         key = None if self._auditor is None else self._auditor.key
         request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, key)
         moved = self._mesh.reduce_mean(request)
+        if residual is not None and all_count > own and self._mesh.local.rank == 0:
+            residual.mul_(all_count / own)  # it is in units of what was sent; the next one has the node's own weight
         self._parts = parts_of(self.result_of(turn), moved.borders)
         moved, drawn = (moved, None) if robust is None else self._compare(request, moved, robust)
         if self._auditor is not None and members > 1:

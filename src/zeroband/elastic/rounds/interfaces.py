@@ -13,6 +13,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.phase import PhaseLength
@@ -113,6 +114,10 @@ class StateSource(Protocol):
         """
         ...
 
+    def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+        """As `fetch_entry`, on local rank 0 alone and beside training. Raises RecoveryFailed."""
+        ...
+
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:
         """Read and verify the checkpoint of an inner step, on local rank 0, and keep it. Raises RecoveryFailed."""
         ...
@@ -168,6 +173,8 @@ class OuterParts:
     faults: FaultPoints
     scoring: Scoring | None = None
     """None: no payload is scored."""
+    carriage: Carriage | None = None
+    """None: contributions are not carried."""
 
     @property
     def wire_layout(self) -> ShardMap:

@@ -29,6 +29,9 @@ AWAITED_S = 20.0
 MAX_ROUNDS = 4096
 """Each entry is a mapping, of which a process has 65530 unless told otherwise, and has a record in memory."""
 
+_AT_ONCE = 1 << 16
+"""So many values are packed in less than the tenth of a millisecond that it takes to start a thread."""
+
 Allocator = Callable[[int], Tensor]
 """Gives (nbytes,) uint8 for an update of so many bytes."""
 
@@ -63,14 +66,19 @@ class Journal:
         self._packing: BackgroundRound[None] | None = None
         self._bytes = 0
 
-    def record(self, round: int, pack: Callable[[Allocator], Tensor], record: Mapping[str, Any], state: str) -> None:
+    def record(
+        self, round: int, pack: Callable[[Allocator], Tensor], record: Mapping[str, Any], state: str, *, values: int
+    ) -> None:
         """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
 
-        Packing many values touches as much new memory, which takes longer than the packing. `pack`: into the room that
-        it asks for.
+        Packing many values touches as much new memory, which takes longer than the packing; few `values` are packed at
+        once, as a thread for them takes longer. `pack`: into the room that it asks for.
         """
         self.settle()
-        self._packing = BackgroundRound(lambda: self._pack(round, pack, record, state), name="journal")
+        if values <= _AT_ONCE:
+            self._pack(round, pack, record, state)
+        else:
+            self._packing = BackgroundRound(lambda: self._pack(round, pack, record, state), name="journal")
 
     def settle(self) -> None:
         """Wait until what was to be packed is. The thread that records, or that follows it."""

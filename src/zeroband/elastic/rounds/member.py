@@ -37,6 +37,7 @@ from zeroband.elastic.membership.proofs import leaves_out, misquotes
 from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
+from zeroband.elastic.rounds.hearing import Hearing
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
@@ -184,11 +185,12 @@ class Member:
         """As of the last look."""
         self._told_links = LinkRates()
         self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
-        self._evidence: tuple[Opening | None, Evidence] = None, Evidence()
-        """What this member saw last of an opening that failed."""
-        self._told_blames: tuple[Blame, ...] = ()
+        self._hearing = Hearing(run.store, self.member_id, run.clock, time_outs.detect_s)
+        self._told_blames = set[Blame]()
         """Findings that were said as events."""
         self._followed = ""  # id of the newest opening that was seen to follow from its members' records
+        self._judged: tuple[str, str | None] = "", None
+        """Id of the newest opening that was compared with the attempts before it, and what it says without reason."""
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -271,7 +273,6 @@ class Member:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
-        hearing = _Hearing(self, self._clock, self._time_outs.detect_s)
 
         def patience_at(view: View) -> ElapsedWaits:
             now_s = self._clock()
@@ -282,16 +283,22 @@ class Member:
         def decide(seen: View) -> Opening | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
-            self._require_not_barred(view)
+            unfounded = self._why_unfounded(view)
+            believed = view if unfounded is None else replace(view, opening=None)
+            self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
-                hearing.begin(view.opening)
-            excluded = must_leave(view, self.member_id, round) if is_member else None
+                self._hearing.begin(view.opening)
+            excluded = must_leave(believed, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, patience_at(view), hearing)
+            current = view.opening
+            if current is not None and current.round == round and view.can_finish(current):
+                why = self._why_refused(current, view, rules, unfounded)
+                return self._turn_in(current) if why is None else Wait(why)
+            return self._propose_opening(view, round, rules, patience_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -316,12 +323,31 @@ class Member:
             self._on_event("record_refused", round=round, member_id=member, reason=view.refused[member])
         return view
 
-    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
-        """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
-        if opening.id == self._followed or self.member_id not in opening.members:
+    def _why_unfounded(self, view: View) -> str | None:
+        """What the current opening says of the ones before it that does not follow from them; None: all of it does.
+
+        As long as it does not, no member obeys it, least of all one that it puts out.
+        """
+        opening, committed = view.opening, view.committed
+        if opening is None or (committed is not None and committed.round >= opening.round):
             return None
+        if self._judged[0] != opening.id:
+            why = self._hearing.objection(opening, committed)
+            if why is not None and view.is_settling:
+                return "the store lost its record; members are given time to bring it back"
+            self._judged = opening.id, why
+            if why is None:
+                self._tell_blames(opening)
+        return self._judged[1]
+
+    def _why_refused(self, opening: Opening, view: View, rules: Rules, unfounded: str | None) -> str | None:
+        """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
+        if opening.id == self._followed:
+            return None
+        if self.member_id not in opening.members:
+            return unfounded
         said = view.ready.get(self.member_id)
-        why = None if said is None else misquotes(opening, self.member_id, said)
+        why = unfounded or (None if said is None else misquotes(opening, self.member_id, said))
         if why is None and view.unseen_ready:
             if self.member_id not in checkers(opening):
                 return None
@@ -336,7 +362,7 @@ class Member:
             self._followed = opening.id
             return None
         if not view.is_proven:
-            return self._why_refused(opening, self._proven(opening.round, rules), rules)
+            return self._why_refused(opening, self._proven(opening.round, rules), rules, unfounded)
         reason = f"{REFUSED}: {why}"
         self._on_event("opening_refused", round=opening.round, reason=reason)
         self.report_failure(opening, reason)
@@ -354,31 +380,37 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _decide_opening(
-        self, view: View, round: int, rules: Rules, patience: ElapsedWaits, hearing: _Hearing
-    ) -> Opening | Wait:
-        current = view.opening
-        if current is not None and current.round == round and view.can_finish(current):
-            why = self._why_refused(current, view, rules)
-            decision: Opening | Wait = current if why is None else Wait(why)
-        elif not knows_enough_to_open(view, round):
+    def _propose_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+        """The opening that follows the current one, where that is this member's; else what it waits for."""
+        current, hearing = view.opening, self._hearing
+        if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
-        elif current is not None and current.round == round and not view.is_proven:
-            return self._decide_opening(self._proven(round, rules), round, rules, patience, hearing)
-        else:
-            decision = next_opening(view, round, rules, patience, self.store.links, hearing)
-            if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
-                return self._decide_opening(self._proven(round, rules), round, rules, patience, hearing)
+        if current is not None and current.round == round and not view.is_proven:
+            return self._propose_by_proof(round, rules, patience)
+        decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+        if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
+            return self._propose_by_proof(round, rules, patience)
         if isinstance(decision, Wait):
             return decision
-        generation = view.generation
-        if decision != current:
-            decision = self.store.signed(decision, self.member_id)
-        if decision != current and not self.store.propose_opening(decision, current=current, generation=generation):
+        before = "" if current is None else current.id
+        decision = self.store.signed(replace(decision, before=before), self.member_id)
+        heard = hearing.attempt if view.failed is not None and hearing.is_of(current) else None
+        if not self.store.propose_opening(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
-        if self.member_id not in decision.members:
-            return Wait(f"round {round} is open to {len(decision.members)} others")
-        return decision
+        return self._turn_in(decision)
+
+    def _propose_by_proof(self, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+        """As `_propose_opening`, by signatures that were all verified."""
+        view = self._proven(round, rules)
+        if view.opening is not None and view.opening.round == round and view.can_finish(view.opening):
+            return Wait("another opening is there by now")
+        return self._propose_opening(view, round, rules, patience)
+
+    def _turn_in(self, opening: Opening) -> Opening | Wait:
+        """The opening, where this member is in it."""
+        if self.member_id not in opening.members:
+            return Wait(f"round {opening.round} is open to {len(opening.members)} others")
+        return opening
 
     def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
         """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
@@ -394,16 +426,7 @@ class Member:
 
     def testify(self, opening: Opening, evidence: Evidence) -> None:
         """Say what this member saw of an opening that failed."""
-        self._evidence = opening, evidence
-        self.store.testify(opening, self.member_id, evidence)
-
-    def testify_again(self, opening: Opening) -> None:
-        """Testify where the store does not show it. A member that was not asked yet saw nothing.
-
-        An opening may fail before all of its members know of it, and a store may lose what it was told.
-        """
-        if self.member_id in opening.members:
-            self.testify(opening, self._evidence[1] if self._evidence[0] == opening else Evidence())
+        self._hearing.testify(opening, evidence)
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record`: as in `vote`.
@@ -543,17 +566,18 @@ class Member:
         self._memory.learn(view)
         self._alive, self._round = view.alive, round
         self._enter_session(view)
-        self._tell_blames(view.opening)
+        if view.committed is not None:
+            self._tell_blames(view.committed.opening)
         if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
             self._flags.set_listed_version(view.opening.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
 
-    def _tell_blames(self, opening: Opening | None) -> None:
+    def _tell_blames(self, opening: Opening) -> None:
         """Say of each finding once who is at fault."""
-        blames = () if opening is None else opening.blames
-        new, self._told_blames = [b for b in blames if b not in self._told_blames], blames
+        new = [blame for blame in opening.blames if blame not in self._told_blames]
+        self._told_blames.update(new)
         for blame in new:
             self._on_event(
                 "blamed",
@@ -681,32 +705,6 @@ class _Votes:
         return self._all < 2 * view.voted < 2 * self._all and now_s - self._since_s > self._limit_s
 
 
-class _Hearing:
-    """What members testify, and when those who have not are waited for no more: so long after the newest word."""
-
-    def __init__(self, member: Member, clock: Callable[[], float], limit_s: float) -> None:
-        self._member = member
-        self._clock = clock
-        self._limit_s = limit_s
-        self._heard: tuple[str, int] | None = None
-        self._since_s = 0.0
-        self._begun: str | None = None
-
-    def begin(self, opening: Opening) -> None:
-        """Have this member's own word be there."""
-        if self._begun != opening.id:
-            self._begun = opening.id
-            self._member.testify_again(opening)
-
-    def __call__(self, opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
-        said, now_s = self._member.store.evidence(opening), self._clock()
-        if self._member.member_id not in said:
-            self._member.testify_again(opening)
-        if self._heard != (opening.id, len(said)):
-            self._heard, self._since_s = (opening.id, len(said)), now_s
-        return said, now_s - self._since_s > self._limit_s
-
-
 class _Pause:
     """Says when the run begins to stand still at a boundary, as an operator ordered, and when it goes on."""
 
@@ -766,6 +764,7 @@ class _Watcher:
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
+        self._watched_from_s = 0.0
         self._seen: View | None = None
         self._clock = clock
         self._looked_at_s = clock()
@@ -774,7 +773,8 @@ class _Watcher:
         self._thread.start()
 
     def watch(self, opening: Opening | None) -> None:
-        self._opening = opening
+        if opening is not self._opening:
+            self._opening, self._watched_from_s = opening, self._clock()
 
     def _run(self) -> None:
         while not self._stop.wait(self._time_outs.watch_s):
@@ -786,6 +786,8 @@ class _Watcher:
 
     def _look(self) -> None:
         opening, now_s = self._opening, self._clock()
+        if opening is not None and now_s - self._watched_from_s < self._time_outs.watch_s:
+            return  # most transfers of small states are over by then, and ask the store nothing more
         if opening is not None:
             self._seen = self._member.await_news(opening, self._seen)
             if not self._seen.can_finish(opening) or self._departure.is_overdue(now_s):

@@ -60,6 +60,8 @@ class RoundReport:
     """Why the round was opened again, once for each time."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
+    carried: tuple[tuple[str, int, int], ...] = ()
+    """Members that counted without being in the exchange: their weights, and their samples."""
     uncommitted_tokens: int = 0
     """That this node learned from since what it contributed to the round."""
     refused: tuple[tuple[str, str], ...] = ()

@@ -27,8 +27,10 @@ from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict, session_after
 from zeroband.elastic.rounds.background import BackgroundRound
+from zeroband.elastic.rounds.carriage import Carriage, FetchAhead
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.exchange import Exchange
-from zeroband.elastic.rounds.interfaces import OuterParts, verify
+from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, verify
 from zeroband.elastic.rounds.outer_state import OuterState
 from zeroband.elastic.rounds.phase import TransferWindow
 from zeroband.elastic.rounds.rollback import RolledBack, describe_return
@@ -114,6 +116,13 @@ class RoundRunner:
         self._state = state
         self._exchange = exchange
         self._algorithm = algorithm
+        self._carriage: Carriage | None = None
+        """What contributions of slow links are carried with; None: those of this node cannot be."""
+        self._ahead = FetchAhead(self._fetch_ahead)
+        self._offered = ""
+        """What names this node's contribution where a carrier may fetch it."""
+        self.is_slow = False
+        """In the newest round this node's link was too slow for the exchange."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
         self._is_awaited = False
         """Training stands still for a round."""
@@ -131,6 +140,10 @@ class RoundRunner:
         """The fragment of the next round."""
         return self._state.progress.outer_step % len(self._parts.fragments)
 
+    def let_carry(self) -> None:
+        """Contributions may be carried, this node's and others': the schedule can do with what follows of it."""
+        self._carriage = self._exchange.carriage
+
     # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
 
     def commit(self, offer: Offer, missed: Missed) -> Committed:
@@ -143,21 +156,28 @@ class RoundRunner:
         return committed
 
     def commit_or_start(self, offer: Offer, missed: Missed) -> Committed | None:
-        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said."""
-        return self._finish(offer, partial(self._attempt, offer), missed)
+        """As `commit`; None where a round was missed, and the next one began beside training as `missed` said.
+
+        None, too, with nothing under way, where it counted in a round that this node was not in, up to which it has
+        caught up: it was carried.
+        """
+        return self._finish(offer, partial(self._bring, offer), missed)
 
     def start(self, offer: Offer) -> None:
         """Begin the next round beside training; what is contributed and the result are its own until `arrived`."""
         self._parts.mesh.flags.count_only(threading.get_ident())
-        self._background = offer, BackgroundRound(partial(self._attempt, offer))
+        self._background = offer, BackgroundRound(partial(self._bring, offer))
 
     @property
     def is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
 
-    def arrived(self, missed: Missed) -> Committed:
-        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
+    def arrived(self, missed: Missed) -> Committed | None:
+        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises.
+
+        None where what was offered counted in a round that this node was not in, up to which it has caught up.
+        """
         assert self._background is not None, "no round is on its way"
         (offer, background), flags = self._background, self._parts.mesh.flags
         flags.count_only(None)
@@ -165,7 +185,6 @@ class RoundRunner:
             committed = self._finish(offer, background.wait, missed)
         finally:
             self._background = None
-        assert committed is not None, "training waits for it now"
         return committed
 
     def abandon(self) -> None:
@@ -183,9 +202,50 @@ class RoundRunner:
         travel = self._travel
         return self._is_awaited and travel is not None and travel.owns_link(time.monotonic())
 
-    def _attempt(self, offer: Offer) -> Committed | Verdict:
-        """The next round, or the verdict of the others where they committed it without this node."""
-        history, round = self._parts.history, self._state.round + 1
+    def _bring(self, offer: Offer) -> Committed | Verdict:
+        """Bring what is contributed to the next round: to a carrier, where this node's link is slow."""
+        is_carried = self.is_slow and self._carriage is not None and offer.ready.weight > 0
+        return self._follow(offer) if is_carried else self._attempt(offer)
+
+    def _follow(self, offer: Offer) -> Committed | Verdict:
+        """Stand at the boundaries with what a carrier fetches, until it counts or this node has to bring it itself.
+
+        The rounds that the others commit meanwhile are fetched beside training. The state does not hold them yet.
+        """
+        carriage, mesh, number = self._carriage, self._parts.mesh, self._state.round + 1
+        assert carriage is not None, "the schedule lets it carry"
+        self._offered = self._offered or carriage.offer(number, self._parts.buffers[CONTRIBUTION])
+        while True:
+            outcome = self._attempt(offer, number)
+            if isinstance(outcome, Committed) or outcome.opening.rollback is not None:
+                return outcome
+            for missed in range(number, outcome.round + 1) if mesh.local.rank == 0 else ():
+                self._ahead.want(missed)
+            number, opening = outcome.round + 1, outcome.opening
+            progress = Progress.of_verdict(outcome)
+            left = self._parts.length.shape.total_steps - progress.inner_step
+            ends_next = left <= max(offer.ready.steps, *opening.steps)  # the last round is of those that hold its state
+            if ends_next or not self.is_slow or opening.is_counted(mesh.member_id, self._offered):
+                return outcome
+            steps = min(offer.ready.steps_requested, left - offer.ready.steps)
+            offer = replace(offer, ready=replace(offer.ready, steps_requested=steps))
+
+    def _fetch_ahead(self, round: int) -> RoundUpdate:
+        history = self._parts.history
+        return history.source.fetch_ahead(round, history.journal.room)
+
+    def _attempt(self, offer: Offer, number: int | None = None) -> Committed | Verdict:
+        """The next round, or the verdict of the others where they committed it without this node.
+
+        `number`: of a later round than the state's next one.
+        """
+        outcome = self._attempted(offer, self._state.round + 1 if number is None else number)
+        opening = outcome.verdict.opening if isinstance(outcome, Committed) else outcome.opening
+        self.is_slow = any(carried.member == self._parts.mesh.member_id for carried in opening.carried)
+        return outcome
+
+    def _attempted(self, offer: Offer, round: int) -> Committed | Verdict:
+        history = self._parts.history
         if history.auto_rollback is not None and not offer.is_joining:
             history.auto_rollback.answer(self._state.round, LossRecord.of(self._state.record))
         history.journal.settle()  # the result's memory is the next one's
@@ -206,12 +266,14 @@ class RoundRunner:
         if passes:
             faults.at("ready", round)
         scored_for, gains = self._gains
+        is_behind = round != self._state.round + 1  # then it is no member, even where rounds changed nothing
         ready = replace(
             offer.ready,
             round=round,
-            state_digest=self._state.digest,
-            missed=round - offer.ready.round if passes else 0,
+            state_digest=f"{self._state.digest} of round {self._state.round}" if is_behind else self._state.digest,
             gains=gains if scored_for == round else (),
+            offer=self._offered if self._carriage is not None and passes and offer.ready.weight else None,
+            carries=self._carriage.whole() if self._carriage is not None and passes else (),
         )
         self._parts.mesh.announce_ready(ready)
         if passes:
@@ -255,6 +317,8 @@ class RoundRunner:
         """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
         faults, round, turn = self._parts.faults, opening.round, self.turn
         faults.at("opened", round)
+        if self._carriage is not None:
+            self._carriage.look(opening, self._parts.mesh.member_id)
         if opening.rollback is not None:
             staged = self._stage(opening, opening.rollback)
             committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
@@ -326,24 +390,41 @@ class RoundRunner:
             while not isinstance(outcome, Committed):
                 if offer.is_joining:
                     raise RoundsMissed(outcome.round)
+                counts = outcome.opening.is_counted(self._parts.mesh.member_id, self._offered)
                 offer = missed(outcome.round, offer)
+                if counts:
+                    return self._counted()
                 if offer.is_beside:
                     return self.start(replace(offer, is_beside=False))
-                outcome = self._attempt(offer)
+                outcome = self._bring(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:
                 raise self._rolled_back(outcome)
         except (Fenced, RolledBack):
+            self._withdraw()
             self._exchange.conclude(counts=False)
             raise
         finally:
             self._is_awaited = False
+        self._withdraw()
         self._exchange.conclude(counts=offer.ready.weight > 0)
         scored_from_s = time.monotonic()
         self._gains = outcome.verdict.round + 1, self._algorithm.score(outcome.verdict, self.turn)
         if self._gains[1]:
             outcome.costs.score_s = time.monotonic() - scored_from_s
         return outcome
+
+    def _counted(self) -> None:
+        """What this node offered counted in a round that it was not in."""
+        assert self._carriage is not None, "it was carried"
+        self._carriage.settle(self._parts.buffers[CONTRIBUTION])
+        self._offered = ""
+
+    def _withdraw(self) -> None:
+        """What this node offered goes another way."""
+        self._offered = ""
+        if self._carriage is not None:
+            self._carriage.withdraw()
 
     # -- what a committed round leaves --------------------------------------------------------------------------------
 
@@ -358,22 +439,25 @@ class RoundRunner:
         if self._parts.mesh.local.rank == 0:
             pack = partial(self._exchange.pack, committed.result)
             journal, state = self._parts.history.journal, self._state
-            journal.record(state.round, pack, committed.verdict.record, state.digest)
+            record, values = committed.verdict.record, committed.result.numel()
+            journal.record(state.round, pack, record, state.digest, values=values)
         self._parts.faults.at("applied", self._state.round)
 
     def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:
         """What a round was for this node, once the sections hold it."""
         opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
+        batch_size = self._parts.length.shape.batch_size
         return RoundReport(
             round=opening.round,
             epoch=opening.epoch,
             member_id=member_id,
             members=opening.members,
             weights=opening.weights,
-            samples=tuple(steps * self._parts.length.shape.batch_size for steps in opening.steps),
+            samples=tuple(steps * batch_size for steps in opening.steps),
             late=opening.late,
             state_digest=self._state.digest,
             progress=self._state.progress,
+            carried=tuple((c.member, c.weight, c.steps * batch_size) for c in opening.counted),
             wait_s=costs.wait_s,
             transfer_s=costs.transfer_s,
             apply_s=apply_s,
@@ -429,7 +513,11 @@ class RoundRunner:
 
         for number in range(state.round + 1, round + 1):
             turn = self.turn
-            fetched = history.source.fetch_entry(number, partial(self._exchange.room, turn, room=room))
+            fetched = self._fetched_ahead(number)
+            if fetched is None:
+                fetched = history.source.fetch_entry(number, partial(self._exchange.room, turn, room=room))
+            elif local.rank == 0:
+                on_disk.append(fetched.update)
             self._exchange.unpack(turn, fetched.update if local.rank == 0 else None)
             has_already = [(start, stop) for start, stop, newest in state.later if newest >= number]
             found = replay(fetched, self._exchange.result_of(turn), has_already)
@@ -440,6 +528,22 @@ class RoundRunner:
                     history.journal.add(replace(fetched, update=update))
         if state.progress.is_complete:
             raise RunOver(f"the run ended with round {state.round}, without this node")
+
+    def _fetched_ahead(self, round: int) -> RoundUpdate | None:
+        """A round that was fetched beside training, on all local ranks; None where it was not."""
+        taken = list[RoundUpdate]()
+
+        def take() -> Mapping[str, Any] | None:
+            update = self._ahead.take(round, self._parts.mesh.flags.advance)
+            if update is None:
+                return None
+            taken.append(update)
+            return {"record": update.record, "state_digest": update.state_digest}
+
+        said = on_first_rank(self._parts.mesh.local, take)
+        if said is None:
+            return None
+        return RoundUpdate(round, taken[0].update if taken else torch.empty(0, dtype=torch.uint8), **said)
 
     # -- the founding, and going back ---------------------------------------------------------------------------------
 

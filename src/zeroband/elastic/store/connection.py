@@ -58,6 +58,8 @@ _STATES = {
 """What a server that serves no client says, and the way out."""
 _FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 _IN_CLUSTER = ("Hash slot not served", "a non local key in a cluster node")
+_NO_REPLY = "protocol error"
+"""So begins what the parser says of something that begins as no reply of Redis does; else one was damaged."""
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 _OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
 
@@ -74,11 +76,11 @@ class StoreClient(redis.Redis):
     """A client that takes nothing for an answer but one whole reply of the right shape, with nothing behind it."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Say something and give the answer. `shape`: of the answer. Raises GarbledAnswer, redis.RedisError."""
-        try:
-            return super().execute_command(*args, **options)
-        except (ValueError, TypeError, LookupError) as error:  # redis-py's, of a number or a reply that is none
-            raise GarbledAnswer(f"an answer of Redis cannot be read: {error!r}") from error
+        """Say something and give the answer. `shape`: of the answer. Raises GarbledAnswer, redis.RedisError.
+
+        Without redis-py's own way, which takes as long as all else: its retries are off, its telemetry is not read.
+        """
+        return self._say([args], **options)
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         """Read the answer to one command; the connection ends with an answer that is none."""
@@ -98,16 +100,21 @@ class StoreClient(redis.Redis):
 
         One round trip: the server begins with the second when the first is over. Raises as `execute_command`.
         """
+        return self._say([wait, args], shape=shape)
+
+    def _say(self, commands: Sequence[Sequence[Any]], **options: Any) -> Any:
+        """Say things at once; the answer to the last."""
         pool = self.connection_pool
         connection: Any = pool.get_connection()
         try:
-            connection.send_packed_command(connection.pack_commands([wait, args]))
-            try:
-                connection.read_response()
-            except redis.ResponseError:
-                connection.disconnect()  # the other answer is still to come
-                raise
-            return self.parse_response(connection, args[0], shape=shape)
+            connection.send_packed_command(connection.pack_commands(commands))
+            for _ in commands[1:]:
+                try:
+                    connection.read_response()
+                except redis.ResponseError:
+                    connection.disconnect()  # the other answer is still to come
+                    raise
+            return self.parse_response(connection, commands[-1][0], **options)
         except (ValueError, TypeError, LookupError) as error:
             connection.disconnect()
             raise GarbledAnswer(f"an answer of Redis cannot be read: {error!r}") from error
@@ -152,7 +159,7 @@ def has_shape(answer: object, shape: Shape) -> bool:
     if isinstance(shape, tuple):
         if not isinstance(answer, list) or len(answer) != len(shape):
             return False
-        return all(has_shape(part, of) for part, of in zip(answer, shape, strict=True))
+        return all(map(has_shape, answer, shape))
     return isinstance(answer, int) and answer in shape if isinstance(shape, frozenset) else isinstance(answer, shape)
 
 
@@ -265,7 +272,7 @@ def _refusal(error: BaseException, asked: _Asked) -> str | None:
         return (
             f"store.url: {who} does not let this user do what a run needs ({text}); its rules must hold {asked.rules}"
         )
-    if isinstance(error, InvalidResponse):
+    if isinstance(error, InvalidResponse) and text.casefold().startswith(_NO_REPLY):
         return f"store.url: what answers there is no {who}; if it expects TLS, write rediss:// or rediss+sentinel://"
     if isinstance(error, (AskError, ClusterCrossSlotError)) or any(part in text for part in _IN_CLUSTER):
         return f"store.url: this is a node of a Redis Cluster ({text}); name a Redis that is not part of a cluster"

@@ -80,16 +80,22 @@ class NodeFacts:
         return FactBatch(tuple(lines), dict(self._places)) if lines else None
 
     def _earliest(self) -> str | None:
-        """The file whose next line was written first."""
-        for name, tail in self._tails.items():
-            if not self._ahead[name]:
-                for place, line in tail.lines(_READ_BYTES):
-                    if line is None:
-                        self._ahead[name].append((0, FactLine(name, place, None)))
-                    elif line.strip():
-                        self._ahead[name].append((len(line), FactLine(name, place, decode_line(line))))
+        """The file whose next line was written first.
+
+        While one file was read, an older line may have come to the one before: it is looked at again.
+        """
+        while any(self._reads_on(name) for name in self._tails if not self._ahead[name]):
+            pass
         waiting = [(_at_s(ahead[0][1]), name) for name, ahead in self._ahead.items() if ahead]
         return min(waiting)[1] if waiting else None
+
+    def _reads_on(self, name: str) -> bool:
+        for place, line in self._tails[name].lines(_READ_BYTES):
+            if line is None:
+                self._ahead[name].append((0, FactLine(name, place, None)))
+            elif line.strip():
+                self._ahead[name].append((len(line), FactLine(name, place, decode_line(line))))
+        return bool(self._ahead[name])
 
 
 def _at_s(line: FactLine) -> float:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    Attempt,
     Evidence,
     LinkRates,
     Opening,
@@ -24,7 +25,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -172,9 +173,18 @@ class Store(Protocol):
         ...
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
+        self,
+        opening: Opening,
+        *,
+        current: Opening | None,
+        generation: StoreTerm | None = None,
+        heard: Attempt | None = None,
     ) -> bool:
-        """Make this the opening that follows the current one. False: another proposal was first."""
+        """Make this the opening that follows the current one. False: another proposal was first.
+
+        `heard`: what is known of the current one, as this one is made of it; False where more is known by now. From
+        here on it stays as it is, for those who check what follows from it.
+        """
         ...
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -190,12 +200,18 @@ class Store(Protocol):
         """
         ...
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
-        """Say what a member saw of an opening that failed; the first word counts."""
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        """Say what a member saw of an opening that failed; the first word counts.
+
+        False: another opening follows already, so it comes too late. `again`: it was there once, and counts then, too.
+        """
         ...
 
-    def evidence(self, opening: Opening) -> Mapping[str, Evidence]:
-        """What members have testified on an opening."""
+    def attempt(self, opening_id: str) -> Attempt | None:
+        """The current opening, or one that another one has followed, with all that its members signed on it.
+
+        None: the store has no such opening that counts.
+        """
         ...
 
     def expect_verdict(self, verdict: Verdict) -> None:

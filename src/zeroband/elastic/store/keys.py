@@ -60,9 +60,10 @@ class Key:
 
     def __init__(self, kind: str, name: str = "") -> None:
         self.kind, self.name = kind, name
+        self._attribute = ""
 
     def __set_name__(self, owner: type[Keys], name: str) -> None:
-        self.name = self.name or name
+        self.name, self._attribute = self.name or name, name
 
     @overload
     def __get__(self, keys: None, owner: type[Keys]) -> Key: ...
@@ -71,7 +72,10 @@ class Key:
     def __get__(self, keys: Keys, owner: type[Keys]) -> str: ...
 
     def __get__(self, keys: Keys | None, owner: type[Keys]) -> Key | str:
-        return self if keys is None else f"{keys.prefix}:{self.name}"
+        if keys is None:
+            return self
+        made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # the next look finds it there
+        return made
 
 
 class Keys:
@@ -139,9 +143,9 @@ class Keys:
         """String: digest of a member's first gradients of a round, by which equal batches are noticed."""
         return f"{self.prefix}:gradients:{round}:{member_id}"
 
-    def evidence(self, opening: Opening) -> str:
-        """Hash: member -> what it saw of an opening that failed."""
-        return f"{self.prefix}:evidence:{opening.id}"
+    def attempt(self, opening_id: str) -> str:
+        """Hash: what members saw of an opening that failed; from the next one on, itself, its votes and its failure."""
+        return f"{self.prefix}:attempt:{opening_id}"
 
     def saving(self, attempt: str) -> str:
         """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""

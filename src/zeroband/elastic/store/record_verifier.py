@@ -300,6 +300,13 @@ class RecordVerifier:
             return False
         return True
 
+    def past_opening(self, name: str, raw: bytes | None, id: str) -> Opening | None:
+        """An opening of this id that another one has followed, of whatever session."""
+        opening = self._read(Opening, name, raw, self._seals.open(raw, "opening")) if raw else None
+        if not raw or opening is None or opening.id != id or not self.is_of_its_proposer(name, raw, opening):
+            return None
+        return opening
+
     def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
         """The text that the store keeps; empty where there is none."""
         if restart_point is None:

@@ -18,6 +18,7 @@ from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_bac
 from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
 from zeroband.elastic.membership.proofs import is_usual, needed
 from zeroband.elastic.membership.records import (
+    Attempt,
     Evidence,
     LinkRates,
     Opening,
@@ -53,6 +54,10 @@ _ASK_AGAIN = 8
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
 
+_LARGE = 4096
+"""Characters of a record from which on it is told by what is another than in the one before. For shorter ones it takes
+longer to find that out and to put it together than to send them."""
+
 _NEVER = 1 << 31
 """More than members can be."""
 
@@ -66,6 +71,11 @@ class _Said(NamedTuple):
 
     word: str
     opening: Opening | None = None
+
+
+def _behind(prefix: str, words: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The words whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): word for name, word in words.items() if name.startswith(prefix)}
 
 
 class RedisStore(StoreInUse, Store):
@@ -305,14 +315,30 @@ class RedisStore(StoreInUse, Store):
         said = _Said(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence) -> None:
-        key, word = self.keys.evidence(opening), self.judge.seal_evidence(member_id, opening, evidence)
-        junk = self.judge.junk(f"{key} {member_id}")
-        self.run_script(scripts.TESTIFY, member_id, word, SPENT_TTL_S, junk, at={"evidence": key})
+    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        key, word = self.keys.attempt(opening.id), self.judge.seal_evidence(member_id, opening, evidence)
+        args = [opening.id, member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} said {member_id}"), int(again)]
+        return bool(self.run_script(scripts.TESTIFY, *args, at={"attempt": key}))
 
-    def evidence(self, opening: Opening) -> dict[str, Evidence]:
-        key = self.keys.evidence(opening)
-        return self.judge.evidence(key, opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
+    def attempt(self, opening_id: str) -> Attempt | None:
+        judge, key = self.judge, self.keys.attempt(opening_id)
+        raw, failed, votes, kept, tag = self.run_script(scripts.READ_ATTEMPT, opening_id, at={"attempt": key})
+        known = pairs(kept)
+        names = [key, f"{key} vote", f"{key} failed"]
+        if raw:
+            names = [self.keys.opening, self.keys.votes, self.keys.failed]
+        else:
+            raw, failed, votes = known.get("opening"), known.get("failed"), _behind("vote ", known)
+        opening = judge.past_opening(names[0], raw, opening_id)
+        if opening is None:
+            return None
+        return Attempt(
+            opening,
+            judge.votes(names[1], opening, votes if isinstance(votes, dict) else pairs(votes)),
+            judge.evidence(f"{key} said", opening, _behind("said ", known)),
+            judge.failure(names[2], opening, failed) or "",
+            text_of(tag),
+        )
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own, self._voted_on = member_id, opening.id
@@ -595,14 +621,20 @@ class RedisStore(StoreInUse, Store):
         return self.judge.signed(opening, member_id)
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
+        self,
+        opening: Opening,
+        *,
+        current: Opening | None,
+        generation: StoreTerm | None = None,
+        heard: Attempt | None = None,
     ) -> bool:
         judge, keys = self.judge, self.keys
         before, after = judge.seal_opening(current), judge.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        args += [stamp_of(generation), patch_of(before, after)]
-        return bool(self.run_script(scripts.OPEN, *args))
+        args += [stamp_of(generation), _patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
+        attempt = keys.attempt("" if current is None else current.id)
+        return bool(self.run_script(scripts.OPEN, *args, at={"attempt": attempt}))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         judge, keys = self.judge, self.keys
@@ -619,7 +651,7 @@ class RedisStore(StoreInUse, Store):
         args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
-        args += [patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
+        args += [_patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self.run_script(
@@ -675,3 +707,7 @@ class RedisStore(StoreInUse, Store):
             changed = change(orders) if self.operator is None else self.operator.changed(orders, change)
             if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
                 return changed
+
+
+def _patch_of(before: str, after: str) -> str:
+    return patch_of(before, after) if len(after) >= _LARGE else ""

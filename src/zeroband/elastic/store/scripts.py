@@ -98,6 +98,9 @@ local function keep_in_history(history, verdict, keep, ttl) -- as the newest, if
   redis.call('LTRIM', history, 0, keep - 1)
   redis.call('EXPIRE', history, ttl)
 end
+local function known_of(attempt, votes, failed) -- tells what is known of the current opening from what was
+  return redis.call('HLEN', attempt) .. ' ' .. redis.call('HLEN', votes) .. ' ' .. (redis.call('GET', failed) or '')
+end
 local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
 local function next_change(changes) -- numbers every write that a view shows
   if redis.call('HEXISTS', changes, 'born') == 0 then redis.call('HSET', changes, 'born', time_ms()) end
@@ -260,11 +263,13 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
 )
 
 OPEN = _script(
-    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed:any "
-    "last_votes:any",
-    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch",
+    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed"
+    " last_votes:any attempt:hash",
+    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch heard"
+    " spent_ttl",
     _FLAG,
     """
+-- `heard`: what the caller knew of the current opening; empty: it does not matter.
 if not is_current(key.generation, arg.generation) then return 0 end
 local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
 local orders = judged(redis.call('GET', key.orders), arg.junk_orders)
@@ -276,11 +281,18 @@ local _, version = label(orders) -- who has not seen an order begins no round wi
 if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
 local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
 local _, _, done = label(committed)
+if arg.heard ~= '' and redis.sha1hex(known_of(key.attempt, key.votes, key.failed)) ~= arg.heard then return 0 end
 if open and open == done then -- those who were not in that round ask for its votes
   redis.call('DEL', key.last_votes)
   local votes = redis.call('HGETALL', key.votes)
   for i = 1, #votes, 2 do redis.call('HSET', key.last_votes, votes[i], votes[i + 1]) end
   redis.call('EXPIRE', key.last_votes, arg.ttl)
+elseif open and arg.current ~= '' then -- and those who check what follows from it ask for all of it
+  redis.call('HSET', key.attempt, 'opening', arg.current)
+  local votes, failed = redis.call('HGETALL', key.votes), redis.call('GET', key.failed)
+  for i = 1, #votes, 2 do redis.call('HSET', key.attempt, 'vote ' .. votes[i], votes[i + 1]) end
+  if failed then redis.call('HSET', key.attempt, 'failed', failed) end
+  redis.call('EXPIRE', key.attempt, arg.spent_ttl)
 end
 redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
 redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
@@ -742,15 +754,31 @@ return redis.call('EXPIRE', key.said, arg.ttl)
 )
 
 TESTIFY = _script(
-    "evidence:hash",
-    "member word ttl junk",
+    "attempt:hash opening",
+    "id member word ttl junk again",
     _FLAG,
     """
--- The first word counts.
-if not judged(redis.call('HGET', key.evidence, arg.member), arg.junk) then
-  redis.call('HSET', key.evidence, arg.member, arg.word)
-end
-return redis.call('EXPIRE', key.evidence, arg.ttl)
+-- The first word counts. Behind the next opening none does but one that was there already.
+local field, _, _, open = 'said ' .. arg.member, label(redis.call('GETRANGE', key.opening, 0, 255))
+local is_there = judged(redis.call('HGET', key.attempt, field), arg.junk)
+if is_there then return 1 end
+if open ~= arg.id and (arg.again == '0' or redis.call('HEXISTS', key.attempt, 'opening') == 0) then return 0 end
+redis.call('HSET', key.attempt, field, arg.word)
+return redis.call('EXPIRE', key.attempt, arg.ttl)
+""",
+)
+
+READ_ATTEMPT = _script(
+    "attempt:hash opening votes failed",
+    "id",
+    (_TEXT, _TEXT, _LIST, _LIST, bytes),
+    """
+-- Returns the opening, its failure and its votes, where it is the current one; what else is known of it, and the tag.
+local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
+local kept, tag = redis.call('HGETALL', key.attempt), ''
+if open ~= arg.id then return {false, false, {}, kept, ''} end
+tag = redis.sha1hex(known_of(key.attempt, key.votes, key.failed))
+return {redis.call('GET', key.opening), redis.call('GET', key.failed), redis.call('HGETALL', key.votes), kept, tag}
 """,
 )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import hmac
 from dataclasses import dataclass
 
@@ -71,7 +70,7 @@ class Seals:
 
     def _mac(self, *parts: str) -> str:
         said = "\0".join((self._prefix, *parts)).encode()
-        return hmac.new(self._key, said, hashlib.sha256).hexdigest()[:_MAC_DIGITS]
+        return hmac.digest(self._key, said, "sha256").hex()[:_MAC_DIGITS]
 
     def _signed(self, by: str, head: str, text: str, *scope: str) -> bytes:
         return "\0".join((_SIGNED_AS, self._prefix, by, *scope, head, text)).encode()

@@ -17,7 +17,7 @@ from zeroband.observe.log import get_logger
 _OWN = 256
 """Files, shared memory, the store, ranks and launchers of this node; strangers and callers at its port."""
 _PER_PEER = 4
-"""Descriptors for each peer beside its streams: a probe each way, requests for state, a burst."""
+"""Descriptors for each peer in addition to its streams: a probe each way, requests for state, a burst."""
 _REMIND_S = 30.0
 
 PATIENCE_S = 30.0
@@ -38,12 +38,12 @@ def raise_limit() -> int:
 
 
 def needed(nodes: int, streams: int | None) -> int:
-    """Descriptors that a node among so many may need. `streams`: to each other one; None: as many as prove best."""
+    """Descriptors that a node of `nodes` may need. `streams`: to each other one; None: as many as prove best."""
     return _OWN + (nodes - 1) * ((streams or MOST_STREAMS) + _PER_PEER)
 
 
 def shortage(nodes: int, streams: int | None) -> str | None:
-    """Why this process's limit does not do for so many nodes, and what to do; None where it does."""
+    """Why this process's limit is too low for `nodes` nodes, and what to do; None where it does."""
     limit, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0], needed(nodes, streams)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return None
@@ -91,7 +91,7 @@ def with_descriptors(
 ) -> _T:
     """Return what `make` makes, which opens descriptors; where there are none, say so and try again for a while.
 
-    `what`: fails meanwhile, for the log. `is_aborted`: nobody wants it any more. Raises what `make` raises, the want of
+    `what`: fails meanwhile, for the log. `is_aborted`: it is no longer wanted. Raises what `make` raises, the want of
     descriptors when `patience_s` are over or it is aborted.
     """
     until_s = clock() + patience_s

@@ -31,7 +31,7 @@ _OF_LOOP = 3
 _ANSWER_S = 5.0
 _MET_S = 2.0
 _NEXT_WAY_S = 0.5
-"""So long after one way the next one is tried beside it."""
+"""Pause after one way before the next one is tried in parallel."""
 _REACH_S, _STAYS_S = 2.0, 1.0
 _KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
 """Often enough for routers that forget a connection on which nothing moves for a minute or more."""
@@ -73,8 +73,8 @@ def run_here(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool]
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    with ThreadPoolExecutor(1, "zeroband-dial") as beside:
-        return beside.submit(run).result()
+    with ThreadPoolExecutor(1, "zeroband-dial") as pool:
+        return pool.submit(run).result()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -100,7 +100,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = keep_alive) -> Called:
-    """Call a member on the first way that leads there; each has a moment before the next one is tried beside it.
+    """Call a member on the first way that leads there; each has a moment before the next one is tried in parallel.
 
     `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
     """

@@ -55,7 +55,7 @@ class Encoded:
     """What goes into a reduction and what comes out of it, as the codec encodes it. (encoded_size(n),) uint8 on CPU."""
 
     contribution: Tensor
-    """Whoever made it has seen that all values are finite."""
+    """Its maker has checked that all values are finite."""
     result: Tensor
 
 
@@ -158,7 +158,7 @@ class Engine:
         self._library.zb_link_pace(self._handle, link, bytes_per_s)
 
     def set_senders(self, link: int, senders: int) -> None:
-        """Send over so many of a link's streams; all of them receive."""
+        """Send over the first `senders` of a link's streams; all of them receive."""
         self._library.zb_link_senders(self._handle, link, senders)
 
     def start(
@@ -332,7 +332,7 @@ def _require_encodings(encoded: Encoded, shape: Shape) -> None:
 class Running:
     """An operation that runs, or ended, and can be asked after for as long as somebody holds it.
 
-    `close()` stops it and gives its buffers back. One that nobody holds any more is stopped before they can be freed.
+    `close()` stops it and gives its buffers back. One that is no longer referenced is stopped before they can be freed.
     """
 
     def __init__(self, engine: Engine, handle: int, buffers: tuple[Tensor, ...]) -> None:

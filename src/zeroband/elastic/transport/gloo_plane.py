@@ -2,7 +2,7 @@
 
 Their processes find each other in the run's store, so that no node hosts what the others need for that.
 
-gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's flags, and a
+gloo cannot abort an operation, so nothing here waits inside it: completion is polled with the node's flags, and a
 group that still has operations when its epoch ends is left behind together with the tensors that they may write to.
 """
 
@@ -162,7 +162,7 @@ class _Running:
 class _LeftBehind:
     """Groups of former epochs, held while operations run in them: destroying such a group blocks until its time-out.
 
-    Whoever transfers destroys them: a process that ends while a thread without an owner does that is aborted.
+    The thread that transfers destroys them: a process that ends while a thread without an owner does that is aborted.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def _sleep(_held: object) -> None:
 class LaneGroups:
     """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks.
 
-    `transfer_s`: gloo's own time-out, which nobody waits for. `bounds`: of the waits.
+    `transfer_s`: gloo's own time-out; no wait here lasts that long. `bounds`: of the waits.
     """
 
     keeps_buffers = False

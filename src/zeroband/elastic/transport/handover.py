@@ -129,5 +129,5 @@ class Inbox:
                 continue
             try:
                 taker(connection, what)
-            except OSError:  # whoever called is gone already
+            except OSError:  # the caller is gone already
                 connection.close()

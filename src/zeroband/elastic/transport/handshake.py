@@ -3,7 +3,7 @@
 X25519 for forward secrecy, HKDF-SHA256 over the whole exchange with the token's key mixed in, HMAC-SHA256 as proof: the
 pattern of Noise's NNpsk0. With its proof each end signs the exchange with the Ed25519 key that its name carries: the
 token admits, the signature says who it is. Pure functions of bytes; sockets and time belong to the callers. Messages
-have a fixed size, so that nobody makes a node read more than that before the proof.
+have a fixed size, so that no stranger makes a node read more than that before the proof.
 """
 
 from __future__ import annotations

@@ -105,11 +105,6 @@ class Links:
         """Set over how many of the streams to a member this node sends."""
         self.engine.set_senders(self.number(member), senders)
 
-    def has(self, member: str, streams: int, *, is_dialled: bool) -> bool:
-        """Whether the link is as it should be: up, with enough streams where this end dials."""
-        state = self.state(member)
-        return state.is_up and (state.streams >= streams or not is_dialled)
-
     def connect(
         self,
         own: str,
@@ -119,7 +114,7 @@ class Links:
         keep: Iterable[str] = (),
         ways_now: Callable[[], Mapping[str, Ways]] = dict,
     ) -> tuple[str, ...]:
-        """Have a link to each of these members, and to nobody else; one that there is to a member of `keep` may stay.
+        """Have a link to each of these members and to no others; an existing one to a member of `keep` may stay.
 
         `ways_now`: asked, once a second at most, for the ways to members that were called in vain: a relay may be gone.
 
@@ -134,7 +129,7 @@ class Links:
             return self._away(others)
 
     def drop(self, member: str) -> None:
-        """Hang up on a member; whoever of the two dials begins anew when both want a link again."""
+        """Hang up on a member; the one of the two that dials begins anew when both want a link again."""
         with self._lock:
             link = self._links.pop(member, None)
         if link is not None:
@@ -193,7 +188,7 @@ class Links:
             await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
 
     async def _dial(self, own: str, member: str, ways: Ways, streams: int) -> None:
-        """Call so many times at once; whatever comes of it is added to the link, also when this is cancelled."""
+        """Place `streams` calls at once; each success is added to the link, also when this is cancelled."""
         session = self._links[member].session
         calls = [self._call(own, member, session, ways) for _ in range(streams)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):

@@ -21,10 +21,10 @@ SIGHT_BYTES = 64
 
 _MEET_S = 1.0
 _IN_VAIN_S = 600.0
-"""So long after a try in vain no other one is made to meet the same member: whoever calls waits for it."""
+"""After a try in vain the same member is not tried again for this long: the caller waits for it."""
 _AGAIN_S = 0.05
 _REFUSED = 5
-"""So many refusals say that something is there, and does not dial."""
+"""After this many refusals the member counts as up but not dialling."""
 
 
 def sight_of(connection: socket.socket) -> bytes:

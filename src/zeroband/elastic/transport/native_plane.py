@@ -31,8 +31,8 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
-_POLL_S = 0.0005
 _LOOK_S = 0.005
+"""Between two looks at an operation; its end is seen at once."""
 _ASK_S = 1.0
 
 _FAULTS = {
@@ -232,7 +232,7 @@ class NativePlane:
         self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
         self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
         is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
-        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
+        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: no pace is set
 
     def _take_alone(self, request: RoundRequest) -> None:
         """The mean of one node: what it contributes, unless it has no share."""
@@ -255,11 +255,15 @@ class NativePlane:
         self._partners = opening.epoch, self._partners[1] | frozenset(others)
         reach.tell_partners(self._partners[1])
         self._limits.forget_all_but(opening.members)
-        for member in others:  # one that went silent between two rounds would be found out in the middle of this one
-            if reach.links.state(member).silent_s > self._limits.of_link(member).limit_s:
+        dialled, is_ready = {member for member in others if dials(member_id, member, opening.behind)}, True
+        for member in others:
+            link = reach.links.state(member)
+            is_silent = link.silent_s > self._limits.of_link(member).limit_s
+            if is_silent:  # or that would be found out in the middle of this round
                 reach.links.drop(member)
-        dialled = {member for member in others if dials(member_id, member, opening.behind)}
-        if all(reach.links.has(m, self._tuning(m).streams, is_dialled=m in dialled) for m in others):
+            has_enough = link.streams >= self._tuning(member).streams or member not in dialled
+            is_ready = is_ready and link.is_up and has_enough and not is_silent
+        if is_ready:
             return
         self._require_descriptors(len(opening.members))
         ways = reach.ways(member_id, others)
@@ -325,7 +329,7 @@ class NativePlane:
     def _await(self, run: _Run, meter: Meter) -> None:
         opening, running = run.opening, run.running
         run.tell(0.0)
-        while (state := running.wait(_POLL_S)) == State.RUNNING:
+        while (state := running.wait(_LOOK_S)) == State.RUNNING:
             if self._is_aborted(opening):
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
@@ -388,7 +392,6 @@ class _Run:
     limits: StallLimits
     flags: SharedFlags
     points: TransferPoints
-    looked_at_s: float = 0.0
     asked_at_s: float = 0.0
     done: float = 0.0
     middle: Middle = field(init=False)
@@ -414,14 +417,11 @@ class _Run:
 
     def look(self, meter: Meter) -> None:
         """See how far it is, and go on from where it was to stand still."""
-        now_s = time.monotonic()
         stops = self.points.stops
         if stops and self.running.is_held():
             self.tell(stops.pop(0))
             self.running.allow(stops[0] if stops else 1.0)
-        if now_s - self.looked_at_s < _LOOK_S:
-            return
-        self.looked_at_s, by_member = now_s, self.traffic()
+        now_s, by_member = time.monotonic(), self.traffic()
         traffic, wide = by_member.values(), [by_member[m] for m in self.wide]
         expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
         sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
@@ -474,7 +474,7 @@ class _Run:
         """Give up where no byte of the transfer moves, whatever the links look like.
 
         Somebody is stuck or late, or one stream of several lost what it was given. Those are not told apart here, so
-        nobody is accused: the round is opened again to all members, and next time they are waited for twice as long.
+        no member is accused: the round is opened again to all members, and next time they are waited for twice as long.
         """
         traffic = self.traffic()
         moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())

@@ -37,15 +37,15 @@ _SLOWER, _MOST_SLOWER = 1.03, 1.08
 
 _STEP, _MOST_STEP, _BACK = 0.02, 0.16, 4
 """A target becomes faster by the first share, and by twice as much each time up to the second, until one is too fast;
-then steps are so many times smaller. A first step that is too fast ends the search."""
+then steps are smaller by the third factor. A first step that is too fast ends the search."""
 
 _HARMFUL, _MOST_HARMFUL = 1.5, 2
 """A pace does harm where a transfer takes this factor of the time that was kept, as links are not what they were; or,
 where none was kept, of the time that it was told: one stream cannot do it, as on a link that loses packets by itself.
-After so many in a row it is given up."""
+After the second number in a row it is given up."""
 
 _LATE, _MOST_LATE = 1.1, 3
-"""A found pace is late from the first factor on; after so many late transfers in a row it is searched anew."""
+"""A found pace is late from the first factor on; after that many late transfers in a row it is searched anew."""
 
 _REST, _LONG_REST = 32, 1024
 """Transfers for which what was found stays, before it is tried again; the long one where a pace did harm."""

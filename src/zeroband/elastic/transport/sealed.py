@@ -1,7 +1,7 @@
 """A connection to another node as a stream of sealed records, with as much of a socket as its clients need; the calls.
 
 A record is the length of what follows (4 bytes, big-endian) and at most RECORD_BYTES sealed with AES-256-GCM. Its
-nonce is its number, its length is sealed along, and each direction has a key of its own: what was changed, repeated,
+nonce is its number, its length is sealed along, and each direction has its own key: what was changed, repeated,
 left out or moved on the way does not open. An empty record is the end, so that a cut stream is told from a whole one.
 """
 

@@ -35,7 +35,7 @@ MOST_CHUNK = 1 << 16
 """Values of one frame at most."""
 
 CHUNKS_PER_SHARD = 16
-"""A shard travels in about so many frames."""
+"""Frames in which a shard travels, about."""
 
 USUAL_MBIT, USUAL_RTT_MS = 1000, 100
 """Rate and round trip where nothing was measured."""
@@ -83,7 +83,7 @@ class Route:
     """How the payloads of a gathering pass one member. Members are told by their places."""
 
     sources: tuple[int | None, ...]
-    """Who brings each member's payload here; this member its own, nobody what does not come."""
+    """Who brings each member's payload here; this member its own; None: it does not come."""
     receivers: frozenset[int]
     """Who gets the own payload from here."""
     near: frozenset[int]

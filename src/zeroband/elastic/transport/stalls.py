@@ -15,7 +15,7 @@ _BEATS = 8
 
 @dataclass(frozen=True)
 class TransferBounds:
-    """The waits of a transfer, in seconds. Whoever waits longer gives the round up, which then is opened again."""
+    """The waits of a transfer, in seconds. A member that waits longer gives the round up, which is opened again."""
 
     stall_s: float
     """No byte of the transfer moves, or a member's link is not heard, for so long at first."""
@@ -71,8 +71,8 @@ class StallLimit:
 class StallWatch:
     """Tells since when a figure that grows has not.
 
-    `look_s`: how often it is looked at; a longer pause between two looks was this process's own, and is nobody's
-    fault.
+    `look_s`: how often it is looked at; a longer pause between two looks was this process's own, and no
+    peer's fault.
     """
 
     look_s: float

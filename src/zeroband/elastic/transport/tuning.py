@@ -178,7 +178,7 @@ class Senders:
     resent_packets: int = 0
 
     def of(self, streams: int) -> int:
-        """Return how many of so many streams send."""
+        """Return how many of `streams` streams send."""
         return streams if self.count is None else min(self.count, streams)
 
     def after(self, link: LinkState) -> Senders:

@@ -99,7 +99,7 @@ struct zb_gather_spec {
     uint64_t chunk_bytes;
     const uint64_t* lengths;   // world
     const uint32_t* links;     // world
-    const uint32_t* sources;   // world: who brings each member's payload here; its largest value: nobody
+    const uint32_t* sources;   // world: who brings each member's payload here; its largest value: none
     const uint8_t* receivers;  // world: 1 for who gets the own payload from here
     const uint8_t* near;       // world: 1 for who gets from here what others than these send
     const uint8_t* in;

@@ -57,7 +57,7 @@ inline int64_t first_non_finite(const float* x, size_t n) {
 
 // -- float32 -----------------------------------------------------------------------------------------------------
 
-// So many at a time stay in the nearest cache while they are looked at and copied.
+// This many at a time stay in the nearest cache while they are looked at and copied.
 constexpr size_t FP32_BLOCK = 256;
 
 int64_t encode_fp32(const float* x, size_t n, uint8_t* out) {

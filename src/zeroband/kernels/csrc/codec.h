@@ -38,7 +38,7 @@ struct RobustKernels {
     uint64_t (*hash)(const uint8_t* data, size_t bytes, const uint32_t* key);
 };
 
-// Bytes that a hash takes at a time: a key has so many more than what is hashed, at most.
+// Bytes that a hash takes at a time: a key has at most this many more than what is hashed.
 constexpr size_t HASH_STRIPE = 64;
 
 // Bytes that n values take.
@@ -47,7 +47,7 @@ size_t encoded_size(CodecId codec, size_t n);
 // Values that share a scale; 1 where there are no scales.
 size_t block_of(CodecId codec);
 
-// The part of an encoding that holds the values [start, start + n) of `total`, as an encoding of its own; and back.
+// The part of an encoding that holds the values [start, start + n) of `total`, as a separate encoding; and back.
 // `start` is a multiple of the block, and so is n unless the part is the last one.
 void take_part(CodecId codec, const uint8_t* whole, size_t total, size_t start, size_t n, uint8_t* part);
 void put_part(CodecId codec, const uint8_t* part, size_t start, size_t n, uint8_t* whole, size_t total);

@@ -67,7 +67,7 @@ class Engine {
     void set_congestion(uint32_t link, const std::string& name);
     // The most that each of its streams sends; 0: what TCP finds.
     void set_pace(uint32_t link, uint64_t bytes_per_s);
-    // So many of its streams send, the first ones; all receive.
+    // How many of its streams send, the first ones; all receive.
     void set_senders(uint32_t link, uint32_t senders);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);

@@ -1,7 +1,7 @@
 // The members' payloads side by side: bytes that nothing here looks into. Every member sends its own to each of the
 // others, or to one of them alone; a payload of no bytes is one that its member does not send.
 //
-// At sites a payload goes to one member of each other site, which passes it on to the others of its own: piece by piece
+// At sites a payload goes to one member of each other site, which passes it on inside that site: piece by piece
 // as they come, out of the buffer that they lie in anyhow.
 #pragma once
 

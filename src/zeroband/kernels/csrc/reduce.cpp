@@ -31,7 +31,7 @@ uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
 
 namespace {
 
-// Whether the chains end at speakers, nobody stands in two of them, and speakers alone own shards and are in the ring.
+// Whether the chains end at speakers, none stands in two of them, and speakers alone own shards and are in the ring.
 bool has_chains(const ReduceSpec& spec) {
     const uint32_t world = spec.world();
     std::vector<uint32_t> before(world, 0), in_ring(world, 0);
@@ -157,7 +157,7 @@ void Reduce::limit_values() {
     limit_ = static_cast<float>(std::min(SLACK * all * std::max(1.0, shares), static_cast<double>(LARGEST_FLOAT)));
 }
 
-// Whoever passes a mean on has refused it where it is not, so the one who sent it is the one to blame.
+// A member that passes a mean on refuses one that is not, so the sender is to blame.
 bool Reduce::is_within_limits(uint32_t peer, const PacketPtr& packet) const {
     const Frame& frame = packet->frame;
     const bool is_part = frame.kind == PARTIAL && (peer == behind_ || !spec_.is_ring);
@@ -512,7 +512,7 @@ int64_t Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>
     const float share = spec_.shares[spec_.self];
     // A robust combination would take what this adds to one member's contribution for a lie.
     const bool notes_error = spec_.error != nullptr && spec_.robust.rule == PLAIN;
-    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: beside that of the own part
+    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: added to that of the own part
         const float taken = (mean[i] - spec_.out[start + i]) / share;
         spec_.error[start + i] = spec_.is_ring ? taken : spec_.error[start + i] + taken;
     }

@@ -84,7 +84,7 @@ class Reduce : public Transfer {
     void use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>& awakened);
     void send_back(const PacketPtr& packet, std::vector<uint32_t>& awakened);
 
-    // What the site contributes: the speaker's own values where nobody stands behind it, else the mean in `out`, which
+    // What the site contributes: the speaker's own values where none stands behind it, else the mean in `out`, which
     // is read for the last time before the result is written there.
     const float* contribution() const { return sums_site() ? spec_.out : spec_.in; }
     const uint8_t* encoding() const { return sums_site() ? nullptr : spec_.encoded; }
@@ -115,7 +115,7 @@ class Reduce : public Transfer {
     float limit_ = 0;                            // |value| of a mean, and of a partial sum
     uint32_t behind_;                            // who stands behind it; none: `world`
     std::vector<uint32_t> next_partial_;         // by shard: of those that start here
-    std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that nobody was sent yet
+    std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that were not sent yet
     std::vector<bool> is_summed_;                // ring: chunks whose mean of the site is there
     std::vector<PacketPtr> held_;                // ring: partial sums that came before it
     std::vector<std::vector<PacketPtr>> parts_;  // all-to-all: of own chunks, by member

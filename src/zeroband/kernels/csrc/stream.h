@@ -17,7 +17,7 @@ class FrameReader {
     enum class Verdict { TAKE, SKIP, HOLD, REFUSE };
 
     // `judge`: what to do with a frame, told by its header alone, before any memory is spent on it. A sealed header
-    // has a tag of its own and was opened before, so nobody on the way decides what is held or for how long.
+    // has a tag of its own and was opened before, so no relay decides what is held or for how long.
     // `deliver`: a whole frame that was to be taken, opened.
     struct Sink {
         std::function<Verdict(const Frame&)> judge;

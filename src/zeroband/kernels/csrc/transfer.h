@@ -20,7 +20,7 @@ enum TransferState : int { RUNNING = 0, DONE = 1, ABORTED = 2, NOT_FINITE = 3, F
 struct Traffic {
     uint64_t sent_bytes = 0, to_send_bytes = 0;
     uint64_t received_bytes = 0, to_receive_bytes = 0;
-    uint64_t missing_part_bytes = 0;  // of what is to be received: contributions, for which it waits for nobody
+    uint64_t missing_part_bytes = 0;  // of what is to be received: contributions that it need not wait for
     double first_sent_s = 0, last_sent_s = 0, last_received_s = 0;  // monotonic clock; 0: never
 };
 
@@ -81,7 +81,7 @@ class Transfer {
     void count(uint32_t peer, uint64_t payload_bytes, bool sends, bool is_part = false);
     void counted(uint64_t to_write, uint64_t to_see, double allowed);
 
-    // With the lock held: takes the next frame of its own for a member, that nobody has made yet; false: there is none.
+    // With the lock held: takes the next frame for a member that is not made yet; false: there is none.
     virtual bool claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) = 0;
     // Makes it; null where that ended the operation.
     virtual PacketPtr make(uint32_t shard, uint32_t chunk) = 0;

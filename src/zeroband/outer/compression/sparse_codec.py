@@ -21,6 +21,7 @@ from zeroband.config.outer import Uneven, ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
 from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
+from zeroband.kernels.one_rounding import exact_sqrt
 from zeroband.kernels.robust import Measured
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
@@ -378,7 +379,7 @@ def _norms_by_chunk(values: Tensor) -> Tensor:
     largest = values.abs().amax(dim=1, keepdim=True).double()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - _NORM_BITS)
     whole = (values.double() / unit).round().to(torch.int64).square().sum(dim=1)
-    return unit[:, 0] * whole.double().sqrt()
+    return unit[:, 0] * exact_sqrt(whole.double())
 
 
 def _measure(payloads: Sequence[Chosen], result: Tensor, measured: Measured) -> None:

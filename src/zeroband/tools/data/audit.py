@@ -192,7 +192,8 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
             member: samples
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True)
             if weight > 0
-        },
+        }
+        | {member: samples for member, _, samples in event.get("carried", ())},  # absent from earlier versions
         ledgers={corpus: from_record(Ledger, ledger) for corpus, ledger in progress["ledgers"].items()},
         founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
         follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),
@@ -222,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
         if left_out.get(corpus):
             print(f"left out by rollbacks {_listed(sorted(set(left_out[corpus])))}")
     if result.missing_rounds:
-        print(f"rounds nobody here recorded: {', '.join(map(str, result.missing_rounds))}")
+        print(f"rounds not recorded here: {', '.join(map(str, result.missing_rounds))}")
     if result.is_exact and not result.trained:
         print(
             f"zeroband: the {result.rounds} rounds in {run_dir} trained no samples, so there is nothing to audit; "

@@ -6,6 +6,7 @@ Two questions, which may be asked together, and a run to learn from:
     zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2   which method fits a link
     zeroband plan @FILE --gpus 8 --gpu-memory 80GB --nodes 8 --up 1gbit --gpu-tflops 989 --mfu 0.4   both
     zeroband plan --from runs/first --nodes 16 --up 100mbit   what a run measured, with other nodes or links
+    zeroband plan --from runs/first --recommend > next.toml   phase, fragments, overlap, grace and codec for its links
 
 Predicts; measures nothing. --from takes a run's own step, rates, waits and work for what no other option says.
 --quorum and --relay store describe a forecast: no setting of a run does what they stand for.
@@ -19,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from zeroband.config.model import parameter_count
@@ -30,6 +32,7 @@ from zeroband.tools.arguments import bounded, parse_count, parse_rate, parse_siz
 from zeroband.tools.plan.advice import advise, cautions_of
 from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
 from zeroband.tools.plan.memory import memory_plan, planned_config, step_seconds, vocabulary_of
+from zeroband.tools.plan.recommend import recommend
 from zeroband.tools.plan.recorded import Recorded, read_run
 
 _EXIT_UNFIT = 3
@@ -65,7 +68,8 @@ def _plan(argv: Sequence[str]) -> int:
         recorded = read_run(options.from_run)
         parser.set_defaults(**_defaults_from(recorded, is_up_given=options.up is not None))
         options, of_run = parser.parse_known_args(argv)
-        print(f"{_what_was_measured(recorded)}\n")
+        measured = f"{_what_was_measured(recorded)}\n"
+        print(indent(measured, "# ", bool) if options.recommend else measured)
     fits = _plan_memory(options, of_run) if of_run else True
     if not of_run or options.up:
         _plan_link(options)
@@ -93,7 +97,10 @@ def _plan_link(options: argparse.Namespace) -> None:
     if missing := [f"--{name.replace('_', '-')}" for name in _OF_A_LINK if getattr(options, name) is None]:
         raise ConfigError(f"{', '.join(missing)}: needed to say which method fits a link; --help shows an example")
     job, link = _read(options)
-    print(render(job, forecasts(job, link), options.target))
+    if options.recommend:
+        print(recommend(job, link, options.target).to_toml())
+    else:
+        print(render(job, forecasts(job, link), options.target))
 
 
 _WHOLE, _POSITIVE, _SHARE = bounded(int, ge=1), bounded(float, gt=0), bounded(float, gt=0, le=1)
@@ -103,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", __doc__, usage="zeroband plan [@FILE] [--key value ...] [options]")
     parser.add_argument(
         "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id> to learn from"
+    )
+    parser.add_argument(
+        "--recommend", action="store_true", help="print settings of DiLoCo for these nodes and links, as TOML, and why"
     )
     _add_machine(parser)
     _add_link(parser)

@@ -111,6 +111,10 @@ def test_no_honest_member_is_ever_put_out_while_fewer_than_half_lie(data: st.Dat
     silent = [m for m in members if m not in said]
     out = {m for blame in judge(opening, votes, said, silent) for m in blame.members if len(blame.members) == 1}
     assert out <= liars
+    taken = data.draw(st.sets(st.sampled_from(members)))
+    rest = {m: evidence for m, evidence in said.items() if m not in taken}
+    found = judge(opening, votes, rest, [m for m in members if m not in rest])
+    assert {m for b in found if b.is_lie and len(b.members) == 1 for m in b.members} <= liars, "whatever is taken away"
 
 
 # -- audits ---------------------------------------------------------------------------------------------------------

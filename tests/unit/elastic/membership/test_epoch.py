@@ -15,6 +15,7 @@ from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.epoch import (
     LEAST_GRACE_S,
     ElapsedWaits,
+    Heard,
     Hearing,
     Rules,
     Wait,
@@ -23,9 +24,13 @@ from zeroband.elastic.membership.epoch import (
     next_opening,
     next_verdict,
 )
+from zeroband.elastic.membership.findings import Findings
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
+    Attempt,
     Blame,
+    Carried,
+    Carry,
     Evidence,
     LinkRates,
     Opening,
@@ -355,20 +360,23 @@ MEGABIT = 125_000
 """Bytes of it, with which all-to-all times are those of rates in states a second."""
 
 
-def a_meeting(
-    *mbit: int, missed: Mapping[str, int] | None = None, phase_s: float = 12.0, **rules: Any
-) -> tuple[str, ...]:
-    """Who sits out, of members that stand at the boundary after a phase, with access links of these rates."""
+def at_rates(*mbit: float, offer: str | None = "") -> dict[str, Ready]:
+    """Members that stand at the boundary with access links of these rates, in the order of their ids."""
     names = [f"{chr(97 + n)}#1" for n in range(len(mbit))]
-    words = {n: replace(r, rate=m) for (n, r), m in zip(ready(*names).items(), mbit, strict=True)}
-    words |= {n: replace(words[n], missed=count) for n, count in (missed or {}).items()}
+    return {n: replace(r, rate=m, offer=offer) for (n, r), m in zip(ready(*names).items(), mbit, strict=True)}
+
+
+def a_meeting(*mbit: float, offer: str | None = "", phase_s: float = 12.0, **rules: Any) -> tuple[str, ...]:
+    """Who is not in the exchange, of members that stand at the boundary after a phase, with these links."""
+    words = at_rates(*mbit, offer=offer)
     rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, **rules}
-    opening = decide(boundary(*names, ready=words), patience=ElapsedWaits(phase_s=phase_s), **rules)
-    assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == names
+    opening = decide(boundary(*words, ready=words), patience=ElapsedWaits(phase_s=phase_s), **rules)
+    assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == [*words]
+    assert tuple(carried.member for carried in opening.carried) == opening.late
     return opening.late
 
 
-def test_member_whose_link_would_stretch_the_round_sits_it_out() -> None:
+def test_member_whose_link_would_stretch_the_round_is_carried() -> None:
     """Seven move a state in 0.09 s; the eighth takes 2 s to send one, and the grace is 1.2 s."""
     assert a_meeting(*[20] * 7, 20) == ()
     assert a_meeting(*[20.0] * 7, 1 / 2) == ("h#1",)
@@ -391,47 +399,30 @@ def test_member_whose_link_costs_less_than_the_grace_takes_part(mbit: int) -> No
         ((0.1, 0.1, 0.1, 0.1), {}),
         ((5, 0.1, 0.1, 0.1), {}),
         ((5, 5, 5, 0.1), {"hidden": 1.0}),
+        ((5, 5, 5, 0.1), {"offer": None}),
     ],
-    ids=["rate unknown", "no rate known", "first", "size unknown", "off", "needed", "all slow", "most slow", "hidden"],
+    ids=[
+        "rate",
+        "no rate known",
+        "first",
+        "size unknown",
+        "off",
+        "needed",
+        "all slow",
+        "most slow",
+        "hidden",
+        "no way",
+    ],
 )
-def test_nobody_sits_out_where_it_helps_nobody_or_nothing_is_known(
+def test_nobody_is_carried_where_it_helps_nobody_or_nothing_is_known(
     mbit: tuple[float, ...], more: dict[str, Any]
 ) -> None:
     assert a_meeting(*mbit, **more) == ()
 
 
-@pytest.mark.parametrize(("missed", "sits_out"), [(0, True), (6, True), (7, False), (30, False)])
-def test_member_that_sat_out_takes_part_when_the_rounds_before_have_paid_for_it(missed: int, sits_out: bool) -> None:
-    """It takes 10 s, the others 0.35 s; a round may be longer by 1.24 s."""
-    assert a_meeting(*[5] * 7, 0.1, missed={"h#1": missed}) == (("h#1",) if sits_out else ())
-
-
-@pytest.mark.parametrize(
-    ("mbit", "took_ms", "missed", "sits_out"),
-    [(2, 10_100, 0, True), (2, 10_100, 6, True), (2, 10_100, 7, False), (2, 500, 0, False), (5, 10_100, 0, False)],
-    ids=["by the last round", "not paid", "paid", "not long", "no slow link"],
-)
-def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
-    mbit: int, took_ms: int, missed: int, sits_out: bool
-) -> None:
-    names = [f"{name}#1" for name in "abcdefgh"]
-    words = {n: replace(r, rate=5, took_ms=took_ms) for n, r in ready(*names).items()}
-    words[names[-1]] = replace(words[names[-1]], rate=mbit, missed=missed)
-    rules = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
-    opening = next_opening(boundary(*names, ready=words), 3, rules, ElapsedWaits(phase_s=12.0))
-    assert isinstance(opening, Opening) and opening.late == (("h#1",) if sits_out else ())
-
-
-def test_several_slow_members_share_the_grace_and_come_together() -> None:
-    slow = (0.2, 0.1)
-    assert a_meeting(*[5] * 6, *slow, missed={"h#1": 7}) == ("g#1", "h#1")
-    assert a_meeting(*[5] * 6, *slow, missed={"g#1": 7}) == ("h#1",)
-    assert a_meeting(*[5] * 6, *slow, missed={"h#1": 15}) == ()
-
-
-def test_member_that_leaves_or_joins_does_not_sit_out() -> None:
+def test_member_that_leaves_or_joins_takes_part() -> None:
     words = {n: replace(r, rate=5) for n, r in ready(A, B, C).items()}
-    slow = {D: replace(ready(D)[D], rate=0.1)}
+    slow = {D: replace(ready(D)[D], rate=0.1, offer="")}
     rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "patience": ElapsedWaits(phase_s=12.0)}
     assert members_of(decide(boundary(A, B, C, D, ready=words | slow), **rules)) == (A, B, C)
     leaving = {D: replace(slow[D], steps_requested=0)}
@@ -442,7 +433,7 @@ def test_member_that_leaves_or_joins_does_not_sit_out() -> None:
 
 def test_rate_of_a_member_is_that_of_its_slower_direction_as_links_show_it() -> None:
     links = {A: LinkRates({B: 500, C: 500, D: 4}), D: LinkRates({A: 500, B: 90})}
-    view = boundary(A, B, C, D)
+    view = boundary(A, B, C, D, ready={m: replace(r, offer="") for m, r in ready(A, B, C, D).items()})
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT)
     opening = next_opening(view, 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
     assert members_of(opening) == (A, B, C)
@@ -484,8 +475,8 @@ def test_lost_speaker_is_replaced_in_the_next_opening_of_the_round() -> None:
     assert opening.members == (A, B, D) and opening.sites == (0, 1, 1)
 
 
-def test_site_behind_a_slow_link_sits_out_as_a_whole() -> None:
-    words = {m: replace(r, rate=0) for m, r in at_sites(a="x", b="y", c="z", d="z").items()}
+def test_members_of_a_site_behind_a_slow_link_are_all_carried() -> None:
+    words = {m: replace(r, rate=0, offer="") for m, r in at_sites(a="x", b="y", c="z", d="z").items()}
     links = {A: LinkRates({B: 50, C: 1, D: 1}), B: LinkRates({A: 50}), C: LinkRates({D: 900, A: 1}), D: LinkRates()}
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT, sites="named")
     opening = next_opening(boundary(A, B, C, D, ready=words), 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
@@ -495,42 +486,148 @@ def test_site_behind_a_slow_link_sits_out_as_a_whole() -> None:
 
 @given(
     mbit=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
-    missed=st.lists(st.integers(0, 50), min_size=8, max_size=8),
+    can=st.lists(st.booleans(), min_size=8, max_size=8),
     weights=st.lists(st.integers(0, 9), min_size=8, max_size=8),
     grace=st.floats(0.01, 2.0),
     quorum=st.floats(0.1, 1.0),
 )
-def test_whoever_sits_out_is_slower_than_a_quorum_that_stays(
-    mbit: list[int], missed: list[int], weights: list[int], grace: float, quorum: float
+def test_whoever_is_carried_is_slower_than_a_quorum_that_stays(
+    mbit: list[int], can: list[bool], weights: list[int], grace: float, quorum: float
 ) -> None:
-    names = [f"{chr(97 + n)}#1" for n in range(len(mbit))]
-    each = zip(ready(*names).items(), mbit, missed, weights, strict=False)
-    words = {n: replace(r, rate=m, missed=x, weight=w) for (n, r), m, x, w in each}
+    each = zip(at_rates(*mbit).items(), can, weights, strict=False)
+    words = {n: replace(r, offer="" if c else None, weight=w) for (n, r), c, w in each}
     rules = Rules(straggler_grace=grace, quorum=quorum, transfer_bytes=10 * MEGABIT)
-    opening = next_opening(boundary(*names, ready=words), 3, rules, ElapsedWaits(phase_s=5.0))
+    opening = next_opening(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=5.0))
     assert isinstance(opening, Opening)
-    assert sorted((*opening.members, *opening.late)) == names and not {*opening.members} & {*opening.late}
-    assert sum(opening.weights) >= quorum * sum(w for _, w in zip(names, weights, strict=False)) - 1e-9
+    assert sorted((*opening.members, *opening.late)) == [*words] and not {*opening.members} & {*opening.late}
+    assert sum(opening.weights) >= quorum * sum(w for _, w in zip(words, weights, strict=False)) - 1e-9
     slowest = min((words[m].rate for m in opening.members if words[m].rate), default=0)
-    assert all(0 < words[m].rate <= slowest for m in opening.late)
+    assert all(0 < words[m].rate <= slowest and words[m].offer is not None for m in opening.late)
+    assert all(carried.carrier in opening.members for carried in opening.carried)
 
 
 @given(mbit=st.lists(st.integers(1, 100), min_size=2, max_size=7), slow=st.integers(1, 9), grace=st.floats(0.02, 0.5))
-def test_rounds_with_slow_members_cost_no_more_than_the_grace_on_average(
-    mbit: list[int], slow: int, grace: float
-) -> None:
-    """Over many rounds whose transfers take what the links say, beside rounds without anybody slower than a quorum."""
+def test_no_round_costs_more_than_the_grace_for_slow_members(mbit: list[int], slow: int, grace: float) -> None:
+    """A round whose transfer takes what the links say, beside one without anybody slower than a quorum."""
     rates = [*(100 + m for m in mbit), slow / 10, slow / 20]
-    phase_s, waited, extra_s = 10.0, {}, 0.0
+    phase_s, words = 10.0, at_rates(*rates)
     usual_s = all_to_all_time([max(r, sorted(rates)[-(len(rates) + 1) // 2]) for r in rates])
-    names = [f"{chr(97 + n)}#1" for n in range(len(rates))]
-    rounds = 60
-    for _ in range(rounds):
-        late = a_meeting(*rates, missed=waited, phase_s=phase_s, straggler_grace=grace)
-        waited = {name: waited.get(name, 0) + 1 for name in late}
-        took_s = all_to_all_time([r for n, r in zip(names, rates, strict=True) if n not in late])
-        extra_s += max(0.0, took_s - usual_s)
-    assert extra_s <= grace * (phase_s + usual_s) * (rounds + 1)
+    late = a_meeting(*rates, phase_s=phase_s, straggler_grace=grace)
+    took_s = all_to_all_time([ready.rate for name, ready in words.items() if name not in late])
+    assert took_s - usual_s <= grace * (phase_s + usual_s) + 1e-9
+
+
+# -- contributions that are carried -----------------------------------------------------------------------------------
+
+
+GRACE = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
+AFTER = ElapsedWaits(phase_s=12.0)
+
+
+def opened_with(words: Mapping[str, Ready], **more: Any) -> Opening:
+    opening = next_opening(boundary(*words, ready=words, **more), 3, GRACE, AFTER)
+    assert isinstance(opening, Opening)
+    return opening
+
+
+def before(words: Mapping[str, Ready]) -> Opening:
+    """The opening of the round before, with these records."""
+    return replace(opened_with(words), round=2, version=4)
+
+
+def carriers(opening: Opening) -> dict[str, str]:
+    return {carried.member: carried.carrier for carried in opening.carried}
+
+
+def test_fastest_member_with_the_fewest_carries() -> None:
+    assert carriers(opened_with(at_rates(5, 9, 7, 5, 0.1))) == {"e#1": "b#1"}
+    assert carriers(opened_with(at_rates(5, 9, 7, 5, 8, 0.1, 0.1))) == {"f#1": "b#1", "g#1": "e#1"}
+
+
+def test_carrier_stays_while_it_is_a_member_that_can() -> None:
+    words, current = at_rates(5, 9, 7, 5, 0.1), before(at_rates(5, 9, 7, 5, 0.1))
+    faster = {**words, C: replace(words[C], rate=20)}
+    assert carriers(opened_with(faster, opening=current)) == {"e#1": B}
+    assert carriers(opened_with({**faster, B: replace(words[B], offer=None)}, opening=current)) == {"e#1": C}
+    assert carriers(opened_with(faster, opening=current, alive=frozenset({A, C, D, "e#1"}))) == {"e#1": C}
+
+
+def test_member_that_holds_it_carries_it_though_another_one_was_named_meanwhile() -> None:
+    words = at_rates(5, 9, 7, 5, 0.1)
+    words["e#1"] = replace(words["e#1"], offer="7-x", largest=1.0)
+    words[D] = replace(words[D], carries=(Carry("e#1", "7-x", 1.0),))
+    opening = opened_with(words, opening=before(at_rates(5, 9, 7, 5, 0.1)))
+    assert carriers(opening) == {"e#1": D} and opening.counted == opening.carried
+
+
+def with_offer(size: float | None = 2.0, held: float = 2.0, *, has: str = "7-x", offer: str = "7-x") -> Opening:
+    """An opening after e offered something of this size, and b said what it has of e."""
+    words = at_rates(5, 9, 7, 5, 0.1)
+    words["e#1"] = replace(words["e#1"], offer=offer, largest=size, weight=30, steps=3, loss=4.0)
+    words[B] = replace(words[B], carries=(Carry("e#1", has, held),), largest=1.0)
+    others = {m: replace(words[m], largest=1.0) for m in (A, C, D)}
+    return opened_with({**words, **others})
+
+
+def test_contribution_counts_once_its_carrier_has_it_whole() -> None:
+    opening = with_offer()
+    assert opening.carried == (Carried("e#1", B, "7-x", 30, 3, 2.0, counts=True),)
+    assert opening.total_weight == sum(opening.weights) + 30
+    assert opening.contributors() == {**dict.fromkeys((A, B, C, D), 4), "e#1": 3}
+    total = opening.total_weight
+    assert opening.shares == pytest.approx([w / total for w in (10, 40, 10, 10)])
+    assert opening.largest == (1.0, 2.0, 1.0, 1.0) and opening.loss == pytest.approx((4 * 10 * 2.5 + 30 * 4.0) / 70)
+    assert from_json(Opening, to_json(opening)) == opening
+    assert opening.is_counted("e#1", "7-x") and not opening.is_counted("e#1", "8-y")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"has": "6-w"}, {"held": 4.1}, {"size": None}, {"offer": ""}],
+    ids=["an earlier one", "larger than its member says", "size unknown", "nothing offered"],
+)
+def test_contribution_that_is_not_there_as_its_member_says_does_not_count(more: dict[str, Any]) -> None:
+    opening = with_offer(**more)
+    assert [carried.counts for carried in opening.carried] == [False]
+    assert opening.total_weight == sum(opening.weights) and "e#1" not in opening.contributors()
+
+
+def test_equal_weights_count_a_carried_contribution_like_another_one() -> None:
+    assert replace(with_offer(), is_equal=True).shares == pytest.approx([0.2, 0.4, 0.2, 0.2])
+
+
+def test_member_that_is_behind_and_offers_is_late_and_not_left() -> None:
+    """It replays at its own pace: its state is an earlier one, and its record is of this round."""
+    words = at_rates(5, 9, 7, 5, 0.1)
+    words["e#1"] = replace(words["e#1"], offer="7-x", state_digest="an earlier one")
+    opening = opened_with(words)
+    assert opening.late == ("e#1",) and carriers(opening) == {"e#1": B}
+    view = replace(boundary(*words, ready=words), opening=opening)
+    assert must_leave(view, "e#1", 3) is None
+    silent = opened_with({**words, "e#1": replace(words["e#1"], offer="")})
+    assert silent.late == () and must_leave(replace(view, opening=silent), "e#1", 3) is not None
+
+
+def test_carrier_keeps_what_it_fetches_while_its_member_is_on_its_way_to_the_boundary() -> None:
+    words, current = at_rates(5, 9, 7, 5), before(at_rates(5, 9, 7, 5, 0.1))
+    opening = opened_with(
+        words, opening=current, committed=a_verdict(A, B, C, D, late=("e#1",)), alive=frozenset({*words, "e#1"})
+    )
+    assert opening.carried == (Carried("e#1", B, "", 0, 0, None, counts=False),)
+
+
+def test_last_round_carries_nothing() -> None:
+    words = {m: replace(r, steps_requested=0) for m, r in at_rates(5, 9, 7, 5, 0.1).items()}
+    opening = opened_with(words)
+    assert opening.members == (*words,) and opening.carried == opening.late == ()
+
+
+def test_member_that_saw_no_phase_begin_leaves_slow_links_as_they_were() -> None:
+    words, current = at_rates(5, 9, 7, 5, 0.1), before(at_rates(5, 9, 7, 5, 0.1))
+    view = boundary(*words, ready=words, opening=current)
+    opening = next_opening(view, 3, GRACE, ElapsedWaits())
+    assert isinstance(opening, Opening) and carriers(opening) == {"e#1": B}
+    assert members_of(next_opening(boundary(*words, ready=words), 3, GRACE, ElapsedWaits())) == (*words,)
 
 
 # -- links that are cut -----------------------------------------------------------------------------------------------
@@ -603,8 +700,12 @@ def disputed(votes: Mapping[str, str], retries: int) -> View:
 def hearing(*silent: str, is_over: bool = False) -> Hearing:
     """All members but these have testified that they saw nothing."""
 
-    def hear(opening: Opening) -> tuple[Mapping[str, Evidence], bool]:
-        return {m: Evidence() for m in opening.members if m not in silent}, is_over
+    def hear(view: View) -> Heard:
+        current = view.opening
+        assert current is not None
+        said = {m: Evidence() for m in current.members if m not in silent}
+        attempt = Attempt(current, view.votes, said, view.failed or "")
+        return Heard(attempt, Findings(current.blames, current.retries), is_over)
 
     return hear
 

@@ -14,7 +14,7 @@ from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, Wait, next_op
 from zeroband.elastic.membership.limits import MOST_OPENINGS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, View, from_json, to_json
+from zeroband.elastic.membership.records import Carry, Opening, Ready, Verdict, View, from_json, to_json
 
 A, B, C = "a#1", "b#1", "c#1"
 SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=32)
@@ -134,6 +134,59 @@ def test_opening_with_another_number_does_not_follow(name: str) -> None:
     opening = opening_of(view)
     change, why = FORGERIES[name]
     assert why in (follows(replace(opening, **change(opening)), view, RULES) or "")
+
+
+def with_carried() -> tuple[Opening, View]:
+    """An opening to a and b that counts what c offers, and the records that it follows from."""
+    rules = replace(RULES, straggler_grace=0.1, transfer_bytes=125_000)
+    words = {
+        "a": replace(HONEST, rate=5, offer="", carries=(Carry(C, "3-x", 0.5),)),
+        "b": replace(HONEST, rate=5, offer=""),
+        "c": replace(HONEST, rate=0.1, offer="3-x"),
+    }
+    view = view_of(**words)
+    opening = next_opening(view, 3, rules, ElapsedWaits(phase_s=12.0))
+    assert isinstance(opening, Opening) and opening.counted and opening.members == (A, B)
+    return opening, view
+
+
+def test_opening_that_counts_a_carried_contribution_follows_from_its_records() -> None:
+    opening, view = with_carried()
+    assert follows(opening, view, RULES) is None
+    away = replace(view, ready={m: r for m, r in view.ready.items() if m != C})
+    assert "the records say" in str(follows(opening, away, RULES))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": 1281},
+        {"steps": 11},
+        {"offer": "3-y"},
+        {"carrier": B},
+        {"largest": 0.25},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_opening_that_counts_another_contribution_than_was_offered_and_fetched_is_refused(
+    change: dict[str, Any],
+) -> None:
+    opening, view = with_carried()
+    forged = replace(opening, carried=(replace(opening.carried[0], **change),))
+    assert "the records say" in str(follows(forged, view, RULES))
+
+
+def test_contribution_of_a_refused_record_is_not_carried() -> None:
+    opening, view = with_carried()
+    limited = replace(view, refused={C: "weight=10000"})
+    assert "does not count" in str(follows(opening, limited, RULES))
+
+
+@pytest.mark.parametrize("change", [{"carrier": C}, {"member": A}, {"member": "d#1"}])
+def test_opening_that_has_members_carried_by_themselves_or_by_strangers_is_none(change: dict[str, Any]) -> None:
+    opening, _ = with_carried()
+    with pytest.raises(ValueError, match="cannot be carried by"):
+        replace(opening, carried=(replace(opening.carried[0], **change),))
 
 
 def test_opening_to_member_that_is_not_there_or_refused_does_not_follow() -> None:

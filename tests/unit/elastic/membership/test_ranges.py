@@ -34,6 +34,7 @@ from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
+    Carry,
     LinkRates,
     Opening,
     Peer,
@@ -181,6 +182,9 @@ def test_rules_calculate_with_the_ends_of_every_range(numbers: list[tuple[int, .
             Ready(4, sizes[w], "s", sizes[s], sizes[w], trained=parts[t]),
             largest=largest[n],
             took_ms=sizes[r] % 10**9,
+            rate=sizes[r] % 10**9,
+            offer="1-x" if r % 2 else "",
+            carries=tuple(Carry(f"m{j}#1", "1-x", 1.0) for j in range(len(numbers))),
         )
         for i, (w, s, n, t, r) in enumerate(numbers)
     }

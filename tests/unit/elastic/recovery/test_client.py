@@ -33,10 +33,12 @@ from zeroband.elastic.recovery.client import (
     RecoveryClient,
     StateFetch,
     fetch_entry,
+    fetch_offer,
     no_donor_in,
 )
 from zeroband.elastic.recovery.donors import Donor, DonorConnection, FetchLimits
 from zeroband.elastic.recovery.state_chunks import chunk_hash
+from zeroband.elastic.rounds.carriage import offer_of
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 from zeroband.node.faults import FaultPoints
@@ -164,8 +166,10 @@ def serve(stack: ExitStack) -> Serve:
         copy: RoundState = STATE,
         journal: Callable[[int], Any] = entry_of,
         chunk_bytes: int = CHUNK_BYTES,
+        offered: Callable[[], RoundUpdate | None] = lambda: None,
     ) -> Donor:
-        server = OpenServer(member_id, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
+        options: dict[str, Any] = {"chunk_bytes": chunk_bytes, "offered": offered}
+        server = OpenServer(member_id, lambda: copy, journal, current_round=lambda: copy.round, **options)
         stack.callback(server.close)
         return server.donor
 
@@ -801,6 +805,35 @@ def test_each_attempt_is_led_by_another_member_and_all_of_it_by_one(serve: Serve
         recovery.fetch_entry(5, room)
         led.append(recovery.leads)
     assert led == [{"a"}, {"b"}, {"a"}]
+
+
+# -- what a member offers to its carrier ------------------------------------------------------------------------------
+
+
+def test_contribution_that_is_offered_is_fetched_once_and_the_next_one_after_it(serve: Serve) -> None:
+    """Also where the next one is of the same round: it is another one by its hash."""
+    offers = [offer_of(3, update_of(3)), offer_of(3, update_of(4)), offer_of(5, update_of(5))]
+    current = [offers[0]]
+    donor, known = serve(offered=lambda: current[0]), ""
+    for offer in offers:
+        current[0] = offer
+        came = fetch_offer(donor, DIALLER, known, room, limits=LIMITS)
+        assert came is not None and came.state_digest == offer.state_digest and torch.equal(came.update, offer.update)
+        known = came.state_digest
+        assert fetch_offer(donor, DIALLER, known, room, limits=LIMITS) is None
+
+
+def test_member_that_offers_nothing_says_so(serve: Serve) -> None:
+    with pytest.raises(RecoveryFailed, match="/offer answered 404"):
+        fetch_offer(serve(), DIALLER, "", room, limits=LIMITS)
+
+
+def test_contribution_of_another_size_is_refused_before_it_is_sent(serve: Serve) -> None:
+    def no_room(nbytes: int) -> Tensor:
+        raise RecoveryFailed(f"no contribution takes {nbytes} bytes")
+
+    with pytest.raises(RecoveryFailed, match="no contribution takes"):
+        fetch_offer(serve(offered=lambda: offer_of(3, update_of(3))), DIALLER, "", no_room, limits=LIMITS)
 
 
 MANIFEST_OF_7 = "/state/7/0"

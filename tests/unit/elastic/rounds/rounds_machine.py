@@ -24,7 +24,16 @@ from zeroband.data.ledger import SHARED, Range, take
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, StoreTerm, Verdict, View
+from zeroband.elastic.membership.records import (
+    FOUNDING_ROUND,
+    Attempt,
+    Opening,
+    Peer,
+    Ready,
+    StoreTerm,
+    Verdict,
+    View,
+)
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
@@ -57,14 +66,19 @@ class RecordingStore(RedisStore):
         """Openings that somebody gave up, so that nobody may commit them."""
 
     def propose_opening(
-        self, opening: Opening, *, current: Opening | None, generation: StoreTerm | None = None
+        self,
+        opening: Opening,
+        *,
+        current: Opening | None,
+        generation: StoreTerm | None = None,
+        heard: Attempt | None = None,
     ) -> bool:
         if self.is_slow:
             self.on_the_way.append((opening, current))
             return False
         self.proposed.append((opening, current))
         self.newest_version = max(self.newest_version, opening.version)
-        return super().propose_opening(opening, current=current, generation=generation)
+        return super().propose_opening(opening, current=current, generation=generation, heard=heard)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         if self.is_slow:

@@ -147,7 +147,7 @@ def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
     def pack(room: Allocator) -> torch.Tensor:
         return room(values.numel()).copy_(values)
 
-    journal.record(round, pack, {}, "digest")
+    journal.record(round, pack, {}, "digest", values=values.numel())
 
 
 def test_update_is_packed_from_the_values_that_were_there_until_settled(journal: Journal) -> None:

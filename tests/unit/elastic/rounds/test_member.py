@@ -271,7 +271,7 @@ def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -
     for member in (a, b, c):
         member.testify(opening, Evidence())
     again = [turn_of(member, 0) for member in (a, b, c)]
-    assert again == [replace(opening, version=2, epoch=2, retries=1)] * 3
+    assert again == [replace(opening, version=2, epoch=2, retries=1, before=opening.id)] * 3
 
 
 def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,6 +545,27 @@ def test_watched_opening_is_aborted_on_the_board_when_a_member_is_lost(make_memb
     a.watch(opening)
     expire(b)
     _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+
+
+def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, asked, turns = [0.0], list[float](), list[float]()
+    a = make_member("a", clock=lambda: now_s[0])
+    opening, await_news = found(a), a.await_news
+
+    def ask(*of: Any) -> View:
+        asked.append(now_s[0])
+        return await_news(*of)
+
+    monkeypatch.setattr(a, "await_news", ask)
+    monkeypatch.setattr(a, "tell_links", lambda: turns.append(now_s[0]))
+    a.watch(opening)
+    turns.clear()
+    _until(lambda: len(turns) >= 3)
+    assert asked == []
+    now_s[0] = TIME_OUTS.watch_s
+    _until(lambda: asked != [])
 
 
 def test_watched_opening_is_aborted_when_the_time_to_leave_is_over(make_member: MakeMember, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.servers import SERVERS, until
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import fact_publisher, facts, redis_run
 from zeroband.elastic.store.connection import StoreClient
-from zeroband.elastic.store.fact_publisher import FactPublisher
+from zeroband.elastic.store.fact_publisher import FactPublisher, NodeFacts
 from zeroband.elastic.store.fact_records import SHORT_LINE_BYTES, FactBatch, FactLine
 from zeroband.elastic.store.facts import StoreFacts
 from zeroband.elastic.store.keys import ACL_RULES, FACTS_TTL_S, Keys
@@ -27,8 +27,8 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact, FolderFacts
-from zeroband.observe.jsonl import Place
-from zeroband.observe.metrics import MetricsLog
+from zeroband.observe.jsonl import LineTail, Place
+from zeroband.observe.metrics import METRICS_FILE, MetricsLog
 from zeroband.observe.status import RunReader
 from zeroband.tools import status
 from zeroband.tools.cluster import RedisServer
@@ -37,7 +37,8 @@ RUN_ID, TOKEN = "demo", "s3cret"
 KEYS = Keys(RUN_ID)
 STREAM = KEYS.facts("n0")
 AT_ONCE_S, NEVER_S = 0.01, 600.0
-PATIENCE_S = 1.0
+PATIENCE_S = 20.0
+"""For what must come; a machine that is busy with other tests takes seconds for what takes milliseconds."""
 
 Open = Callable[..., StoreFacts]
 
@@ -88,6 +89,11 @@ class Node:
         self.publish(every_s=NEVER_S).close()
 
 
+@pytest.fixture(autouse=True)
+def _last_words_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fact_publisher, "LAST_WORDS_S", PATIENCE_S)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return tmp_path / RUN_ID
@@ -104,8 +110,8 @@ def node(run_dir: Path, server: RedisServer, client: redis.Redis) -> Node:
 def opened(server: RedisServer) -> Iterator[Open]:
     with ExitStack() as stack:
 
-        def one(token: str | None = TOKEN) -> StoreFacts:
-            facts = StoreFacts(server.url, RUN_ID, token, patience_s=PATIENCE_S)
+        def one(token: str | None = TOKEN, *, patience_s: float = PATIENCE_S) -> StoreFacts:
+            facts = StoreFacts(server.url, RUN_ID, token, patience_s=patience_s)
             stack.callback(facts.close)
             return facts
 
@@ -232,6 +238,25 @@ def test_line_that_is_far_too_long_is_counted_and_passed(
     assert shown.skipped_lines() == {"n0": 1}
 
 
+def test_line_that_comes_while_the_other_file_is_read_keeps_its_place(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, lines, meanwhile = NodeFacts(node.folder), LineTail.lines, [True]
+    assert told.next_batch() is not None  # there is nothing more for now
+
+    def train_meanwhile(tail: LineTail, *args: Any, **options: Any) -> Any:
+        if tail.path.name == METRICS_FILE and meanwhile:
+            meanwhile.clear()
+            node.events.emit("joined", member_id="n0#2", round=0)
+            node.train(1)
+        return lines(tail, *args, **options)
+
+    monkeypatch.setattr(LineTail, "lines", train_meanwhile)
+    batch = told.next_batch()
+    assert batch is not None
+    assert [(line.record or {}).get("kind", "step") for line in batch.lines] == ["joined", "step"]
+
+
 # -- the store away, and back -----------------------------------------------------------------------------------------
 
 
@@ -246,7 +271,7 @@ def test_stream_catches_up_after_the_store_was_away(
     server.stop()
     node.train(300)
     with pytest.raises(StoreLost):
-        shown.read()
+        opened(patience_s=0.2).read()
     server.start()
     publisher.close()
     given += shown.read()
@@ -352,16 +377,13 @@ def test_stream_keeps_the_newest_of_so_many_bytes(
 ) -> None:
     """A reader that comes late is told what stands since the start of the node."""
     monkeypatch.setattr(redis_run, "FACTS_BYTES", most := 20_000)
-    publisher = node.publish()
-    early = opened()
-    given = list[Fact]()
-    for total in range(50, 401, 50):
-        node.train(50)
-        lines = 2 + total + total // 3
-        until(lambda lines=lines: bool(given.extend(early.read()) or len(given) == lines), f"{total} steps")
-    publisher.close()
-    kept = sum(len(fields[b"facts"]) for _, fields in client.xrange(STREAM))
-    assert most / 2 < kept <= most
+    early, given = opened(), list[Fact]()
+    for _ in range(40):
+        node.train(10)
+        node.tell()
+        given += early.read()
+    kept = [len(fields[b"facts"]) for _, fields in client.xrange(STREAM)]
+    assert most - 2 * max(kept) < sum(kept) <= most
     assert given == in_files(run_dir)
     late = opened().read()
     assert [fact.record["kind"] for fact in late[:2]] == ["node_started", "joined"]

@@ -454,7 +454,7 @@ def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tu
     return seen
 
 
-MEMBERS = tuple(f"n{i}#1" for i in range(50))
+MEMBERS = tuple(f"a-node-whose-name-is-as-long-as-its-key-makes-it-{'k' * 43}-{i}#1" for i in range(50))
 
 
 def in_round(round: int) -> Opening:
@@ -484,6 +484,17 @@ def test_reader_of_many_members_is_told_what_is_another_than_before(
         (seen,) = told(monkeypatch, lambda: reader.view(0))
         assert [len(part[0]) < 400 for part in seen] == [True, True]
         assert reader.view(0).committed == verdict and reader.view(0).opening == verdict.opening
+
+
+def test_short_record_is_told_as_a_whole(
+    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, "a#1", "b#1")
+    for round in (0, 1):
+        opening = an_opening("a#1", "b#1", version=round + 1, round=round)
+        assert open_next(store, opening) and store.propose_verdict(a_verdict(opening))
+        (seen,) = told(monkeypatch, lambda: reader.view(0))
+        assert [isinstance(part, bytes) for part in seen] == [True, True]
 
 
 def test_reader_that_missed_a_round_is_told_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,12 @@ def test_run_of_a_method_without_formulas_is_refused(sparse: Path) -> None:
         (node / "config.toml").write_text('[outer]\ntype = "custom"\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="do not train by a method that the planner knows"):
         read_run(sparse)
+
+
+def test_recommendation_for_a_recorded_run_is_toml_with_what_was_measured_as_comments(
+    sparse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--from", str(sparse), "--up", "100mbit", "--recommend"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"# {sparse.name}: sparseloco")
+    assert tomllib.loads(shown)["outer"]["type"] == "diloco"

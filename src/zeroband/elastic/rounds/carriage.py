@@ -1,0 +1,244 @@
+"""Contributions that travel before their round: those of members with slow links, which others fetch and count.
+
+A member whose link would stretch a round offers what it contributes, encoded, and trains on. Its carrier fetches that
+at the link's pace, keeps it, says so in its `Ready`, and adds it to its own contribution in the round that counts it.
+Of each such member a carrier keeps one contribution, and for a moment the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.membership.records import Carried, Carry, Opening
+from zeroband.elastic.rounds.background import BackgroundRound
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.errors import RecoveryFailed
+from zeroband.node.mesh import LocalMesh, barrier
+from zeroband.observe.log import get_logger
+from zeroband.state.feedback import ErrorFeedback
+from zeroband.state.flat import SharedBuffers
+from zeroband.state.round_state import RoundUpdate
+
+_SUM = "carried"
+"""The shared buffer of a contribution with those that it carries."""
+
+_PAUSE_S = 0.5
+"""Between two questions whether a member offers something new."""
+
+Room = Callable[[int], Tensor]
+"""Gives (nbytes,) uint8, or raises RecoveryFailed."""
+
+FetchOffer = Callable[[str, str, Room], RoundUpdate | None]
+"""Fetches what a member offers now, unless that is what the text names. Raises RecoveryFailed."""
+
+_log = get_logger(__name__)
+
+
+def offer_of(number: int, data: Tensor) -> RoundUpdate:
+    """What a member offers, as it is served. `number`: of the round for which it was made. data: (nbytes,) uint8."""
+    return RoundUpdate(number, data, {}, f"{number}-{hashlib.sha256(data.numpy().data).hexdigest()}")
+
+
+def counts_of(opening: Opening, member_id: str) -> tuple[float, float]:
+    """What a member counts, and what it counts with the contributions that it carries."""
+    own = opening.counts[opening.members.index(member_id)]
+    return own, own + sum(map(opening.count_of, opening.carried_by(member_id)))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A contribution that came whole."""
+
+    offer: str
+    data: Tensor
+    """(nbytes,) uint8."""
+    largest: float
+
+
+class Carriage:
+    """What a node offers to its carrier, and what it carries for others.
+
+    `contribution`: (n,) float32, shared by the local ranks. What is fetched lies on local rank 0.
+    """
+
+    def __init__(
+        self,
+        local: LocalMesh,
+        buffers: SharedBuffers,
+        feedback: ErrorFeedback,
+        fetch: FetchOffer,
+    ) -> None:
+        self._local = local
+        self._buffers = buffers
+        self._feedback = feedback
+        self._codec = feedback.codec
+        self._fetch = fetch
+        self._offer: RoundUpdate | None = None
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        """By member."""
+        self._told: dict[str, _Held] = {}
+        """What its newest `Ready` named: kept until the next one, whatever its members offer meanwhile."""
+        self._carried: set[str] = set()
+        """Members that the newest opening lists as carried by anybody."""
+        self._fetchers: dict[str, threading.Event] = {}
+        """What ends the thread that fetches from a member."""
+
+    # -- what this node offers ----------------------------------------------------------------------------------------
+
+    def offer(self, number: int, contribution: Tensor) -> str:
+        """Encode a contribution, and let others fetch it; what names it. Called by all local ranks."""
+
+        def encode() -> str:
+            self._offer = offer_of(number, self._codec.encode(contribution))
+            return self._offer.state_digest
+
+        return str(on_first_rank(self._local, encode))
+
+    @property
+    def offered(self) -> RoundUpdate | None:
+        """What others may fetch now, on local rank 0. Any thread."""
+        return self._offer
+
+    def settle(self, contribution: Tensor) -> None:
+        """What was offered counted: what its encoding took is fed back. Called by all local ranks."""
+        offer, residual = self._offer, self._feedback.residual
+        if offer is not None and residual is not None:
+            torch.sub(contribution, self._codec.decode(offer.update, contribution.numel()), out=residual)
+        barrier(self._local)
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Offer nothing."""
+        self._offer = None
+
+    # -- what it carries ----------------------------------------------------------------------------------------------
+
+    def look(self, opening: Opening, member_id: str) -> None:
+        """Fetch from the members that an opening gives this one to carry, and forget those that nobody carries.
+
+        What is here, or on its way, of one that another member carries now may still count by this one.
+        """
+        if self._local.rank != 0:
+            return
+        mine = {carried.member for carried in opening.carried if carried.carrier == member_id}
+        with self._lock:
+            self._carried = {carried.member for carried in opening.carried}
+            for member in self._fetchers.keys() - mine:
+                self._fetchers.pop(member).set()
+            self._held = {member: held for member, held in self._held.items() if member in self._carried}
+            for member in sorted(mine - self._fetchers.keys()):
+                ended = self._fetchers[member] = threading.Event()
+                threading.Thread(target=self._carry, args=(member, ended), name="carriage", daemon=True).start()
+
+    def whole(self) -> tuple[Carry, ...]:
+        """What it holds, for its next `Ready` to name; nothing on other local ranks than 0."""
+        with self._lock:
+            self._told = dict(self._held)
+            return tuple(Carry(member, held.offer, held.largest) for member, held in sorted(self._told.items()))
+
+    def with_carried(self, opening: Opening, member_id: str, contribution: Tensor) -> Tensor:
+        """What a member brings to the exchange: the mean of its contribution and those that it carries.
+
+        In float32: its own one times its part, to which each carried one is added, times its part, in the order of the
+        members. Where it carries none, its own one as it is. Called by all local ranks.
+        """
+        carried = opening.carried_by(member_id)
+        if not carried:
+            return contribution
+        self._buffers.open(_SUM)
+        total = self._buffers[_SUM][: contribution.numel()]
+        if self._local.rank == 0:
+            own, all_count = counts_of(opening, member_id)
+            torch.mul(contribution, own / all_count, out=total) if own > 0 else total.zero_()
+            for one in carried:
+                self._codec.add(self._data_of(one), opening.count_of(one) / all_count, total)
+        barrier(self._local)
+        return total
+
+    def _data_of(self, carried: Carried) -> Tensor:
+        held = self._told[carried.member]
+        assert held.offer == carried.offer, "the opening counts what this node's record names"
+        return held.data
+
+    def _carry(self, member: str, ended: threading.Event) -> None:
+        """Fetch what a member offers, one contribution after the other."""
+        while not ended.wait(_PAUSE_S):
+            try:
+                self._take(member)
+            except RecoveryFailed as error:  # it offers nothing yet, or its link breaks
+                fields = {"member_id": member, "error": str(error)}
+                _log.debug("cannot fetch what a member with a slow link offers", extra={"fields": fields})
+
+    def _take(self, member: str) -> None:
+        with self._lock:
+            before = self._held.get(member)
+        came = self._fetch(member, before.offer if before is not None else "", self._room)
+        if came is None:
+            return
+        digest, said = offer_of(came.round, came.update).state_digest, came.state_digest
+        if digest != said:
+            raise RecoveryFailed(f"what {member} offers has digest {digest} here and {said} at its donor")
+        largest = self._codec.largest(came.update, self._buffers.numel)
+        with self._lock:
+            if member in self._carried and math.isfinite(largest):
+                self._held[member] = _Held(came.state_digest, came.update, largest)
+
+    def _room(self, nbytes: int) -> Tensor:
+        if nbytes != self._codec.encoded_size(self._buffers.numel):
+            raise RecoveryFailed(f"no mean of {self._buffers.numel} values takes {nbytes} bytes")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Fetch nothing more."""
+        with self._lock:
+            for ended in self._fetchers.values():
+                ended.set()
+            self._fetchers.clear()
+
+
+class FetchAhead:
+    """Fetches committed rounds while training goes on, one after the other, until they are taken. Local rank 0.
+
+    `fetch`: gets a round. Raises RecoveryFailed.
+    """
+
+    def __init__(self, fetch: Callable[[int], RoundUpdate]) -> None:
+        self._fetch = fetch
+        self._wanted: dict[int, BackgroundRound[RoundUpdate]] = {}
+        self._newest: BackgroundRound[RoundUpdate] | None = None
+
+    def want(self, round: int) -> None:
+        """Fetch a round after those that were wanted before."""
+        before = self._newest
+
+        def fetch() -> RoundUpdate:
+            if before is not None:
+                before.is_over(None)
+            return self._fetch(round)
+
+        if round not in self._wanted:
+            self._newest = self._wanted[round] = BackgroundRound(fetch, name="fetch-ahead")
+
+    def take(self, round: int, on_wait: Callable[[], object]) -> RoundUpdate | None:
+        """A round that was wanted, once it is there; None where it was not, or cannot be had.
+
+        `on_wait`: called now and then meanwhile; the limits of the fetch bound how long that may be.
+        """
+        wanted = self._wanted.pop(round, None)
+        if wanted is None:
+            return None
+        while not wanted.is_over(_PAUSE_S):
+            on_wait()
+        try:
+            return wanted.wait()
+        except RecoveryFailed as error:
+            _log.info("could not fetch a round ahead", extra={"fields": {"round": round, "error": str(error)}})
+            return None

@@ -1,0 +1,137 @@
+"""What a member testifies and hears of openings that failed, and how it checks what another one makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zeroband.elastic.membership.epoch import Heard
+from zeroband.elastic.membership.findings import found_before, objection
+from zeroband.elastic.membership.records import Attempt, Evidence, Opening, Verdict, View
+from zeroband.elastic.store.interface import Store
+
+_SLACK = 0.9
+"""Two machines' clocks count the same wait; one may go slower by so much."""
+
+
+class _Word(NamedTuple):
+    """What this member testified on an opening, and when it began to say so."""
+
+    opening: Opening
+    evidence: Evidence
+    since_s: float
+
+
+class Hearing:
+    """One member's part in finding out who was at fault.
+
+    `limit_s`: so long after the newest word those who have not testified are waited for no more.
+    """
+
+    def __init__(self, store: Store, member_id: str, clock: Callable[[], float], limit_s: float) -> None:
+        self.attempt: Attempt | None = None
+        """The failed opening, as it was heard last."""
+        self._store = store
+        self._member_id = member_id
+        self._clock = clock
+        self._limit_s = limit_s
+        self._saw: tuple[Opening | None, Evidence] = None, Evidence()
+        self._said: dict[str, _Word] = {}
+        """Words that the store took, since the newest verdict, by opening."""
+        self._heard: tuple[str, int] | None = None
+        self._since_s = 0.0
+        self._begun = ""
+        self._newest: Opening | None = None
+        """The one that was checked last."""
+        self._past: dict[str, Attempt] = {}
+        """Attempts that others have followed, by their openings' ids."""
+
+    # -- what it says -------------------------------------------------------------------------------------------
+
+    def testify(self, opening: Opening, evidence: Evidence) -> None:
+        """Say what this member saw of an opening that failed."""
+        self._saw, since_s = (opening, evidence), self._clock()
+        if self._store.testify(opening, self._member_id, evidence):
+            self._said.setdefault(opening.id, _Word(opening, evidence, since_s))
+
+    def begin(self, opening: Opening) -> None:
+        """Have this member's own word be there."""
+        if self._begun != opening.id:
+            self._begun = opening.id
+            self._testify_again(opening)
+
+    def _testify_again(self, opening: Opening) -> None:
+        """Testify where the store does not show it. A member that was not asked yet saw nothing.
+
+        An opening may fail before all of its members know of it, and a store may lose what it was told.
+        """
+        if self._member_id in opening.members:
+            self.testify(opening, self._saw[1] if self._saw[0] == opening else Evidence())
+
+    # -- what it hears ------------------------------------------------------------------------------------------
+
+    def __call__(self, view: View) -> Heard:
+        """What is known of the current opening, which was not committed."""
+        opening, now_s = view.opening, self._clock()
+        assert opening is not None
+        attempt = self.attempt = self._store.attempt(opening.id) or Attempt(opening, view.votes, {}, view.failed or "")
+        said = attempt.said
+        if self._member_id not in said and view.failed is not None:
+            self._testify_again(opening)
+        if self._heard != (opening.id, len(said)):
+            self._heard, self._since_s = (opening.id, len(said)), now_s
+        before = found_before(opening, self._attempts_before(opening, view.committed), view.committed)
+        return Heard(attempt, before, now_s - self._since_s > self._limit_s)
+
+    def _attempts_before(self, opening: Opening, committed: Verdict | None) -> tuple[Attempt, ...]:
+        """The attempts since the newest verdict that an opening follows on, oldest first, if not lost."""
+        last, found = "" if committed is None else committed.opening.id, list[Attempt]()
+        while opening.before not in ("", last):
+            attempt = self._past.get(opening.before) or self._store.attempt(opening.before)
+            if attempt is None or attempt.opening.version >= opening.version:
+                break
+            found.append(attempt)
+            opening = attempt.opening
+        self._past = {attempt.opening.id: attempt for attempt in found}
+        return tuple(reversed(found))
+
+    def is_of(self, opening: Opening | None) -> bool:
+        """Whether `attempt` is this opening's."""
+        return self.attempt is not None and self.attempt.opening == opening
+
+    # -- what it checks -----------------------------------------------------------------------------------------
+
+    def objection(self, opening: Opening, committed: Verdict | None) -> str | None:
+        """Say what an opening says of the ones before it that does not follow; None: all of it does.
+
+        What this member testified and the store has lost is brought back.
+        """
+        newest, self._newest = self._newest, opening
+        if newest is not None and newest.version + 1 == opening.version and newest.id != opening.before:
+            return f"it does not follow on version {newest.version}, as this member saw that"
+        had_seen_some = bool(self._past)
+        why = self._why_not(opening, committed)
+        if why is not None and had_seen_some:  # members may have brought back since what was lost of them
+            self._past = {}
+            why = self._why_not(opening, committed)
+        return why
+
+    def _why_not(self, opening: Opening, committed: Verdict | None) -> str | None:
+        past = self._attempts_before(opening, committed)
+        return self._own_objection(opening, past) or objection(opening, past, committed)
+
+    def _own_objection(self, opening: Opening, past: tuple[Attempt, ...]) -> str | None:
+        """What only this member knows: that it testified, and when."""
+        self._said = {id: word for id, word in self._said.items() if id in {a.opening.id for a in past}}
+        for attempt in past:
+            word = self._said.get(attempt.opening.id)
+            if word is not None and self._member_id not in attempt.said:
+                self._store.testify(word.opening, self._member_id, word.evidence, again=True)
+                return f"what {self._member_id} testified on version {word.opening.version} is not there any more"
+        word = self._said.get(opening.before)
+        if word is not None and opening.silent:
+            waited_s = self._clock() - word.since_s
+            if waited_s < _SLACK * self._limit_s:
+                silent = ", ".join(opening.silent)
+                return f"it calls {silent} silent after {waited_s:.2f} s, and members have {self._limit_s:.2f} s"
+        return None

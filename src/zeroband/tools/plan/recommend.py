@@ -1,0 +1,175 @@
+"""Phase, fragments, overlap, grace and codec for measured links, each with its reason. Pure.
+
+A ladder of settings, those with the fewest known losses first: rounds that training waits for, fragments that travel
+during a few steps, both again in four bits; at last a whole phase of overlap. Of each the shortest phase is taken that
+reaches the target. The first whose phase is short is recommended; if none is, the first with a phase that published
+runs have tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zeroband.config.stability import safe_lr
+from zeroband.errors import ConfigError
+from zeroband.observe.status import human_bytes
+from zeroband.tools.plan.forecast import Forecast, Job, Link, Method, forecast_of
+
+SHORT_STEPS, MOST_STEPS = 100, 500
+"""Inner steps of a phase: as most published runs have them, and the longest of these (OpenDiLoCo, arXiv:2407.07852)."""
+LEAST_STEPS = 10
+_CODECS = ("int8", "int4")
+_OVERLAP_STEPS = 5
+"""Inner steps that a fragment may travel; up to so many cost nothing in Streaming DiLoCo (arXiv:2501.18512)."""
+_FRAGMENTS = 4
+_GRACE = 0.1
+_SAME_PACE = 1.05
+"""Nodes whose steps take longer by less than this factor are equally fast."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the configuration, its value as TOML, and a sentence that says why."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to set, and what the formulas say of it."""
+
+    settings: Sequence[Setting]
+    forecast: Forecast
+    reaches_target: bool
+
+    def to_toml(self) -> str:
+        """The settings as a configuration file, each below its reason."""
+        lines = list[str]()
+        for section in dict.fromkeys(setting.key.rpartition(".")[0] for setting in self.settings):
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+            for setting in self.settings:
+                of, _, name = setting.key.rpartition(".")
+                if of == section:
+                    lines += [f"# {setting.why}", f"{name} = {setting.value}"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """One way to have rounds travel."""
+
+    method: Method
+    codec: str
+    fragments: int = 1
+    overlap: int = 0
+
+    def forecast(self, job: Job, link: Link, steps: int) -> Forecast:
+        job = replace(job, inner_steps=steps, fragments=self.fragments, overlap=self.overlap)
+        return forecast_of(job, link, self.method, self.codec)
+
+    def shortest(self, job: Job, link: Link, target: float) -> Forecast | None:
+        """The forecast of the shortest phase that reaches the target; None: no phase does. More steps never harm it."""
+        least = max(-(-LEAST_STEPS // self.fragments), self.overlap + 1)
+        low, high = least, MOST_STEPS // self.fragments
+        if self.forecast(job, link, high * self.fragments).compute_utilisation < target:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            enough = self.forecast(job, link, middle * self.fragments).compute_utilisation >= target
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return self.forecast(job, link, low * self.fragments)
+
+
+def _ladder(*, by_time: bool) -> Iterator[_Rung]:
+    """Ways to travel, the most preferred first. `by_time`: phases end after a time, which fragments cannot."""
+    for codec in _CODECS:
+        yield _Rung("diloco", codec)
+        if not by_time:
+            yield _Rung("streaming", codec, _FRAGMENTS, _OVERLAP_STEPS)
+    for codec in _CODECS:
+        yield _Rung("eager", codec)
+
+
+def recommend(job: Job, link: Link, target: float) -> Recommendation:
+    """What to set for these nodes and links, so that nodes compute this part of the time.
+
+    Raises ConfigError for one node, which has no rounds.
+    """
+    if job.nodes == 1:
+        raise ConfigError("--recommend: one node has no rounds with others; say --nodes 2 or more")
+    by_time = (job.slowest_step_s or job.step_s) > _SAME_PACE * job.step_s
+    if by_time:  # each node makes the steps that it has time for, so that the fast ones wait for nothing
+        job = replace(job, slowest_step_s=None)
+    found = [(rung, forecast) for rung in _ladder(by_time=by_time) if (forecast := rung.shortest(job, link, target))]
+    short = [each for each in found if each[1].round_steps <= SHORT_STEPS and each[0].method != "eager"]
+    if found:
+        rung, forecast = (short or found)[0]
+    else:
+        each = [(rung, rung.forecast(job, link, MOST_STEPS)) for rung in _ladder(by_time=by_time)]
+        rung, forecast = max(each, key=lambda pair: pair[1].compute_utilisation)
+    settings = [
+        Setting("outer.type", '"diloco"', "Inner AdamW on each node, one outer step for a phase."),
+        _phase(job, forecast, target, by_time=by_time, is_enough=bool(found)),
+        *_travel(rung, forecast),
+        _grace(job, by_time=by_time),
+        _outer_lr(rung, job),
+        _codec(rung, forecast),
+    ]
+    return Recommendation(settings, forecast, bool(found))
+
+
+def _phase(job: Job, forecast: Forecast, target: float, *, by_time: bool, is_enough: bool) -> Setting:
+    steps, part = forecast.round_steps, f"{100 * forecast.compute_utilisation:.1f} %"
+    why = (
+        f"Phase: of {steps} inner steps, the shortest in which nodes compute {100 * target:g} % of the time ({part})."
+        if is_enough
+        else f"Phase: the longest that published runs have tried; nodes compute {part}, not {100 * target:g} %: "
+        f"the links must be {forecast.faster_link(target):.3g} times as fast."
+    )
+    if not by_time:
+        return Setting("outer.inner_steps", str(steps), why)
+    seconds = f"{steps * job.step_s:.3g}"
+    return Setting("outer.inner_seconds", seconds, f"{why} By time: slower nodes make fewer steps, and none waits.")
+
+
+def _travel(rung: _Rung, forecast: Forecast) -> Iterator[Setting]:
+    """Fragments, overlap and merge."""
+    moves = f"{forecast.transfer_s:,.0f} s of transfer in a phase of {forecast.round_steps * forecast.step_s:,.0f} s"
+    if rung.method == "streaming":
+        whole = f"{human_bytes(forecast.peak_bytes)} at a time"
+        yield Setting("outer.fragments", str(rung.fragments), f"Fragments: the link carries {whole}.")
+        why = f"Overlap: {moves} would stand in the way; up to {_OVERLAP_STEPS} steps cost no loss in published runs."
+        yield Setting("outer.overlap", str(rung.overlap), why)
+        yield Setting("outer.merge", '"mix"', "Merge: what a node learned during the overlap stays, in part.")
+    elif rung.method == "eager":
+        yield Setting("outer.fragments", "1", "Fragments: one; the whole model has a whole phase to travel.")
+        yield Setting("outer.overlap", '"full"', f"Overlap: {moves} take longer than a few steps can hide.")
+        yield Setting("outer.merge", '"eager"', "Merge: a node's own share counts at once, the others' a phase later.")
+    else:
+        yield Setting("outer.fragments", "1", "Fragments: one; training waits for the whole round anyway.")
+        yield Setting("outer.overlap", "0", f"Overlap: none; {moves} are within the target, and nothing is stale.")
+
+
+def _grace(job: Job, *, by_time: bool) -> Setting:
+    paces = "phases by time even out the nodes' paces, so" if by_time else "nodes are equally fast, so"
+    why = f"Grace: {paces} who is late by a tenth of a round has a fault, and counts in a later one."
+    return Setting("outer.straggler_grace", f"{_GRACE:g}", why)
+
+
+def _outer_lr(rung: _Rung, job: Job) -> Setting:
+    lr = safe_lr(rung.method, job.nodes, job.outer_momentum)
+    why = f"Outer learning rate: safe for {job.nodes} nodes with momentum {job.outer_momentum:g}."
+    return Setting("outer.optimizer.lr", f"{lr:g}", why)
+
+
+def _codec(rung: _Rung, forecast: Forecast) -> Setting:
+    sent = f"a node sends {human_bytes(forecast.sent_bytes)} in a phase"
+    why = (
+        f"Codec: {sent}; no loss by int8 pseudo-gradients is known."
+        if rung.codec == "int8"
+        else f"Codec: {sent}; int8 would need a longer phase or a faster link."
+    )
+    return Setting("comm.codec", f'"{rung.codec}"', why)
