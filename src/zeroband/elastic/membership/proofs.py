@@ -32,7 +32,7 @@ def is_usual(opening: Opening, member: str, others: Collection[str]) -> bool:
 
 def only_quoted(ready: Ready) -> bool:
     """Whether a member that takes part says nothing that is worth a forgery but what an opening quotes of it."""
-    return ready.weight > 0 and not ready.gains and not ready.carries
+    return ready.weight > 0 and not ready.gains and not ready.carries and not ready.offer
 
 
 def leaves_out(opening: Opening, view: View) -> bool:

@@ -73,6 +73,7 @@ def test_opening_of_a_member_that_is_new_is_not_taken() -> None:
 
 def test_only_what_an_opening_quotes_is_taken_of_a_member_that_brings_something() -> None:
     assert only_quoted(SAID)
+    assert not only_quoted(replace(SAID, offer="1-abc")), "another member may bring it"
     assert not only_quoted(replace(SAID, weight=0)) and not only_quoted(replace(SAID, gains=(0.5,)))
 
 

@@ -19,7 +19,7 @@ from tests.memberships import LeaseInMemory
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Rules, Wait
+from zeroband.elastic.membership.epoch import Rules, Wait, next_opening
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
@@ -157,11 +157,11 @@ def test_member_refuses_a_wrong_number_of_its_own_though_it_reads_no_records(
     monkeypatch.setattr("zeroband.elastic.rounds.member.checkers", drawn)
     crowd.arrive("a", "b", "c")
     liar, honest = crowd.members["c"], crowd.members["b"]
-    committed = liar.store.view(1).committed
-    assert committed is not None
-    before, sessions = committed.opening, committed.sessions
-    lie = Opening(2, 1, 1, before.members, (8, 7, 8), (1, 1, 1), (1, 1, 1), sessions=sessions)
-    assert liar.store.propose_opening(liar.store.signed(lie, liar.member_id), current=before)
+    view = liar.store.view(1)
+    due = next_opening(view, 1, RULES)
+    assert isinstance(due, Opening)
+    lie = liar.store.signed(replace(due, weights=(8, 7, 8)), liar.member_id)
+    assert liar.store.propose_opening(lie, current=view.opening)
     seen = honest.store.await_change(1, None, within_s=0.0, whole=False)
     assert seen.unseen_ready and seen.opening is not None and seen.opening.weights == (8, 7, 8)
     decision = honest.turn_rule(1, RULES, is_member=True, start_deadline_s=NEVER_S).decide(seen)
