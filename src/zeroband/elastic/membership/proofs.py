@@ -42,14 +42,17 @@ def leaves_out(opening: Opening, view: View) -> bool:
 
 def misquotes(opening: Opening, member: str, said: Ready) -> str | None:
     """Say where an opening that lists a member has another number than the member said; None: nowhere."""
-    place, largest = opening.members.index(member), said.largest if said.weight else 0.0
+    place, sizes = opening.members.index(member), [said.largest if said.weight else 0.0]
+    sizes += [carried.largest for carried in opening.carried_by(member)]
+    known = [size for size in sizes if size is not None]
     quotes: tuple[tuple[str, Sequence[object], object], ...] = (
         ("weights", opening.weights, said.weight),
         ("steps", opening.steps, said.steps),
         ("steps_requested", opening.steps_requested, said.steps_requested),
         ("trained", opening.trained, said.trained),
         ("corpora", opening.corpora or (SHARED,) * len(opening.members), said.corpus),
-        ("largest", opening.largest, largest),
+        ("largest", opening.largest, max(known) if len(known) == len(sizes) else None),
+        ("phase_steps", opening.phase_steps, said.steps if said.phase_steps is None else said.phase_steps),
     )
     for name, values, own in quotes:
         if values and values[place] != own:
