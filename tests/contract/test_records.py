@@ -26,6 +26,7 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
     Blame,
+    Claim,
     Evidence,
     Gain,
     LinkRates,
@@ -88,6 +89,7 @@ OPENING = Opening(
     is_flat=True,
     gains=(Gain(B, -0.5),),
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
+    claims=(("c#3", Claim(96, 104)),),
     proposer=A,
 )
 EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",), ("s0", "s1"), (A,), ("e#5",))
@@ -104,7 +106,8 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5, (0.25, None))
+CLAIM = Claim(120, 136, "b/00ff")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", 0, "lab-a", 0.5, (0.25, None), CLAIM)
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -175,6 +178,12 @@ STORE = {
     ),
     "peer": StoreRecord(
         PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
+    ),
+    "claim": StoreRecord(
+        CLAIM,
+        ("claim", A),
+        lambda judge: judge.seal_claim(A, CLAIM),
+        lambda judge, raw: judge.claims("k", {A: raw}).get(A),
     ),
     "links": StoreRecord(
         LINKS,
@@ -302,7 +311,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-14714a4d331f"
+    assert OPENING.id == "41-7704e25ce84d"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

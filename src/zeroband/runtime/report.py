@@ -146,8 +146,8 @@ class Report:
     def belongs_to(self, session: str) -> None:
         """This node is in the run of this session."""
 
-    def entered(self, round: RoundReport) -> None:
-        """This node became a member."""
+    def begins(self, verified_at_s: float | None) -> None:
+        """This node trains in the run from here on. `verified_at_s`: as `Entry` has it."""
 
     def committed(self, round: RoundReport) -> None:
         """The state got another round, between two inner steps."""
@@ -192,6 +192,8 @@ class NodeReport(Report):
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0
+        self._verified_at_s: float | None = None
+        """When the state was verified that the next step is the first on."""
         self._newest: dict[str, MetricValue] = {}
         """The newest results on held-out samples, and passes over each source, by metric."""
 
@@ -208,9 +210,8 @@ class NodeReport(Report):
             **company,
         )
 
-    def entered(self, round: RoundReport) -> None:
-        self.committed(round)
-        self._steps_since_round = 0
+    def begins(self, verified_at_s: float | None) -> None:
+        self._steps_since_round, self._verified_at_s = 0, verified_at_s
 
     def belongs_to(self, session: str) -> None:
         self._folder.belongs_to(session)
@@ -218,6 +219,9 @@ class NodeReport(Report):
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         self._keep_folder()
         self._steps_since_round += 1
+        if self._verified_at_s is not None:
+            self.events.emit("first_step", step=step, after_s=round(time.monotonic() - self._verified_at_s, 3))
+            self._verified_at_s = None
         if synced:
             values = {**values, **self._round_values(synced)}
         for report in synced:
@@ -293,6 +297,7 @@ class NodeReport(Report):
             weights=list(round.weights),
             samples=list(round.samples),
             late=list(round.late),
+            **({"claims": round.claims} if round.claims else {}),
             progress=round.progress.to_record(),
         )
 
@@ -357,8 +362,8 @@ class TrainerReport(NodeReport):
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         super().started()
 
-    def entered(self, round: RoundReport) -> None:
-        super().entered(round)
+    def begins(self, verified_at_s: float | None) -> None:
+        super().begins(verified_at_s)
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
+from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
 
@@ -59,6 +60,9 @@ class Progress:
 
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
+        if opening.claims:
+            claimed = replace(self, ledgers=dealt_to(dict(opening.claims), self.ledgers))
+            return claimed.after(replace(opening, claims=()), shape)
         inner_step = min(self.inner_step + max(opening.steps, default=0), shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
@@ -138,6 +142,14 @@ class Progress:
                 f"the store's record of this run, round {verdict.round}, names no progress that this version reads "
                 f"({type(error).__name__}: {error!s:.200}); use the version that wrote it, or another run.id"
             ) from error
+
+
+def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:
+    """The data ledgers after a verdict; none where there is no verdict, or it names no progress."""
+    try:
+        return {} if verdict is None else Progress.of_verdict(verdict).ledgers
+    except ConfigError:
+        return {}
 
 
 def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from zeroband.config.ranges import (
     Text,
     Version,
 )
-from zeroband.data.ledger import SHARED
+from zeroband.data.ledger import SHARED, Range
 from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
@@ -57,6 +57,20 @@ class LongRecord:
     def text(self) -> str:
         """The record as `to_json` gives it."""
         return _text_of(self)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Samples that a joiner took by itself, to train on before a round dealt it any."""
+
+    start: Count
+    stop: Count
+    corpus: Id = SHARED
+    """Name of the corpus that they are of, as in `Ready`."""
+
+    @property
+    def span(self) -> Range:
+        return self.start, self.stop
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,8 @@ class Ready:
     gains: EachMember[Ratio | None] = ()
     """By how much each payload of the round before that was drawn (`scoring`) lowers its held-out loss, as a part of
     what its own payload does; None of one that it could not measure. Empty: it measured none."""
+    claim: Claim | None = None
+    """Samples that it took by itself; None: it trained on what it was dealt."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +210,8 @@ class Opening(LongRecord):
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
     gains: EachMember[Gain] = ()
     """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
+    claims: EachMember[tuple[Id, Claim]] = ()
+    """What joiners train on that no round has dealt them, after their ids: from here on it is dealt to them."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""
@@ -332,6 +350,10 @@ class Opening(LongRecord):
     def wanted(self) -> dict[str, int]:
         """Inner steps that the members ask samples for."""
         return dict(zip(self.members, self.steps_requested, strict=False))
+
+    def claims_told(self) -> dict[str, dict[str, Any]]:
+        """What joiners claimed, as plain values, by member."""
+        return {member: to_record(claim) for member, claim in self.claims}
 
     def corpus_of(self) -> dict[str, str]:
         """Name of the corpus of each member."""

@@ -372,6 +372,7 @@ class RoundRunner:
             weights=opening.weights,
             samples=tuple(steps * self._parts.length.shape.batch_size for steps in opening.steps),
             late=opening.late,
+            claims=opening.claims_told(),
             state_digest=self._state.digest,
             progress=self._state.progress,
             wait_s=costs.wait_s,
