@@ -131,12 +131,12 @@ def streaming_of(fragments: int, phase: int, overlap: int, alpha: float, **outer
 def test_streaming_with_a_lost_node_and_a_joiner_is_its_reference(
     start_run: Callable[..., Run], fragments: int, phase: int, overlap: int, alpha: float
 ) -> None:
-    """A node is lost in round 5 and another one joins with round 9, before which float32 leaves the bits no choice."""
+    """A node is lost in round 5 and another one joins after round 9, before which float32 leaves the bits no choice."""
     problem, lost, joins, rounds = Problem(4), {2: 5}, {3: 9}, 9 + 2 * fragments
     streaming = streaming_of(fragments, phase, overlap, alpha, lr=0.4)
     churn = Churn(start_run, Simulation(streaming, problem.inner_step, problem.start(), 4, lost, joins), rounds)
     ours = churn.train(rounds)
-    assert [len(verdict.members) for verdict in churn.run.store.verdicts[1:]] == [3] * 4 + [2] * 4 + [3] * (rounds - 8)
+    assert [len(verdict.members) for verdict in churn.run.store.verdicts[1:]] == [3] * 4 + [2] * 5 + [3] * (rounds - 9)
     for found, expected in zip(ours[:9], churn.theirs[:9], strict=True):
         assert torch.equal(found, expected)
     for found, expected in zip(ours[9:], churn.theirs[9:], strict=True):
