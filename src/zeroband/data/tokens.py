@@ -207,8 +207,7 @@ def open_tokens(
         return LocalTokens(files, storage)
     room_bytes = data.cache_gb * 1e9 - sum(kept_bytes.values())
     cache = BlockCache(root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
-    ranks = {"local_rank": local_rank, "local_world_size": local_world_size}
-    return FetchedTokens(files, storage, cache, room_bytes, **ranks)
+    return FetchedTokens(files, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
 
 
 def _folder_of(files: TokenFiles) -> str:

@@ -1,0 +1,56 @@
+"""Samples that joiners take by themselves, so that they train before a round has dealt them any. Pure.
+
+A claim lies behind all that the ledger has dealt, and behind what the next round deals as far as that can be told. It
+stands until a round deals its samples out. The next opening that sees it makes it the joiner's: what lies between goes
+to the pool, where the same round deals it first, so the ledger has no gap. A claim that no opening saw in time is void,
+and the joiner begins again as another member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from zeroband.data.ledger import Ledger, Range, count
+from zeroband.elastic.membership.records import Claim
+
+_MOST_AHEAD = 1 << 32
+"""Samples that a claim may lie behind the dealt ones: whoever has the token writes what it likes."""
+
+_ROUNDS_AHEAD = 2
+"""A round deals at most about twice what is dealt now: members that are late hold the samples of two phases."""
+
+
+def standing(ledgers: Mapping[str, Ledger], *claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """The claims that can be dealt as they are. Of two that overlap, the first one is: in this order of arguments.
+
+    Who holds samples that it was dealt has no claim any more.
+    """
+    kept, holders = dict[str, Claim](), {member for ledger in ledgers.values() for member in ledger.assigned}
+    for member, claim in (pair for some in claims for pair in sorted(some.items())):
+        ledger = ledgers.get(claim.corpus, Ledger())
+        is_near = ledger.next <= claim.start < claim.stop <= ledger.next + _MOST_AHEAD
+        if is_near and member not in (*kept, *holders) and not _overlaps(claim, kept.values()):
+            kept[member] = claim
+    return kept
+
+
+def _overlaps(claim: Claim, others: Iterable[Claim]) -> bool:
+    same = (other for other in others if other.corpus == claim.corpus)
+    return any(claim.start < other.stop and other.start < claim.stop for other in same)
+
+
+def dealt_to(claims: Mapping[str, Claim], ledgers: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """The ledgers with what was claimed dealt to those that claimed it; without claims that do not stand."""
+    found = dict(ledgers)
+    for member, claim in sorted(claims.items(), key=lambda pair: (pair[1].start, pair[0])):
+        found[claim.corpus] = found.get(claim.corpus, Ledger()).claim(member, claim.span)
+    return found
+
+
+def choose(ledgers: Mapping[str, Ledger], corpus: str, samples: int, others: Mapping[str, Claim]) -> Claim:
+    """So many samples of a corpus that no round is about to deal, and that none of the others has claimed."""
+    ledger = ledgers.get(corpus, Ledger())
+    held: list[Range] = [span for spans in ledger.assigned.values() for span in spans]
+    taken = [claim.stop for claim in standing(ledgers, others).values() if claim.corpus == corpus]
+    start = max([ledger.next + _ROUNDS_AHEAD * count(held), *taken])
+    return Claim(start, start + samples, corpus)
