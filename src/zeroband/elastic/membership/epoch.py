@@ -285,9 +285,6 @@ def _opening_to(
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
         members=members,
-        weights=said.weights,
-        steps=said.steps,
-        steps_requested=said.steps_requested,
         trust=trust_in(members, view, rules),
         late=late,
         carried=carried,
@@ -305,16 +302,11 @@ def _opening_to(
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
-        loss=said.loss,
         sessions=() if view.committed is None else view.committed.sessions,
-        trained=said.trained,
-        corpora=said.corpora,
-        is_equal=said.is_equal,
         sites=sites,
-        largest=said.largest,
-        phase_steps=said.phase_steps,
         gains=gains_in(members, view, rules),
         claims=claims,
+        **vars(said),
     )
 
 
