@@ -16,7 +16,6 @@ from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Attempt,
-    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -59,7 +58,6 @@ class MemoryRecord:
     leases: dict[str, int] = field(default_factory=dict[str, int])
     peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
     links: dict[str, LinkRates] = field(default_factory=dict[str, LinkRates])
-    claims: dict[str, Claim] = field(default_factory=dict[str, Claim])
     leaving: set[str] = field(default_factory=set[str])
     shared: Said[dict[str, str]] | None = None
     restart_point: RestartPoint | None = None
@@ -350,15 +348,6 @@ class MemoryStore(Store):
         with self.record.changed:
             self.record.changed.wait_for(lambda: self.view(round) != seen, timeout=within_s)
             return self.view(round)
-
-    def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
-        with self.record.changed:
-            self.record.claims[member_id] = choose(dict(self.record.claims))
-            return self.record.claims[member_id]
-
-    def claims(self) -> dict[str, Claim]:
-        with self.record.changed:
-            return dict(self.record.claims)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         with self.record.changed:

@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Ready, Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
@@ -48,8 +47,6 @@ class Schedule(ABC, Generic[_A]):
         self._state = OuterState(parts.buffers, algorithm.sections, parts.mesh.local, parts.history.memory)
         self._runner = RoundRunner(parts, self._state, exchange, algorithm)
         self._learned = Uncounted()
-        self._claimed: Range | None = None
-        """What this node trains on before a round has dealt it any samples."""
         self._algorithm = algorithm
 
     # -- the outer state ----------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ class Schedule(ABC, Generic[_A]):
         rounds, ascending; `catch_up` with the newest of these makes it one state. What this node did before, and did
         not count, is no part of it.
         """
-        self._learned, self._claimed = Uncounted(), None
+        self._learned = Uncounted()
         self._parts.feedback.forget()
         self._state.later = later
         self._take_over(round, record, sections)
@@ -140,16 +137,10 @@ class Schedule(ABC, Generic[_A]):
 
     def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
-        shape = self._parts.length.shape
-        _, ahead = take(self._held, self._learned.offered_steps * shape.batch_size)
+        shape, held = self._parts.length.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
+        _, ahead = take(held, self._learned.offered_steps * shape.batch_size)
         steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
-
-    @property
-    def _held(self) -> Sequence[Range]:
-        """The samples that this node was dealt, or claimed."""
-        claimed = () if self._claimed is None else (self._claimed,)
-        return self.progress.assigned.get(self._parts.mesh.member_id, claimed)
 
     @abstractmethod
     def sync_gradients(self, step: int, tokens: int) -> float | None: ...
@@ -210,8 +201,8 @@ class Schedule(ABC, Generic[_A]):
         return self._runner.report(founded)
 
     @abstractmethod
-    def join(self) -> RoundReport | None:
-        """Have this node train with the others; the round that made it a member, where it takes one before it trains.
+    def join(self) -> RoundReport:
+        """Take part in the next round with weight 0, which makes this node a member.
 
         Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
         """
@@ -230,17 +221,6 @@ class Schedule(ABC, Generic[_A]):
             self.catch_up(round)
         except RecoveryFailed as error:
             raise Fenced(f"this node was late and cannot catch up: {error}") from error
-        if self._claimed is not None:
-            self._settle_claim(self._claimed)
-
-    def _settle_claim(self, claimed: Range) -> None:
-        """Train on what was dealt, which is what was claimed, once a round did that. Raises Fenced where none will."""
-        mesh, held = self._parts.mesh, self.progress.assigned.get(self._parts.mesh.member_id, ())
-        claim = {mesh.member_id: Claim(*claimed, corpus=mesh.corpus)}
-        if held[:1] == (claimed,):
-            self._claimed = None
-        elif not standing(self.progress.ledgers, claim):
-            raise Fenced(f"samples {claimed[0]}..{claimed[1]}, which this node claimed, were dealt to others")
 
     def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
         """Catch up with a round that the others committed without this node; what it brings to the next one.
@@ -285,18 +265,14 @@ class Schedule(ABC, Generic[_A]):
         is_left_out = not (weighted or is_joining)
         return Offer(ready, is_joining=is_joining, is_leaving=is_leaving, is_left_out=is_left_out)
 
-    def _wanted_steps(self, steps: int, *, phases: int, others: int = 0) -> int:
-        """For which to hold samples after a round with these steps of this node, as far as the run lasts.
-
-        `others`: as in `PhaseLength.wanted_steps`.
-        """
+    def _wanted_steps(self, steps: int, *, phases: int) -> int:
+        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
         left = self._parts.length.shape.total_steps - self.progress.inner_step - steps
-        return min(self._parts.length.phase_length.wanted_steps(others) * phases, max(left, 0))
+        return min(self._parts.length.phase_length.wanted_steps() * phases, max(left, 0))
 
     def _advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the state now holds a committed round that this node was in."""
         self._learned.count()
-        self._claimed = None
         self._runner.advance(verdict, digest)
 
     def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:

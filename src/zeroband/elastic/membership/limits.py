@@ -13,18 +13,8 @@ from dataclasses import fields, replace
 
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
-from zeroband.elastic.membership.claims import standing
-from zeroband.elastic.membership.epoch import (
-    NOT_THERE,
-    OfMembers,
-    Rules,
-    claims_of,
-    gains_in,
-    is_whole,
-    of_members,
-    trust_in,
-)
-from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after
+from zeroband.elastic.membership.epoch import NOT_THERE, OfMembers, Rules, gains_in, is_whole, of_members, trust_in
+from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.errors import ConfigError
@@ -61,8 +51,8 @@ def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -
 def within_limits(view: View, round: int, rules: Rules) -> View:
     """Return the view with the records of `round` that are beyond the limits moved from `ready` to `refused`.
 
-    What a member was dealt stands in the verdict of the round before; a joiner was dealt nothing and claims it; at a
-    founding it is nothing. With another newest verdict, or one without progress, nothing is moved.
+    What a member was dealt stands in the verdict of the round before, or is nothing at a founding. With another newest
+    verdict, or one without progress, nothing is moved.
     """
     shape, committed = rules.shape, view.committed
     if shape is None:
@@ -72,12 +62,10 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
         if committed is None or committed.round != round - 1:
             return view
         try:
-            progress = Progress.of_verdict(committed)
+            assigned = Progress.of_verdict(committed).assigned
         except ConfigError:
             return view
-        held = {m: count((claim.span,)) for m, claim in standing(progress.ledgers, claims_of(view)).items()}
-        held |= {member: count(spans) for member, spans in progress.assigned.items()}
-        dealt = {member: samples // shape.batch_size for member, samples in held.items()}
+        dealt = {member: count(spans) // shape.batch_size for member, spans in assigned.items()}
         heaviest = max(committed.opening.weights)
     found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
     beyond = {member: why for member, why in found.items() if why is not None}
@@ -133,23 +121,6 @@ def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
         yield f"it is version {opening.version}, epoch {opening.epoch} after version {version}, epoch {epoch}"
     if both := set(opening.late) & set(opening.members):
         yield f"it lists {min(both)} as a member and as late"
-    yield from _other_claims(opening, view)
-
-
-def _other_claims(opening: Opening, view: View) -> Iterator[str]:
-    """Claims that are not those of the members' records, or that cannot be dealt.
-
-    Those of joiners that still train are not compared: their records come and go. One that nobody made costs its joiner
-    a new beginning, as not to list it would.
-    """
-    ledgers, said = ledgers_after(view.committed), dict(opening.claims)
-    has_none = opening.rollback is not None or opening.round == FOUNDING_ROUND or restarts_with(view, opening.round)
-    own = {} if has_none else {m: c for m, c in claims_of(view).items() if m in opening.members}
-    beside = {m: c for m, c in said.items() if m in opening.late and not has_none}
-    expected = standing(ledgers, own, beside)
-    for member in sorted(said.keys() | expected.keys()):
-        if said.get(member) != expected.get(member):
-            yield f"its claim of {member} is {said.get(member)}, and {expected.get(member)} can be dealt to it"
 
 
 def _other_carried(opening: Opening, view: View) -> Iterator[str]:

@@ -47,15 +47,12 @@ class PhaseLength:
         if steps:
             self._step_s = (now_s - self._began_at_s) / steps
 
-    def wanted_steps(self, others: int = 0) -> int:
-        """Inner steps for which to ask samples.
-
-        `others`: for which other nodes hold some, where how fast this one is may not be known yet.
-        """
+    def wanted_steps(self) -> int:
+        """Inner steps for which to ask samples."""
         if self._round_s is None:
             return self._steps
         if self._step_s is None:
-            return min(max(_FIRST_STEPS, others), self._steps)
+            return min(_FIRST_STEPS, self._steps)
         return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)
 
 

@@ -12,7 +12,6 @@ from typing import Protocol
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Attempt,
-    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -151,14 +150,6 @@ class Store(Protocol):
 
         `enough`: the view need have who else is there only if there are so many; None: it has everybody.
         """
-        ...
-
-    def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
-        """Claim samples, by a rule that is asked again when another joiner was faster. `choose`: given its claims."""
-        ...
-
-    def claims(self) -> Mapping[str, Claim]:
-        """What joiners have claimed; also those that are in rounds by now, or gone."""
         ...
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
