@@ -361,7 +361,7 @@ class VirtualRun:
             steps_requested=0 if node.is_leaving else self._model.wanted_steps(self._model.node(node.number).step_s),
             rate=self._mbit(node),
             largest=1.0,
-            offer=_offer(node) if node.is_member and not self._model.overlaps else None,
+            offer=self._offer_of(node),
             carries=self._carried_by(node),
             site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
         )
@@ -373,6 +373,14 @@ class VirtualRun:
             if patience_s < math.inf:
                 self._after(patience_s, lambda: self._stop_waiting(round))
         self._decide(node)
+
+    def _offer_of(self, node: _Node) -> str | None:
+        """What it says that its carrier can fetch: nothing yet, where no opening lists it as carried."""
+        if not node.is_member or self._model.overlaps:
+            return None
+        opening = self._record.opening
+        is_slow = opening is not None and any(carried.member == node.member_id for carried in opening.carried)
+        return _offer(node) if is_slow else ""
 
     def _carried_by(self, node: _Node) -> tuple[Carry, ...]:
         """What it holds whole of members with slow links, whose contributions travel from when they are made."""

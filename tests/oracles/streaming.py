@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy
 import torch
 from tests.oracles.problem import LAYOUT, Problem, mean, nesterov
 from tests.oracles.sparse import Runs, divided, sparsified
@@ -64,7 +65,7 @@ class Adam(Mean):
     def stepped(self, here: list[int], theta: Tensor, update: Tensor) -> Tensor:
         self.m[here] = self.m[here] * self.beta1 + update * (1 - self.beta1)
         self.v[here] = self.v[here] * self.beta2 + update * update * (1 - self.beta2)
-        return theta - self.m[here] / (self.v[here].sqrt() + self.tau) * self.lr
+        return theta - self.m[here] / (torch.from_numpy(numpy.sqrt(self.v[here].numpy())) + self.tau) * self.lr
 
 
 @dataclass
