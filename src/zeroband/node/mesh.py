@@ -153,7 +153,7 @@ def init_local_mesh(
     )
     over = "cuda" if gpus else "cpu"  # of the one rank on mps nothing is sharded
     mesh = init_device_mesh(over, (world_size,), mesh_dim_names=("shard",))
-    # each group costs a thread that wakes a hundred times a second, and the only rank has nobody to talk to
+    # each group costs a thread that wakes a hundred times a second, and a single rank has no partner
     control = cast(dist.ProcessGroup, dist.group.WORLD) if world_size == 1 else _control_group()
     return LocalMesh(rank, world_size, device, mesh, control, cards)
 

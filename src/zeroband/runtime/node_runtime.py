@@ -247,7 +247,7 @@ class NodeRuntime:
         return RoundUpdate(round, updates[-1], **said)
 
     def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """Fetch what a round did from a peer, beside training. On local rank 0."""
+        """Fetch what a round did from a peer, during training. On local rank 0."""
         return self.recovery.fetch_ahead(round, room)
 
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:

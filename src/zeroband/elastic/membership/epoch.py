@@ -42,7 +42,7 @@ from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all
 from zeroband.elastic.membership.trust import trust_of
 
 _ROUNDED = 2.0
-"""A value may grow by rounding up to so many times what its member says of the largest."""
+"""Rounding may make a value at most this factor larger than its member says."""
 
 LEAST_GRACE_S = 0.25
 """Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
@@ -134,7 +134,7 @@ def next_opening(
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
     members know of their links, if there is to be another one. `hearing`: asked where the current one was not
-    committed; None: nobody looks for who is at fault.
+    committed; None: culprits are not looked for.
     """
     current = view.opening
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
@@ -143,7 +143,7 @@ def next_opening(
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    # There is no later round for what is late; and a round that travels beside training has time for it.
+    # There is no later round for what is late; and a round that travels during training has time for it.
     awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
     is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
@@ -471,7 +471,7 @@ def _slow_links(
 def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
     """Seconds of the last transfer that sites were in, for those who made it that long: links have queues.
 
-    That is whoever is slowest of the last round, and those that are carried, who tell of an earlier one.
+    These are the slowest of the last round, and those that are carried, who tell of an earlier one.
     """
     last = [site for site in order if view.committed is not None and any(m in view.committed.members for m in site)]
     took_s = [max(view.ready[m].took_ms for m in site) / 1e3 for site in order]

@@ -31,7 +31,7 @@ def found_after(before: Findings, attempt: Attempt, round: int, silent: Sequence
     """What is known for an opening of `round` that follows on this attempt, of which `before` was known.
 
     `silent`: members that live and did not testify on its failure in time. None: a member of it was lost, or it was of
-    another round, so that nobody is at fault.
+    another round, so that no member is at fault.
     """
     opening = replace(attempt.opening, blames=before.blames, retries=before.retries)
     known = blame.kept(opening, round)

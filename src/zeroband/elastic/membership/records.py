@@ -391,7 +391,7 @@ class Opening(LongRecord):
     def leaving(self) -> tuple[str, ...]:
         """Members that ask for no samples while others do, since they were asked to leave: they are in no later round.
 
-        At the end of the run nobody asks for any.
+        At the end of the run no member asks for any.
         """
         asked = dict(zip(self.members, self.steps_requested, strict=False))
         return tuple(m for m, steps in asked.items() if steps == 0) if any(asked.values()) else ()
@@ -452,7 +452,7 @@ class Attempt:
     votes: Mapping[str, str] = field(default_factory=dict[str, str])
     said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
     failed: str = ""
-    """Why it failed, which begins with who said so; empty: nobody said so."""
+    """Why it failed, which begins with who said so; empty: no member said so."""
     tag: str = field(default="", compare=False)
     """Tells it in the store from the same one with more words."""
 

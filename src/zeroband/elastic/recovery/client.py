@@ -364,7 +364,7 @@ class RecoveryClient:
         return fetch_offer(_donor(member, peers), self._dialler, known, room)
 
     def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `fetch_entry`, in any thread: beside training, by which nobody sees how far this node is."""
+        """As `fetch_entry`, in any thread, during training: its pace is not shown."""
         return fetch_entry(self._donors(), self._dialler, round, room)
 
     def _donors(self, leads: Collection[str] = ()) -> list[Donor]:

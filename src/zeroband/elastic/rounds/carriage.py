@@ -122,7 +122,7 @@ class Carriage:
     # -- what it carries ----------------------------------------------------------------------------------------------
 
     def look(self, opening: Opening, member_id: str) -> None:
-        """Fetch from the members that an opening gives this one to carry, and forget those that nobody carries.
+        """Fetch from the members that an opening gives this one to carry, and forget those that are no longer carried.
 
         What is here, or on its way, of one that another member carries now may still count by this one.
         """

@@ -115,7 +115,7 @@ class StateSource(Protocol):
         ...
 
     def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `fetch_entry`, on local rank 0 alone and beside training. Raises RecoveryFailed."""
+        """As `fetch_entry`, on local rank 0 alone, during training. Raises RecoveryFailed."""
         ...
 
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:

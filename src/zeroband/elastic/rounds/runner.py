@@ -96,7 +96,7 @@ class DescribesRounds(Protocol):
 Missed = Callable[[int, Offer, bool], Offer | None]
 """Catches up with a round that the others committed without this node; what it brings to the next one.
 
-None: it started that round beside training, or what it offered counts in the one before, as the last argument says.
+None: it started that round during training, or what it offered counts in the one before, as the last argument says.
 """
 Replay = Callable[[RoundUpdate, Tensor, Sequence[tuple[int, int]]], str]
 """Takes the step of a round that this node was not in; the digest of the state after it. As `Schedule.replay`."""
@@ -150,7 +150,7 @@ class RoundRunner:
     def commit(self, offer: Offer, missed: Missed) -> Committed | None:
         """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
 
-        None where `missed` started the next one beside training; also, with nothing under way, where a carrier brought
+        None where `missed` started the next one during training; also, with nothing under way, where a carrier brought
         what is contributed to a round that this node was not in. Raises RoundsMissed for a joiner, who catches up by
         itself.
         """
@@ -211,7 +211,7 @@ class RoundRunner:
     def _follow(self, offer: Offer) -> Committed | Verdict:
         """Stand at the boundaries with what a carrier fetches, until it counts or this node has to bring it itself.
 
-        The rounds that the others commit meanwhile are fetched beside training. The state does not hold them yet.
+        The rounds that the others commit meanwhile are fetched during training. The state does not hold them yet.
         """
         carriage, mesh, number = self._carriage, self._parts.mesh, self._state.round + 1
         assert carriage is not None, "the schedule lets it carry"
@@ -540,7 +540,7 @@ class RoundRunner:
             raise RunOver(f"the run ended with round {state.round}, without this node")
 
     def _fetched_ahead(self, round: int) -> RoundUpdate | None:
-        """A round that was fetched beside training, on all local ranks; None where it was not."""
+        """A round that was fetched during training, on all local ranks; None where it was not."""
         taken = list[RoundUpdate]()
 
         def take() -> Mapping[str, Any] | None:

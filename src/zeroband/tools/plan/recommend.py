@@ -21,7 +21,7 @@ SHORT_STEPS, MOST_STEPS = 100, 500
 LEAST_STEPS = 10
 _CODECS = ("int8", "int4")
 _OVERLAP_STEPS = 5
-"""Inner steps that a fragment may travel; up to so many cost nothing in Streaming DiLoCo (arXiv:2501.18512)."""
+"""Inner steps that a fragment may travel; as long an overlap cost nothing in Streaming DiLoCo (arXiv:2501.18512)."""
 _FRAGMENTS = 4
 _GRACE = 0.1
 _SAME_PACE = 1.05
