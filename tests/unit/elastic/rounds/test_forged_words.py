@@ -159,8 +159,8 @@ def test_member_refuses_a_wrong_number_of_its_own_though_it_reads_no_records(
     liar, honest = crowd.members["c"], crowd.members["b"]
     view = liar.store.view(1)
     due = next_opening(view, 1, RULES)
-    assert isinstance(due, Opening)
-    lie = liar.store.signed(replace(due, weights=(8, 7, 8)), liar.member_id)
+    assert isinstance(due, Opening) and view.opening is not None
+    lie = liar.store.signed(replace(due, weights=(8, 7, 8), before=view.opening.id), liar.member_id)
     assert liar.store.propose_opening(lie, current=view.opening)
     seen = honest.store.await_change(1, None, within_s=0.0, whole=False)
     assert seen.unseen_ready and seen.opening is not None and seen.opening.weights == (8, 7, 8)

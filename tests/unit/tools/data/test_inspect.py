@@ -26,7 +26,7 @@ def test_inspect_says_what_a_set_is_with_whole_beginnings_of_documents(
     assert main([str(out), "--samples", "5"]) == 0
     said = capsys.readouterr().out
     found = manifest_of(out)
-    assert f"{found.tokens} of 80 documents" in said and "1 empty, 0 duplicates" in said and "uint16" in said
+    assert f"{found.tokens}, documents 80, " in said and "1 empty, 0 duplicates" in said and "uint16" in said
     assert f"{(found.tokens) / 80:.1f} each" in said and "byte: 257 ids, 256 ends a document" in said
     samples = [part.partition("\n")[2].rstrip("\n") for part in said.split("\n--- ")[1:]]
     assert len(samples) == 5 and all(any(text.startswith(s) for text in TEXTS) for s in samples if s)
