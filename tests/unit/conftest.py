@@ -508,6 +508,7 @@ class FakeRun:
     """Whether nothing comes of what members offer."""
     is_hurried: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
+    _awaited: set[str] = field(default_factory=set[str])
     now_s: float = 0.0
     until_s: float = field(default_factory=lambda: time.monotonic() + 10 * DEADLINE_S)
 
@@ -588,13 +589,19 @@ class FakeRun:
     def _clock(self) -> float:
         """Read by whoever waits, before each look."""
         assert time.monotonic() < self.until_s, "a member waits for what never comes"
-        self.now_s += STRAGGLERS_S if self.is_hurried else 0.0
+        verdicts, ready = self.store.verdicts, self.store.record.ready
+        if self.is_hurried and (not self._awaited or self._awaited <= {*ready[verdicts[-1].round + 1]}):
+            self.now_s += STRAGGLERS_S
         return self.now_s
 
     @contextmanager
-    def hurry(self) -> Iterator[None]:
-        """Have those at the boundary go without stragglers, as soon as a quorum of the members is there."""
-        self.is_hurried = True
+    def hurry(self, *awaited: str) -> Iterator[None]:
+        """Have those at the boundary go without stragglers, as soon as a quorum of the members is there.
+
+        `awaited`: members that must be there, too. Where those in time are more than a quorum, the last of them would
+        be late or not by chance.
+        """
+        self.is_hurried, self._awaited = True, {*awaited}
         yield
         self.is_hurried = False
 

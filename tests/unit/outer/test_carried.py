@@ -181,7 +181,7 @@ def test_member_that_was_late_before_its_link_was_known_to_be_slow_is_carried(
 ) -> None:
     """It comes to the next boundary during training with nothing offered yet; then it offers all that it learned."""
     run = start()
-    with run.hurry():
+    with run.hurry(*FAST):
         assert run.round(**updates_of(noise, 1))["a"].late == (SLOW,)
     assert learn(run, noise(4)) is None
     outcomes = round_of(run, 2, **updates_of(noise, 2))
