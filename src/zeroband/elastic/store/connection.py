@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Any, cast
 
 import redis
+from redis._parsers.hiredis import _HiredisParser  # pyright: ignore[reportPrivateUsage]
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
@@ -219,6 +220,21 @@ def is_unfit(error: BaseException) -> str | None:
     return f"store.url: Redis answers with an error ({text}); {next(ways_out, _NEEDED)}"
 
 
+class _ReadingParser(_HiredisParser):
+    """Finds out whether something came by reading it.
+
+    redis-py's own polls the descriptor. TLS 1.3 sends session tickets behind its handshake, and by them a poll takes a
+    new connection for one on which an unasked answer has come. A read tells them apart, and so it does for a
+    stream of sealed records.
+    """
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether bytes of an answer are here, within so many seconds. Raises redis.ConnectionError at the end."""
+        if self._reader is None:
+            raise redis.ConnectionError("the connection is closed")
+        return self._reader.has_data() or self.read_from_socket(timeout=timeout, raise_on_timeout=False)
+
+
 class NodeRefusal(redis.ConnectionError):
     """A node hung up on the handshake, or is not of this run."""
 
@@ -340,7 +356,11 @@ def _try_tls_files(tls: TlsOptions) -> None:
 
 
 def _pool(store: StoreUrl, timeout_s: float, key: RunKey | None) -> redis.ConnectionPool:
-    shared: dict[str, Any] = {**_settings(store.username, store.password, timeout_s), "db": store.database}
+    shared: dict[str, Any] = {
+        **_settings(store.username, store.password, timeout_s),
+        "db": store.database,
+        "parser_class": _ReadingParser,
+    }
     if store.socket_path is not None:
         by_socket: Any = redis.UnixDomainSocketConnection  # redis-py declares the argument too narrowly
         return redis.ConnectionPool(connection_class=by_socket, path=store.socket_path, **shared)
@@ -384,7 +404,10 @@ def _tls_settings(tls: TlsOptions) -> dict[str, Any]:
 def _sentinels(store: StoreUrl, timeout_s: float) -> _Sentinels:
     login = _settings(store.sentinel_username, store.sentinel_password, min(timeout_s, _SENTINEL_TIMEOUT_S))
     tls = {} if store.tls is None else {"ssl": True, **_tls_settings(store.tls)}
-    return _Sentinels(store.hosts, sentinel_kwargs={**login, "socket_keepalive": True, **tls})
+    sentinels = _Sentinels(store.hosts, sentinel_kwargs={**login, "socket_keepalive": True, **tls})
+    for client in sentinels.sentinels:  # a client takes no parser, its pool does
+        client.connection_pool.connection_kwargs["parser_class"] = _ReadingParser
+    return sentinels
 
 
 class _Sentinels(Sentinel):

@@ -85,13 +85,8 @@ class SealedSocket:
         self._opened = self._opened[n:]
         return n
 
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        """What has come, at most `size` bytes and at least one; empty at the end.
-
-        Raises ValueError for flags, as an SSL socket does: by that a caller knows that it cannot peek.
-        """
-        if flags:
-            raise ValueError(f"flags={flags}: a sealed stream can only be read")
+    def recv(self, size: int) -> bytes:
+        """What has come, at most `size` bytes and at least one; empty at the end."""
         room = bytearray(size)
         return bytes(memoryview(room)[: self.recv_into(room)])
 
@@ -123,14 +118,6 @@ class SealedSocket:
         with self._lock:
             self._users += 1
         return io.BufferedReader(_Reader(self), io.DEFAULT_BUFFER_SIZE if buffering <= 0 else buffering)
-
-    def fileno(self) -> int:
-        """The descriptor, to wait for what comes; what came already is `pending`."""
-        return self._connection.fileno()
-
-    def pending(self) -> int:
-        """Bytes that were read from the network and not by the user, as an SSL socket has it."""
-        return len(self._opened) + self._came_bytes
 
     def settimeout(self, seconds: float | None) -> None:
         """Set the limit of each wait for the network."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -78,20 +77,6 @@ def test_read_that_is_given_up_half_way_in_a_record_is_repeated() -> None:
                     came = reader.recv(100)
         reader.settimeout(DEADLINE_S)
         assert (came, reader.recv(3), reader.recv(100)) == (b"first", b"sec", b"ond")
-
-
-def test_who_polls_sees_what_came_as_of_an_ssl_socket(pair: tuple[SealedSocket, SealedSocket]) -> None:
-    """As redis-py's client does before it takes a connection again: it polls, asks for what is pending, and peeks."""
-    writer, reader = pair
-    poller = select.poll()
-    poller.register(reader, select.POLLIN)
-    assert (poller.poll(0), reader.pending()) == ([], 0)
-    writer.sendall(b"abc")
-    assert poller.poll(1000 * DEADLINE_S)
-    assert (reader.recv(1), reader.pending()) == (b"a", 2)
-    with pytest.raises(ValueError, match="can only be read"):
-        reader.recv(1, socket.MSG_PEEK)
-    assert (reader.recv(9), reader.pending()) == (b"bc", 0)
 
 
 def all_of(reader: SealedSocket) -> bytes:
