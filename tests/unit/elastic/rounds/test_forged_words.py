@@ -135,14 +135,17 @@ def test_round_without_forgeries_is_opened_once(crowd: Crowd) -> None:
 
 
 def test_member_refuses_an_opening_that_says_of_it_what_it_did_not_say(crowd: Crowd, redis_client: redis.Redis) -> None:
-    """Whoever proposed it took a forged record for that member's."""
+    """Its proposer took a forged record for that member's.
+
+    Once the member has written its own record again, others may see that the opening does not follow from it, too.
+    """
     crowd.arrive("a", "b")
     forge(crowd, redis_client, "b", replace(READY, weight=7))
     crowd.arrive("c")
     verdict = crowd.go_on()
     assert verdict.opening.weights == (8, 8, 8) and verdict.opening.retries == 1 and verdict.opening.blames == ()
     refused = [(name, fields["reason"]) for name, kind, fields in crowd.events if kind == "opening_refused"]
-    assert [name for name, _ in refused] == ["b"] and "its weights of" in refused[0][1]
+    assert "b" in {name for name, _ in refused} and all("its weights of" in reason for _, reason in refused), refused
     assert impostors(crowd) == {crowd.id_of("b")}
 
 
