@@ -109,7 +109,7 @@ class Network:
             _remove(name for name in _namespaces() if name.startswith(f"{self._name}-"))
 
     def add(self, node: str) -> None:
-        """Make a node's namespace, with loopback and a link to all others; nothing where it is there already."""
+        """Make a node's namespace, with loopback and a link to all others that is up; nothing where it is there."""
         if node in self._numbers:
             return
         number = len(self._numbers) + 1
@@ -121,6 +121,7 @@ class Network:
         self._configure(_HUB, [link, f"link set port{number} master bridge up"])
         self._configure(node, ["link set lo up", f"addr add {_address(number)}/24 dev e0", "link set e0 up"])
         self._numbers[node] = number
+        self._await_carrier(node)
         self._apply()
 
     def prefix(self, node: str) -> list[str]:
