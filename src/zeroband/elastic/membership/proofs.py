@@ -32,7 +32,8 @@ def is_usual(opening: Opening, member: str, others: Collection[str]) -> bool:
 
 def only_quoted(ready: Ready) -> bool:
     """Whether a member that takes part says nothing that is worth a forgery but what an opening quotes of it."""
-    return ready.weight > 0 and not ready.gains and not ready.carries and not ready.offer
+    is_plain = not ready.gains and not ready.carries and not ready.offer and ready.claim is None
+    return ready.weight > 0 and is_plain
 
 
 def leaves_out(opening: Opening, view: View) -> bool:

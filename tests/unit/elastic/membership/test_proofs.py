@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroband.elastic.membership.proofs import is_usual, leaves_out, misquotes, needed, only_quoted
-from zeroband.elastic.membership.records import Blame, Opening, Ready, View
+from zeroband.elastic.membership.records import Blame, Claim, Opening, Ready, View
 
 A, B, C = "a#1", "b#1", "c#1"
 SAID = Ready(3, 1280, "s", 10, 8, loss=2.5, trained=0.5, corpus="x", largest=0.5)
@@ -75,6 +75,7 @@ def test_only_what_an_opening_quotes_is_taken_of_a_member_that_brings_something(
     assert only_quoted(SAID)
     assert not only_quoted(replace(SAID, offer="1-abc")), "another member may bring it"
     assert not only_quoted(replace(SAID, weight=0)) and not only_quoted(replace(SAID, gains=(0.5,)))
+    assert not only_quoted(replace(SAID, claim=Claim(0, 8))), "a member that holds samples could lose its own"
 
 
 def test_opening_leaves_out_the_living_that_are_ready() -> None:
