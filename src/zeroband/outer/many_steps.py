@@ -107,7 +107,7 @@ class ManySteps(Schedule[Algorithm]):
         others = max((count(spans) for spans in progress.assigned.values()), default=0) // shape.batch_size
         samples = self._wanted_steps(0, phases=2 if shape.reads_ahead else 1, others=others) * shape.batch_size
         if samples:
-            self._claimed = self._parts.mesh.claim_samples(samples).span
+            self._claimed = self._parts.mesh.claim_samples(samples)
         self._begin_phase()
 
     # -- the end of a phase -------------------------------------------------------------------------------------

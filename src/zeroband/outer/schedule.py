@@ -51,7 +51,7 @@ class Schedule(ABC, Generic[_A]):
         self._state = OuterState(parts.buffers, algorithm.sections, parts.mesh.local, parts.history.memory)
         self._runner = RoundRunner(parts, self._state, exchange, algorithm)
         self._learned = Uncounted()
-        self._claimed: Range | None = None
+        self._claimed: Claim | None = None
         """What this node trains on before a round has dealt it any samples."""
         self._algorithm = algorithm
 
@@ -151,7 +151,7 @@ class Schedule(ABC, Generic[_A]):
     @property
     def _held(self) -> Sequence[Range]:
         """The samples that this node was dealt, or claimed."""
-        claimed = () if self._claimed is None else (self._claimed,)
+        claimed = () if self._claimed is None else (self._claimed.span,)
         return self.progress.assigned.get(self._parts.mesh.member_id, claimed)
 
     @abstractmethod
@@ -244,14 +244,13 @@ class Schedule(ABC, Generic[_A]):
         if self._claimed is not None:
             self._settle_claim(self._claimed)
 
-    def _settle_claim(self, claimed: Range) -> None:
+    def _settle_claim(self, claim: Claim) -> None:
         """Forget the claim once a round has dealt it to this node. Raises Fenced if none can any more."""
-        mesh, held = self._parts.mesh, self.progress.assigned.get(self._parts.mesh.member_id, ())
-        claim = {mesh.member_id: Claim(*claimed, corpus=mesh.corpus)}
-        if held[:1] == (claimed,):
+        member_id, progress = self._parts.mesh.member_id, self.progress
+        if progress.assigned.get(member_id, ())[:1] == (claim.span,):
             self._claimed = None
-        elif not standing(self.progress.ledgers, claim):
-            raise Fenced(f"samples {claimed[0]}..{claimed[1]}, which this node claimed, were dealt to others")
+        elif not standing(progress.ledgers, {member_id: claim}):
+            raise Fenced(f"samples {claim.start}..{claim.stop}, which this node claimed, were dealt to others")
 
     def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
         """Catch up with a round that the others committed without this node; what it brings to the next one.

@@ -92,8 +92,6 @@ class ElasticDeviceMesh:
         self._rules = rules
         self._start_deadline_s = time.monotonic() + start_timeout_s
         self.member_id: str = on_first_rank(local, lambda: self.member.member_id)
-        self.corpus: str = on_first_rank(local, lambda: self.member.identity.corpus)
-        """Name of the corpus that this node's samples are of."""
 
     @property
     def is_start_over(self) -> bool:
