@@ -260,7 +260,8 @@ class Schedule(ABC, Generic[_A]):
         self._catch_up_as_member(round)
         ready = offer.ready
         left = self._parts.length.shape.total_steps - self.progress.inner_step - (ready.phase_steps or ready.steps)
-        return replace(offer, ready=replace(ready, steps_requested=min(ready.steps_requested, max(left, 0))))
+        requested = min(ready.steps_requested, max(left, 0))
+        return replace(offer, ready=replace(ready, steps_requested=requested, claim=self._claimed))
 
     def _offer(
         self,
@@ -290,6 +291,7 @@ class Schedule(ABC, Generic[_A]):
             loss=learned.loss,
             trained=trained,
             largest=self.exchange.largest if counts else None,
+            claim=self._claimed,
         )
         learned.offer()
         is_left_out = not (weighted or is_joining)

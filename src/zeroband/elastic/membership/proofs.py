@@ -32,8 +32,7 @@ def is_usual(opening: Opening, member: str, others: Collection[str]) -> bool:
 
 def only_quoted(ready: Ready) -> bool:
     """Whether a member that takes part says nothing that is worth a forgery but what an opening quotes of it."""
-    is_plain = not ready.gains and not ready.carries and not ready.offer and ready.claim is None
-    return ready.weight > 0 and is_plain
+    return ready.weight > 0 and not ready.gains and not ready.carries and not ready.offer
 
 
 def leaves_out(opening: Opening, view: View) -> bool:
@@ -46,6 +45,8 @@ def misquotes(opening: Opening, member: str, said: Ready) -> str | None:
     place, sizes = opening.members.index(member), [said.largest if said.weight else 0.0]
     sizes += [carried.largest for carried in opening.carried_by(member)]
     known = [size for size in sizes if size is not None]
+    claimed = dict(opening.claims)
+    claims = [claimed.get(m) for m in opening.members]
     quotes: tuple[tuple[str, Sequence[object], object], ...] = (
         ("weights", opening.weights, said.weight),
         ("steps", opening.steps, said.steps),
@@ -54,6 +55,7 @@ def misquotes(opening: Opening, member: str, said: Ready) -> str | None:
         ("corpora", opening.corpora or (SHARED,) * len(opening.members), said.corpus),
         ("largest", opening.largest, max(known) if len(known) == len(sizes) else None),
         ("phase_steps", opening.phase_steps, said.steps if said.phase_steps is None else said.phase_steps),
+        ("claims", claims if said.steps and opening.rollback is None else (), said.claim),
     )
     for name, values, own in quotes:
         if values and values[place] != own:

@@ -290,8 +290,7 @@ class Member:
 
         `links`: Mbit/s to other members, as transfers showed them. `start_nodes`: so many found a run.
         """
-        claim = None if self._claim is None else self._claim[1]
-        ready = replace(ready, site=self.identity.site, corpus=self.identity.corpus, claim=claim)
+        ready = replace(ready, site=self.identity.site, corpus=self.identity.corpus)
         self._tell_links(links or {})
         committed = self._memory.known.committed
         enough = start_nodes if committed is None else sum(m in self._alive for m in committed.members)

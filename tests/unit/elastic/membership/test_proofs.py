@@ -33,12 +33,20 @@ def test_opening_that_quotes_a_member_as_it_spoke() -> None:
     ("field", "value"),
     [
         *(("weight", 1281), ("steps", 11), ("steps_requested", 0), ("trained", 1.0), ("corpus", "")),
-        *(("largest", 0.25), ("largest", None)),
+        *(("largest", 0.25), ("largest", None), ("claim", Claim(0, 8))),
     ],
 )
 def test_member_notices_any_number_that_it_did_not_say(field: str, value: Any) -> None:
     why = misquotes(OPENING, A, replace(SAID, **{field: value}))
     assert why is not None and why.endswith(f"and that member said {value!s}") and A in why
+
+
+def test_joiner_notices_another_claim_than_its_own() -> None:
+    joiner, own = replace(SAID, claim=Claim(96, 104)), replace(OPENING, claims=((A, Claim(96, 104)),))
+    assert misquotes(own, A, joiner) is None
+    assert "its claims of a#1" in (misquotes(own, A, replace(SAID, claim=Claim(104, 112))) or "")
+    assert misquotes(own, A, SAID) is not None, "it was dealt its samples"
+    assert misquotes(replace(OPENING, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
 
 
 def test_members_without_weight_and_those_that_go_back_to_a_checkpoint_send_nothing() -> None:
@@ -75,7 +83,6 @@ def test_only_what_an_opening_quotes_is_taken_of_a_member_that_brings_something(
     assert only_quoted(SAID)
     assert not only_quoted(replace(SAID, offer="1-abc")), "another member may bring it"
     assert not only_quoted(replace(SAID, weight=0)) and not only_quoted(replace(SAID, gains=(0.5,)))
-    assert not only_quoted(replace(SAID, claim=Claim(0, 8))), "a member that holds samples could lose its own"
 
 
 def test_opening_leaves_out_the_living_that_are_ready() -> None:
