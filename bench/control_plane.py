@@ -42,7 +42,7 @@ from zeroband.elastic.membership.neighbours import neighbours, suspects
 from zeroband.elastic.membership.node_key import NodeKey, is_signed
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Opening, Peer, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store.local_server import RedisServer
@@ -186,19 +186,22 @@ class Node:
         )
         self.member = Member(access, identity, self._flags, time_outs, Departure(grace_s=1e6))
         self.verdict: Verdict | None = None
+        self._claim: Claim | None = None
+        """Samples that it trains on as a joiner, before a round has dealt it any."""
 
     def _guard(self, order: GuardianOrder) -> Lease:
         self.lease = Lease(self._open_store(), order, self._key, probes=self._probes)
         return self.lease
 
     def join(self, last: int) -> None:
-        """Come in with weight 0, as soon as a round lists this member, and take part up to this round."""
-        while self.verdict is None or self.member.member_id not in self.verdict.members:
-            committed = self.member.look(0).committed
-            assert committed is not None
-            self._round(committed.round + 1, RULES, weight=0, transfer_s=0.0, is_member=False)
+        """Claim samples, and take part up to this round as a joiner that has trained on them."""
+        self.verdict = self.member.look(0).committed
+        assert self.verdict is not None
+        self._claim = self.member.claim_samples(STEPS * SHAPE.batch_size)
+        counted = 0
         while self.verdict.round < last:
-            self.round(JOIN_ROUND_S)
+            counted += self._round(self.verdict.round + 1, RULES, weight=1000, transfer_s=JOIN_ROUND_S, is_member=True)
+        require(counted > 0, f"{self.member.member_id} was in no round up to {last}")
 
     def found(self, nodes: int) -> None:
         assert self._round(FOUNDING_ROUND, replace(RULES, start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False)
@@ -214,6 +217,10 @@ class Node:
         links = {} if self.verdict is None else links_of(member.member_id, self.verdict.members)
         ready = Ready(round, weight, "state", steps=steps, steps_requested=STEPS, rate=900)
         ready = replace(ready, loss=random.uniform(2, 3), took_ms=random.randrange(1000, 2000))
+        if self._claim is not None and self.verdict is not None:
+            is_dealt = member.member_id in Progress.of_verdict(self.verdict).assigned
+            self._claim = None if is_dealt else self._claim
+            ready = replace(ready, claim=self._claim)
         member.announce_ready(ready, links, start_nodes=rules.start_nodes)
         while True:
             turn = member.await_turn(round, rules, is_member=is_member, start_deadline_s=time.monotonic() + START_S)

@@ -11,15 +11,17 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 from bench.virtual_models import RunModel, fetch_s, transfer_s
 from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
+from zeroband.elastic.membership.claims import choose
 from zeroband.elastic.membership.epoch import (
     ElapsedWaits,
     Rules,
@@ -30,7 +32,7 @@ from zeroband.elastic.membership.epoch import (
     next_verdict,
 )
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Carry, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Carry, Claim, Opening, Peer, Ready, Verdict
 
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so
@@ -72,6 +74,8 @@ class _Node:
     """Part of its rate that its link has now."""
     is_leaving: bool = False
     """It was asked to leave."""
+    claim: Claim | None = None
+    """Samples that it trains on as a joiner, before a round has dealt it any."""
 
     @property
     def member_id(self) -> str:
@@ -94,7 +98,7 @@ class SimulationResult:
     losses: int = 0
     joins: int = 0
     joined_s: list[float] = field(default_factory=list[float])
-    """How long each of them took to be a member."""
+    """How long each of them took until a round counted it; before that it trains for a phase."""
     leaves: int = 0
     slow_links: int = 0
     store_losses: int = 0
@@ -234,6 +238,7 @@ class VirtualRun:
         node.lives += 1
         node.is_member = node.is_training = node.is_at_boundary = node.is_leaving = False
         node.steps, node.contributed, node.missed, node.opening, node.began_s = 0, 0, 0, None, self._now_s
+        node.claim = None
         for every_s, strike in (
             (self._model.mtbf_s, self._lose),
             (self._model.chaos.leave_every_s, self._ask_to_leave),
@@ -269,9 +274,16 @@ class VirtualRun:
         return Peer(node.member_id, "", 1, True, tuple(others) if is_cut else ())
 
     def _has_fetched(self, node: _Node) -> None:
+        """Train at once, on samples that it claims."""
+        if self._is_put_off(self._in_this_life(node, self._has_fetched)):
+            return
         committed = self._record.committed
         assert committed is not None, "it fetched what was committed"
-        self._arrive(node, committed.round + 1)
+        steps = self._model.wanted_steps(self._model.node(node.number).step_s) * (2 if self._model.overlaps else 1)
+        ledgers = self._progress.ledgers
+        node.claim = self._store.claim_samples(node.member_id, lambda others: choose(ledgers, SHARED, steps, others))
+        node.round = committed.round + 1
+        self._train(node)
 
     def _lose(self, *nodes: _Node) -> None:
         """Their machines are gone at once: others know it when their leases have run out."""
@@ -343,10 +355,11 @@ class VirtualRun:
 
     def _arrive(self, node: _Node, round: int) -> None:
         """Stand at the boundary of a round."""
-        if node.doing != "joining":
-            self._turn_to(node, "waiting")
+        self._turn_to(node, "waiting")
         if self._is_put_off(self._in_this_life(node, lambda one: self._arrive(one, round))):
             return
+        if node.member_id in self._progress.assigned:
+            node.claim = None
         node.round, node.is_at_boundary = round, True
         committed = self._record.committed
         state = "initial" if committed is None else committed.digest
@@ -364,6 +377,7 @@ class VirtualRun:
             offer=self._offer_of(node),
             carries=self._carried_by(node),
             site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
+            claim=node.claim,
         )
         view = self._store.announce_ready(node.member_id, ready)
         is_next = committed is not None and committed.round + 1 == round
@@ -424,15 +438,15 @@ class VirtualRun:
     def _decide(self, node: _Node) -> bool:
         """What a node that waits makes of the store. Whether it opened a round."""
         view = self._store.view(node.round)
-        if node.is_member and must_leave(view, node.member_id, node.round) is not None:
+        if node.round != FOUNDING_ROUND and must_leave(view, node.member_id, node.round, node.claim) is not None:
             self._store.release_lease(node.member_id)
             self._start(node)
             return False
         if view.committed is not None and view.committed.round >= node.round:
-            node.missed += bool(node.contributed)
+            node.missed += node.is_member and node.contributed > 0
             self._arrive(node, view.committed.round + 1)
             return False
-        decision = next_opening(view, node.round, self._rules, self._patience)
+        decision = next_opening(view, node.round, self._rules, self._patience, claims=self._store.claims)
         if isinstance(decision, Wait) or decision == view.opening:  # it is open to others
             return False
         if not self._store.propose_opening(decision, current=view.opening):
@@ -449,7 +463,7 @@ class VirtualRun:
         members = [by_id[member] for member in opening.members if member in by_id]
         for node in members:
             node.opening = opening
-            if self._trains_ahead(node):
+            if opening.round != FOUNDING_ROUND and self._trains_ahead(node):
                 self._train(node)
             elif not node.is_training:
                 self._turn_to(node, "transferring")
@@ -461,7 +475,7 @@ class VirtualRun:
 
     def _trains_ahead(self, node: _Node) -> bool:
         """Whether a node whose round begins its transfer starts the steps of the next one."""
-        return self._model.overlaps and node.is_member and not (node.is_training or node.steps)
+        return self._model.overlaps and not (node.is_training or node.steps)
 
     def _end(self, opening: Opening, members: list[_Node]) -> None:
         """The members that are still there vote; the last one commits the round, if all have."""
@@ -476,7 +490,14 @@ class VirtualRun:
             if node.opening == opening and node.doing != "away":
                 self._store.vote(opening, node.member_id, f"state {opening.round}")
         verdict = next_verdict(self._store.view(opening.round), opening, {})
-        if isinstance(verdict, Verdict) and self._store.propose_verdict(verdict):
+        if not isinstance(verdict, Verdict):
+            return
+        if opening.round == FOUNDING_ROUND:
+            progress = self._progress.begin(opening, self._shape, after_round=None)
+        else:
+            progress = self._progress.after(opening, self._shape)
+        if self._store.propose_verdict(replace(verdict, record=_Record(progress))):
+            self._progress = progress
             self._commit(verdict, members)
 
     def _count_carried(self, carried: Carried, round: int) -> None:
@@ -496,10 +517,8 @@ class VirtualRun:
         opening = verdict.opening
         self._settled_at_s, self._quorum_at_s = self._now_s, None
         if opening.round == FOUNDING_ROUND:
-            self._progress = self._progress.begin(opening, self._shape, after_round=None)
             self._begin_chaos()
         else:
-            self._progress = self._progress.after(opening, self._shape)
             self._found.rounds += 1
             self._found.members += len(opening.members)
         self._forget_rounds_before(opening.round)
@@ -621,7 +640,8 @@ class VirtualRun:
         if node.is_training and not node.is_at_boundary:
             steps = int((self._now_s - node.since_s) / self._model.node(node.number).step_s)
             self._end_phase(node, min(steps, node.making))
-        self._after(self._model.chaos.grace_s if node.is_member else 0.0, self._in_this_life(node, self._leave))
+        grace_s = 0.0 if node.doing == "joining" else self._model.chaos.grace_s
+        self._after(grace_s, self._in_this_life(node, self._leave))
 
     def _leave(self, node: _Node) -> None:
         self._go_away(node)
@@ -636,6 +656,20 @@ class VirtualRun:
         for node in fresh:
             self._start(node)
             self._recur(self._model.chaos.slow_link_every_s, partial(self._slow_down, node))
+
+
+class _Record(dict[str, Any]):
+    """What a verdict records. Its progress is written out when it is asked for: it has ranges of all nodes."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def __missing__(self, key: str) -> Any:
+        if key != "progress":
+            raise KeyError(key)
+        self[key] = self._progress.to_record()
+        return self[key]
 
 
 def _offer(node: _Node) -> str:

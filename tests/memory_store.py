@@ -16,6 +16,7 @@ from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Attempt,
+    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -58,6 +59,7 @@ class MemoryRecord:
     leases: dict[str, int] = field(default_factory=dict[str, int])
     peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
     links: dict[str, LinkRates] = field(default_factory=dict[str, LinkRates])
+    claims: dict[str, Claim] = field(default_factory=dict[str, Claim])
     leaving: set[str] = field(default_factory=set[str])
     shared: Said[dict[str, str]] | None = None
     restart_point: RestartPoint | None = None
@@ -348,6 +350,17 @@ class MemoryStore(Store):
         with self.record.changed:
             self.record.changed.wait_for(lambda: self.view(round) != seen, timeout=within_s)
             return self.view(round)
+
+    def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
+        with self.record.changed:
+            claim = choose(dict(self.record.claims))
+            self.record.claims = {m: c for m, c in self.record.claims.items() if m in self.record.leases}
+            self.record.claims[member_id] = claim
+            return claim
+
+    def claims(self) -> dict[str, Claim]:
+        with self.record.changed:
+            return dict(self.record.claims)
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         with self.record.changed:

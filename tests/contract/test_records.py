@@ -28,6 +28,7 @@ from zeroband.elastic.membership.records import (
     Blame,
     Carried,
     Carry,
+    Claim,
     Evidence,
     Gain,
     LinkRates,
@@ -93,6 +94,7 @@ OPENING = Opening(
     silent=(B,),
     gains=(Gain(B, -0.5),),
     blames=(Blame((A, B), "their hashes differ", is_lie=True, consequence="apart", round=2),),
+    claims=(("c#3", Claim(96, 104)),),
     proposer=A,
 )
 EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",), ("s0", "s1"), (A,), ("e#5",))
@@ -109,8 +111,10 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-CARRIES = Carry("c#3", "3-00ff", 0.25)
-READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", "lab-a", 0.5, (0.25, None), "4-11ee", (CARRIES,))
+CARRIES, CLAIM = Carry("c#3", "3-00ff", 0.25), Claim(120, 136, "b/00ff")
+READY = Ready(
+    4, 2048, "d0", 10, 10, 120, 1500, 3.25, 0.5, "b/00ff", "lab-a", 0.5, (0.25, None), "4-11ee", (CARRIES,), 5, CLAIM
+)
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -181,6 +185,12 @@ STORE = {
     ),
     "peer": StoreRecord(
         PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
+    ),
+    "claim": StoreRecord(
+        CLAIM,
+        ("claim", A),
+        lambda judge: judge.seal_claim(A, CLAIM),
+        lambda judge, raw: judge.claims("k", {A: raw}).get(A),
     ),
     "links": StoreRecord(
         LINKS,
@@ -308,7 +318,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-ca3390f0b36f"
+    assert OPENING.id == "41-69147aca0af0"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

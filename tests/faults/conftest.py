@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from zeroband.data.ledger import take
+from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.run_key import RunKey
@@ -69,6 +70,8 @@ class Setup:
     steps_per_round: int = 1
     batch_size: int = 4
     seq_length: int = 32
+    has_own_steps: bool = True
+    """Nodes make inner steps of their own; False: every step is a round."""
     detect_s: float = 3.0
     token: str = "sesame"
     model: tuple[str, ...] = TINY_MODEL
@@ -223,16 +226,20 @@ class Recorded:
         ends = [m for records in self.metrics.values() for m in records if m.get("outer/round") == round]
         return [m["outer/wait_s"] + m["outer/transfer_s"] for m in ends]
 
-    def assigned(self, round: int) -> dict[str, set[int]]:
-        """The samples that were dealt out to each member for a round."""
+    def ranges(self, round: int) -> dict[str, Sequence[Range]]:
+        """The ranges of samples that each member was dealt for a round, or claimed in it as a joiner."""
         progress = Progress.from_record(self.history[round - 1].record["progress"])
-        return {member: samples_of(ranges) for member, ranges in progress.assigned.items()}
+        ledgers = dealt_to(dict(self.history[round].opening.claims), progress.ledgers)
+        return {member: ranges for ledger in ledgers.values() for member, ranges in ledger.assigned.items()}
+
+    def assigned(self, round: int) -> dict[str, set[int]]:
+        """The samples that each member was dealt for a round, or claimed in it as a joiner."""
+        return {member: samples_of(ranges) for member, ranges in self.ranges(round).items()}
 
     def trained(self, round: int) -> dict[str, set[int]]:
-        """The samples behind each update that counted in a round: the first ones of what its member was dealt."""
-        progress = Progress.from_record(self.history[round - 1].record["progress"])
-        steps = self.history[round].opening.contributors()
-        return {m: samples_of(take(progress.assigned[m], s * self.setup.batch_size)[0]) for m, s in steps.items()}
+        """The samples behind each update that counted in a round: the first ones of its member's ranges."""
+        held, steps = self.ranges(round), self.history[round].opening.contributors()
+        return {m: samples_of(take(held[m], s * self.setup.batch_size)[0]) for m, s in steps.items()}
 
     def contributors(self, round: int) -> list[str]:
         """Members whose update counted in a round."""

@@ -18,7 +18,9 @@ import pytest
 import redis
 
 from zeroband.data.ledger import take
+from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
@@ -66,9 +68,12 @@ class Recorded:
         trained = {node: Counter[int]() for node in LETTERS}
         before: Progress | None = None
         for event in self.rounds:
+            claims = {member: from_record(Claim, claim) for member, claim in event.get("claims", {}).items()}
+            ledgers = dealt_to(claims, before.ledgers) if before is not None else {}
+            held = {member: spans for ledger in ledgers.values() for member, spans in ledger.assigned.items()}
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True):
                 if weight and before is not None:
-                    for start, stop in take(before.assigned[member], samples)[0]:
+                    for start, stop in take(held[member], samples)[0]:
                         trained[node_id_of_member(member)].update(range(start, stop))
             before = Progress.from_record(event["progress"])
         return trained
@@ -184,14 +189,15 @@ def test_every_sample_is_trained_once_by_the_node_that_has_it(recorded: Recorded
         assert set(trained[node]) <= {index for index, _ in recorded.read[node]}
 
 
-def test_killed_node_began_with_what_it_had_not_contributed(recorded: Recorded) -> None:
+def test_killed_node_got_what_it_had_not_contributed_with_its_first_round(recorded: Recorded) -> None:
+    """Before that it trains on samples that it claims behind those; they were in the pool while it was away."""
     lives = [event["member_id"] for event in recorded.events["node1"] if event["kind"] == "joined"]
     assert len(lives) == 2
     rounds = [(event, Progress.from_record(event["progress"])) for event in recorded.rounds]
     owed = next(p.ledgers for e, p in rounds if contributors(e) == {"node0"})
     (returned,) = (ledger.returned for corpus, ledger in owed.items() if corpus.startswith("node1/"))
     dealt = next(p.assigned[lives[1]] for _, p in rounds if lives[1] in p.assigned)
-    assert returned and dealt[0][0] == returned[0][0]
+    assert returned and returned[0][0] in [start for start, _ in dealt]
 
 
 def test_audit_is_exact_and_shows_each_node(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:

@@ -439,13 +439,17 @@ class FakeNode:
         self.journal.settle()
         return self.journal.await_entry(round, patience_s=0.0)
 
-    def join(self) -> RoundReport:
-        """Become a member as a joiner does that holds a state: announced, and caught up as often as it takes."""
+    def join(self) -> RoundReport | None:
+        """Take part as a joiner does that holds a state, caught up as often as it takes."""
         while True:
             try:
                 return self.outer.join()
             except RoundsMissed as missed:
                 self.outer.catch_up(missed.round)
+
+    def join_and_contribute(self, tokens: int = 10) -> RoundReport:
+        """Be a joiner up to the first round that it is in; where it trains before that, it learns nothing."""
+        return self.join() or self.take_step(torch.zeros_like(self.params), tokens)
 
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
@@ -693,7 +697,7 @@ class FakeRun:
     def round_with_joiner(self, joiner: str, tokens: int = 10, **updates: Tensor) -> dict[str, Any]:
         """A round of the named nodes that begins when the joiner stands at its boundary."""
         member_id = self[joiner].member.member_id
-        works: dict[str, Callable[[], RoundReport]] = {joiner: self[joiner].join}
+        works: dict[str, Callable[[], RoundReport]] = {joiner: partial(self[joiner].join_and_contribute, tokens)}
         for name, update in updates.items():
             works[name] = partial(self._step_beside, member_id, name, update, tokens)
         return self.together(**works)

@@ -223,7 +223,7 @@ class FaultConfig(Section):
     """A node that is asked to leave (SIGTERM, SIGUSR1) waits so long for the others to take what it learned; below the
     time after which SIGKILL follows (torchrun and Slurm 30 s, `docker stop` 10 s unless told otherwise)."""
     inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...` counts from its first."""
+    """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...`: after 3 of its rounds."""
 
     @property
     def time_outs(self) -> TimeOuts:

@@ -63,6 +63,17 @@ class Ledger:
             assigned[member] = (*assigned.get(member, ()), *_merge(taken))
         return Ledger(reached, left, assigned)
 
+    def claim(self, member: str, span: Range) -> Ledger:
+        """Deal a member the samples that it claimed behind all dealt ones; those in between go to the pool.
+
+        Unchanged if the samples are not behind all dealt ones any more, or the member holds others.
+        """
+        start, stop = span
+        if member in self.assigned or not self.next <= start < stop:
+            return self
+        skipped = ((self.next, start),) if start > self.next else ()
+        return Ledger(stop, _merge([*self.returned, *skipped]), {**self.assigned, member: (span,)})
+
     def settle(self, used: Mapping[str, int], kept: Mapping[str, tuple[Range, ...]]) -> Ledger:
         """Close a round: what its members neither used of their ranges nor keep goes back to the pool.
 

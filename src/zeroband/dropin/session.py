@@ -28,6 +28,8 @@ from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, Sign
 from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.resume_rules import members_of
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.rollback import RolledBack
@@ -105,8 +107,9 @@ class Session:
             self._peer_checks = self._build_peer_checks(is_own=address == LOCAL)
             self._checkpoints: Checkpointing = Checkpointing()
             joined = self._enter_first(is_own_store=address == LOCAL)
-            if joined:
+            if joined is not None:
                 self._checkpoints = open_checkpoints(self._node, self._run, self._report.events, stack)
+            if joined:
                 self._checkpoints.take_if_due(joined)
             self._stack = stack.pop_all()
 
@@ -176,24 +179,23 @@ class Session:
         address = None if is_own else shown_stores(self.store_url)
         return PeerChecks(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
-    def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport]:
-        """Become a member, and say where; where the run is complete, say that, and be done.
+    def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport] | None:
+        """Take part, and say where; where the run is complete, say that, and be done.
 
-        Returns the round with which this node became one; none where it is done.
+        Returns the round with which this node became a member, if with one; None where it is done.
         """
         run_id, shown = self._node.config.run.id, shown_stores(self.store_url)
         try:
             rounds = self._enter(None)
         except RunOver as over:
             self._end_without(over)
-            return ()
+            return None
         except Leaving as early:
             self._leave_without(early)
-            return ()
-        joined = self.last_round
-        if joined is None or self._local.rank != 0:
+            return None
+        if self._local.rank != 0:
             return rounds
-        place = f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
+        place = self._place(self.last_round)
         where = f"store {shown}"
         if is_own_store:
             where = (
@@ -202,6 +204,13 @@ class Session:
             )
         say(f"in run {run_id!r} as {self._node.node_id}, {place}, at inner step {self.inner_step}; {where}")
         return rounds
+
+    def _place(self, joined: RoundReport | None) -> str:
+        """Which member this node is; until a round takes what it learns, how many it joins."""
+        if joined is not None:
+            return f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
+        view = self._run.store.view(FOUNDING_ROUND)
+        return f"joining {len(members_of(view) & view.alive)}"
 
     def _end_without(self, over: RunOver) -> None:
         """Be done because the run is complete, although this node had no part in its last round."""
@@ -219,7 +228,8 @@ class Session:
         self._report.belongs_to(self._run.outer.record["session"])
         for round in joined:
             self.last_round = round
-            self._report.entered(round)
+            self._report.committed(round)
+        self._report.begins(self._joiner.verified_at_s)
         self._begin_phase()
         self._end_if_due()
         return joined

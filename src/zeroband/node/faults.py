@@ -44,11 +44,11 @@ class Fault:
     number: float = 0.0
     """Argument of SLOW and TAKES."""
     is_relative: bool = False
-    """Rounds are counted from the first one whose points this node passes: its first one, or the one it joins in."""
+    """`round` counts the rounds that this node took part in: 0 until it has applied its first one, as a joiner too."""
 
 
 def parse_fault(spec: str) -> Fault:
-    """`POINT@ROUND=ACTION`, for example `opened@3=SIGKILL`, or `opened@+2=SIGKILL` two rounds after the node's first.
+    """`POINT@ROUND=ACTION`, for example `opened@3=SIGKILL`, or `opened@+2=SIGKILL` in the third round of the node.
 
     Raises ConfigError.
     """
@@ -61,7 +61,7 @@ def parse_fault(spec: str) -> Fault:
         raise ConfigError(
             f"fault.inject={spec!r} is not POINT@ROUND=ACTION with POINT one of {', '.join(POINTS)} and ACTION a "
             "signal, OOM, SLOW with a factor of 1 or more, or TAKES with seconds, for example opened@3=SIGKILL, "
-            "inner@2=SLOW10, or opened@+3=SIGKILL for three rounds after this node's first"
+            "inner@2=SLOW10, or opened@+3=SIGKILL once this node has taken part in three rounds"
         )
     action, number = match["pace"] or match["action"], float(match["number"] or 0.0)
     return Fault(match["point"], int(match["round"]), action, number, bool(match["relative"]))
@@ -112,22 +112,22 @@ class FaultPoints:
     def __init__(self, specs: Sequence[str], strike: Callable[[str], None] = signal_node) -> None:
         self._faults = [parse_fault(spec) for spec in specs]
         self._strike = strike
-        self._first_round: int | None = None
+        self._applied = 0
+        """Rounds that this node took part in and has applied."""
         self._slowness, self._least_step_s = 1.0, 0.0
 
     def at(self, point: str, round: int) -> None:
         """Pass a fault point."""
         assert point in POINTS, point
-        if self._first_round is None and point not in _WITHOUT_ROUND:
-            self._first_round = round
         for fault in [f for f in self._faults if self._is_due(f, point, round)]:
             self._faults.remove(fault)
             self._happen(fault)
+        self._applied += point == "applied"
 
     def _is_due(self, fault: Fault, point: str, round: int) -> bool:
-        first_round = 0 if self._first_round is None or point in _WITHOUT_ROUND else self._first_round
-        since = round - fault.round - (first_round if fault.is_relative else 0)
-        lasts = fault.action in (SLOW, TAKES)  # a joiner passes its first inner step a round after its first round
+        # Numbers of rounds skip those that a joiner or a late node misses, so that a relative fault could miss its own.
+        since = (self._applied if fault.is_relative and point not in _WITHOUT_ROUND else round) - fault.round
+        lasts = fault.action in (SLOW, TAKES)
         return fault.point == point and (since == 0 or (lasts and since > 0))
 
     def _happen(self, fault: Fault) -> None:

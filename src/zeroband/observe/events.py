@@ -39,9 +39,15 @@ EVENTS: Mapping[str, EventKind] = {
         ("total_steps", "local_world_size", "parameters"),
     ),
     "joined": EventKind(
-        "{node} is in: outer step {round} counts it as a member.",
-        "This node is a member, from this round on.",
+        "{node} is in: it trains, and counts from outer step {round} on.",
+        "This node trains with the others; round: the first that can count what it learns.",
         ("member_id", "round"),
+    ),
+    "first_step": EventKind(
+        "{node} made its first inner step {after_s} s after its state was verified.",
+        "The first inner step of a node that joined, came back or went back to a checkpoint is done; after_s: seconds "
+        "since it held a verified state.",
+        ("step", "after_s"),
     ),
     "epoch_changed": EventKind(
         "Epoch {epoch}: {members} train together.", "The list of members is another one.", ("epoch", "members")

@@ -24,6 +24,7 @@ from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_bu
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
+from zeroband.errors import RoundsMissed
 from zeroband.kernels.one_rounding import OneRounding
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.log import get_logger
@@ -91,15 +92,23 @@ class ManySteps(Schedule[Algorithm]):
         report = self._arrive(committed, since)
         return [report, *self._close(report)]
 
-    def join(self) -> RoundReport:
-        """Take part in the next round with weight 0, which makes this node a member."""
+    def join(self) -> None:
+        """Have this node train at once, on samples that it claims; its first contribution makes it a member.
+
+        It is like a late member: rounds without it deal it samples, and what it learned counts in full in the first
+        round that includes it. With overlapped rounds it may start a round behind: members have not applied the newest
+        one either. If the run has no inner steps left, it claims nothing.
+        """
         barrier(self._local)
-        committed = self._commit(self._offer(is_joining=True))
-        assert committed is not None, "a joiner learns of rounds that it missed by RoundsMissed"
-        report = self._restart_on(committed)
-        newest = [report, *self._close(report)][-1]
+        newest = self._parts.mesh.newest_round(self.round) - (self._overlap != 0)
+        if newest > self.round:
+            raise RoundsMissed(newest)
+        shape, progress = self._parts.length.shape, self.progress
+        others = max((count(spans) for spans in progress.assigned.values()), default=0) // shape.batch_size
+        samples = self._wanted_steps(0, phases=2 if shape.reads_ahead else 1, others=others) * shape.batch_size
+        if samples:
+            self._claimed = self._parts.mesh.claim_samples(samples)
         self._begin_phase()
-        return newest
 
     # -- the end of a phase -------------------------------------------------------------------------------------
 
@@ -127,6 +136,8 @@ class ManySteps(Schedule[Algorithm]):
         reports = list[RoundReport]()
         if delayed is not None:
             self._merge.on_counted(self._runner.turn, delayed.verdict.opening.share(self._parts.mesh.member_id))
+        elif self._claimed is not None and self._overlap != 0:
+            self._follow()
         turn = self._runner.turn
         is_finite = self._contribute(turn)
         if delayed is not None:
@@ -163,9 +174,11 @@ class ManySteps(Schedule[Algorithm]):
         self._runner.start(offer)
         if is_first and self._is_delayed:
             self._merge.on_late_apply(turn)  # the round that has not arrived counts as one that changed nothing
-        opening = self._runner.opening
-        assert opening is not None, "this node was in a round before"
-        share = opening.expected_share(self._parts.mesh.member_id, offer.ready.weight)
+        opening, weight, others = self._runner.opening, offer.ready.weight, self._state.record["weight"]
+        if opening is None:  # this node joined
+            share = weight / max(1, weight + others)
+        else:
+            share = opening.expected_share(self._parts.mesh.member_id, weight)
         self._merge.on_sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
 
     @property
@@ -182,8 +195,7 @@ class ManySteps(Schedule[Algorithm]):
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
         is_new = is_member_new and self._runner.has_new_members and is_whole
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
-        held = count(self.progress.assigned.get(self._parts.mesh.member_id, ()))
-        is_idle = held <= self._learned.steps * shape.batch_size  # until the round has dealt it more
+        is_idle = count(self._held) <= self._learned.steps * shape.batch_size  # until the round has dealt it more
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
@@ -388,6 +400,16 @@ class ManySteps(Schedule[Algorithm]):
         self._is_late = True
         self._drift.restart(turn)
         self._merge.restart(turn)
+
+    def _follow(self) -> None:
+        """Catch up before the first contribution of this node, which must be relative to the newest round."""
+        if (newest := self._parts.mesh.newest_round(self.round)) > self.round:
+            self._rebases = True
+            try:
+                self._catch_up_as_member(newest)
+            finally:
+                self._rebases = False
+            self._parts.inner.seek(self.inner_step)
 
     def _take_back(self, turn: int) -> None:
         """Have delta hold what was contributed last, or the exchange's memory where it has one."""

@@ -15,9 +15,10 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
+from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Ready, Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
@@ -29,6 +30,9 @@ from zeroband.outer.algorithm import AnyAlgorithm
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 _A = TypeVar("_A", bound=AnyAlgorithm)
+
+_APPLIED_S = 0.5
+"""Pause before members are asked again for a round that they have not applied yet."""
 
 
 class Schedule(ABC, Generic[_A]):
@@ -47,6 +51,8 @@ class Schedule(ABC, Generic[_A]):
         self._state = OuterState(parts.buffers, algorithm.sections, parts.mesh.local, parts.history.memory)
         self._runner = RoundRunner(parts, self._state, exchange, algorithm)
         self._learned = Uncounted()
+        self._claimed: Claim | None = None
+        """What this node trains on before a round has dealt it any samples."""
         self._algorithm = algorithm
 
     # -- the outer state ----------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ class Schedule(ABC, Generic[_A]):
         rounds, ascending; `catch_up` with the newest of these makes it one state. What this node did before, and did
         not count, is no part of it.
         """
-        self._learned = Uncounted()
+        self._learned, self._claimed = Uncounted(), None
         self._parts.feedback.forget()
         self._state.later = later
         self._take_over(round, record, sections)
@@ -137,10 +143,16 @@ class Schedule(ABC, Generic[_A]):
 
     def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
-        shape, held = self._parts.length.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
-        _, ahead = take(held, self._learned.offered_steps * shape.batch_size)
+        shape = self._parts.length.shape
+        _, ahead = take(self._held, self._learned.offered_steps * shape.batch_size)
         steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
+
+    @property
+    def _held(self) -> Sequence[Range]:
+        """The samples that this node was dealt, or claimed."""
+        claimed = () if self._claimed is None else (self._claimed.span,)
+        return self.progress.assigned.get(self._parts.mesh.member_id, claimed)
 
     @abstractmethod
     def sync_gradients(self, step: int, tokens: int) -> float | None: ...
@@ -201,8 +213,8 @@ class Schedule(ABC, Generic[_A]):
         return self._runner.report(founded)
 
     @abstractmethod
-    def join(self) -> RoundReport:
-        """Take part in the next round with weight 0, which makes this node a member.
+    def join(self) -> RoundReport | None:
+        """Have this node train with the others; returns the round that made it a member before it trains, if one did.
 
         Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
         """
@@ -216,11 +228,29 @@ class Schedule(ABC, Generic[_A]):
         self._runner.catch_up(round, self.replay)
 
     def _catch_up_as_member(self, round: int) -> None:
-        """Catch up after this node was late. Raises Fenced where it cannot."""
-        try:
-            self.catch_up(round)
-        except RecoveryFailed as error:
-            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+        """Catch up after this node was late. Raises Fenced where it cannot.
+
+        Members whose rounds overlap training put a round into their journals when they apply it, up to a phase later.
+        """
+        while True:
+            may_come = self._parts.length.shape.reads_ahead and self._parts.mesh.is_newest(round)
+            try:
+                self.catch_up(round)
+                break
+            except RecoveryFailed as error:
+                if not may_come or self.round != round - 1:
+                    raise Fenced(f"this node was late and cannot catch up: {error}") from error
+            time.sleep(_APPLIED_S)
+        if self._claimed is not None:
+            self._settle_claim(self._claimed)
+
+    def _settle_claim(self, claim: Claim) -> None:
+        """Forget the claim once a round has dealt it to this node. Raises Fenced if none can any more."""
+        member_id, progress = self._parts.mesh.member_id, self.progress
+        if progress.assigned.get(member_id, ())[:1] == (claim.span,):
+            self._claimed = None
+        elif not standing(progress.ledgers, {member_id: claim}):
+            raise Fenced(f"samples {claim.start}..{claim.stop}, which this node claimed, were dealt to others")
 
     def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
         """Catch up with a round that the others committed without this node; what it brings to the next one.
@@ -230,7 +260,8 @@ class Schedule(ABC, Generic[_A]):
         self._catch_up_as_member(round)
         ready = offer.ready
         left = self._parts.length.shape.total_steps - self.progress.inner_step - (ready.phase_steps or ready.steps)
-        return replace(offer, ready=replace(ready, steps_requested=min(ready.steps_requested, max(left, 0))))
+        requested = min(ready.steps_requested, max(left, 0))
+        return replace(offer, ready=replace(ready, steps_requested=requested, claim=self._claimed))
 
     def _offer(
         self,
@@ -260,19 +291,24 @@ class Schedule(ABC, Generic[_A]):
             loss=learned.loss,
             trained=trained,
             largest=self.exchange.largest if counts else None,
+            claim=self._claimed,
         )
         learned.offer()
         is_left_out = not (weighted or is_joining)
         return Offer(ready, is_joining=is_joining, is_leaving=is_leaving, is_left_out=is_left_out)
 
-    def _wanted_steps(self, steps: int, *, phases: int) -> int:
-        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
+    def _wanted_steps(self, steps: int, *, phases: int, others: int = 0) -> int:
+        """Return the inner steps to hold samples for after a round with these steps, up to the end of the run.
+
+        `others`: as in `PhaseLength.wanted_steps`.
+        """
         left = self._parts.length.shape.total_steps - self.progress.inner_step - steps
-        return min(self._parts.length.phase_length.wanted_steps() * phases, max(left, 0))
+        return min(self._parts.length.phase_length.wanted_steps(others) * phases, max(left, 0))
 
     def _advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the state now holds a committed round that this node was in."""
         self._learned.count()
+        self._claimed = None
         self._runner.advance(verdict, digest)
 
     def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:

@@ -1,8 +1,9 @@
 """How a node gets into a run: one loop that looks up a table until it is a member, and what it does in each state.
 
 The table is `elastic/membership/join_states.py`. Training nodes never wait for a joiner: it fetches a committed state,
-replays the rounds committed meanwhile, and takes part in the next one with weight 0, which hands it the same result as
-everybody. This is the one place that tries again to get in: whatever fails on the way is an event of the table.
+replays the rounds committed meanwhile, and trains at once on samples that it claims (where every step is a round, it
+takes part in the next one first). This is the one place that tries again to get in: whatever fails on the way is an
+event of the table.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ _log = get_logger(__name__)
 
 _RETRY_S = 0.5
 
+_VERIFIED = frozenset({JoinEvent.RECALLED, JoinEvent.FETCHED, JoinEvent.CAUGHT_UP, JoinEvent.GONE_BACK})
+"""Events with which a node holds a state that was verified."""
+
 _EVENT_OF: Mapping[type[ZerobandError], JoinEvent] = {
     RolledBack: JoinEvent.ROLLED_BACK,
     RoundsMissed: JoinEvent.MISSED,
@@ -85,7 +89,7 @@ class Outcome:
     cause: ZerobandError | None = None
     """What was raised, where that is the event."""
     rounds: Sequence[RoundReport] = ()
-    """With which this node became a member."""
+    """With which this node became a member; none where it becomes one with what it learns."""
 
 
 class Joiner:
@@ -101,8 +105,13 @@ class Joiner:
         self._newest: tuple[JoinState, bool] | None = None
         """The state that was looked at last, and whether it was new."""
 
+    @property
+    def verified_at_s(self) -> float | None:
+        """As `Entry` has it."""
+        return self._steps.verified_at_s
+
     def enter(self) -> Sequence[RoundReport]:
-        """Found the run, or join it where others did. Returns the round with which this node became a member.
+        """Found the run, or join it where others did; as `Entry` has it.
 
         Raises ConfigError where another machine is in the run under this node's name, RecoveryFailed where it came no
         nearer to a state for too long, RunOver, Leaving, StoreLost.
@@ -185,6 +194,8 @@ class NodeRuntimeSteps:
             JoinState.REJOIN: self._return,
             JoinState.ROLL_BACK: self._go_back,
         }
+        self.verified_at_s: float | None = None
+        """Monotonic time at which this node's state was verified; None: it founded the run with that."""
         self._founding_round = FOUNDING_ROUND
         self._is_fetching = False
         """A fetch was begun, and what it got so far lies in the section buffers."""
@@ -198,7 +209,10 @@ class NodeRuntimeSteps:
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
         """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
-        return self._steps[state](cause)
+        outcome = self._steps[state](cause)
+        if outcome.event in _VERIFIED:
+            self.verified_at_s = time.monotonic()
+        return outcome
 
     def is_fenced(self) -> bool:
         """Whether the run went on without this node, so that its membership has ended."""
@@ -245,6 +259,7 @@ class NodeRuntimeSteps:
             weights=list(opening.weights),
             samples=[steps * self._node.config.train.batch_size for steps in opening.steps],
             late=list(opening.late),
+            **({"claims": told} if (told := opening.claims_told()) else {}),
             progress=found.record["progress"],
         )
 
@@ -356,7 +371,9 @@ class NodeRuntimeSteps:
         return Outcome(event)
 
     def _found(self, _cause: ZerobandError | None) -> Outcome:
-        return self._became_member(JoinEvent.FOUNDED, self._run.outer.found(self._founding_round))
+        report = self._run.outer.found(self._founding_round)
+        self.verified_at_s = None
+        return self._takes_part(JoinEvent.FOUNDED, report.round, report)
 
     # -- with the members ---------------------------------------------------------------------------------------
 
@@ -427,16 +444,22 @@ class NodeRuntimeSteps:
         return {"step": stamp.inner_step, "newest": stamp.round + missed} if is_taken else None
 
     def _announce(self, _cause: ZerobandError | None) -> Outcome:
-        outcome = self._became_member(JoinEvent.ADMITTED, report := self._run.outer.join())
-        if (newer := on_first_rank(self._local, lambda: self._newer_than(report.progress))) is not None:
-            self._events.emit("newer_checkpoint", step=newer, at=report.progress.inner_step)
+        outer = self._run.outer
+        report = outer.join()
+        if report is None and not outer.upcoming():
+            return Outcome(JoinEvent.WAIT)  # only rounds without steps are left
+        outcome = self._takes_part(JoinEvent.ADMITTED, outer.round + 1 if report is None else report.round, report)
+        progress = outer.progress if report is None else report.progress
+        if (newer := on_first_rank(self._local, lambda: self._newer_than(progress))) is not None:
+            self._events.emit("newer_checkpoint", step=newer, at=progress.inner_step)
         return outcome
 
-    def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
+    def _takes_part(self, event: JoinEvent, round: int, report: RoundReport | None) -> Outcome:
+        """This node trains with the others. `round`: the first that it can count in. `report`: made it a member."""
         self._forget_attempts()
-        self._events.emit("joined", member_id=report.member_id, round=report.round)
-        self._tell_of_other_documents(report.progress)
-        return Outcome(event, rounds=(report,))
+        self._events.emit("joined", member_id=self._run.mesh.member_id, round=round)
+        self._tell_of_other_documents(self._run.outer.progress if report is None else report.progress)
+        return Outcome(event, rounds=() if report is None else (report,))
 
     def _newer_than(self, progress: Progress) -> int | None:
         """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""

@@ -170,7 +170,7 @@ def train(
     compile_model(node)
     world, entry = open_world(node, report, stack, sets)
     joined = entry.enter()
-    note_entry(world, report, joined)
+    note_entry(world, entry, report, joined)
     checkpoints = open_checkpoints(node, world, report.events, stack)
     failed = FailedSteps(config.train.non_finite_steps, has_learned=world.outer.inner_step > 0)
     evaluations = open_evaluations(node, world, sets, report)
@@ -233,11 +233,12 @@ def open_evaluations(
     return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
 
 
-def note_entry(world: TrainingRun, report: Report, joined: Sequence[RoundReport]) -> None:
-    """Report in which run this node is, and with which round it became a member."""
+def note_entry(world: TrainingRun, entry: Entry, report: Report, joined: Sequence[RoundReport]) -> None:
+    """Report in which run this node is, with which round it became a member if with one, and that it trains now."""
     report.belongs_to(world.outer.record["session"])
     for round in joined:
-        report.entered(round)
+        report.committed(round)
+    report.begins(entry.verified_at_s)
 
 
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
@@ -246,8 +247,8 @@ def come_back(training: Training, why: Fenced | RolledBack) -> None:
         leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
     joined = training.entry.come_back(why)
-    note_entry(training.world, training.report, joined)
-    if isinstance(why, Fenced):
+    note_entry(training.world, training.entry, training.report, joined)
+    if joined and isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 
 

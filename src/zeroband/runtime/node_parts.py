@@ -156,7 +156,15 @@ class Entry(Protocol):
     """A node's way into its run, and back into it. All local ranks call the methods together."""
 
     def enter(self) -> Sequence[RoundReport]:
-        """Found or join the run; returns the round with which this node became a member, if it has others."""
+        """Found or join the run; returns the round with which this node became a member.
+
+        None where it trains alone, or becomes one with what it learns.
+        """
+        ...
+
+    @property
+    def verified_at_s(self) -> float | None:
+        """Monotonic time at which the state was verified that this node trains on; None: it began with that."""
         ...
 
     def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:

@@ -146,8 +146,8 @@ class Report:
     def belongs_to(self, session: str) -> None:
         """This node is in the run of this session."""
 
-    def entered(self, round: RoundReport) -> None:
-        """This node became a member."""
+    def begins(self, verified_at_s: float | None) -> None:
+        """This node trains in the run from here on. `verified_at_s`: as `Entry` has it."""
 
     def committed(self, round: RoundReport) -> None:
         """The state got another round, between two inner steps."""
@@ -194,6 +194,8 @@ class NodeReport(Report):
         self._leaving: tuple[str, ...] = ()
         """Members that the newest round was the last one of."""
         self._steps_since_round = 0
+        self._verified_at_s: float | None = None
+        """When the state was verified that the next step is the first on."""
         self._newest: dict[str, MetricValue] = {}
         """The newest results on held-out samples, and passes over each source, by metric."""
 
@@ -210,9 +212,8 @@ class NodeReport(Report):
             **company,
         )
 
-    def entered(self, round: RoundReport) -> None:
-        self.committed(round)
-        self._steps_since_round = 0
+    def begins(self, verified_at_s: float | None) -> None:
+        self._steps_since_round, self._verified_at_s = 0, verified_at_s
 
     def belongs_to(self, session: str) -> None:
         self._folder.belongs_to(session)
@@ -220,6 +221,9 @@ class NodeReport(Report):
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         self._keep_folder()
         self._steps_since_round += 1
+        if self._verified_at_s is not None:
+            self.events.emit("first_step", step=step, after_s=round(time.monotonic() - self._verified_at_s, 3))
+            self._verified_at_s = None
         if synced:
             values = {**values, **self._round_values(synced)}
         for report in synced:
@@ -298,6 +302,7 @@ class NodeReport(Report):
             samples=list(round.samples),
             late=list(round.late),
             carried=[list(carried) for carried in round.carried],
+            **({"claims": round.claims} if round.claims else {}),
             progress=round.progress.to_record(),
         )
 
@@ -362,8 +367,8 @@ class TrainerReport(NodeReport):
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         super().started()
 
-    def entered(self, round: RoundReport) -> None:
-        super().entered(round)
+    def begins(self, verified_at_s: float | None) -> None:
+        super().begins(verified_at_s)
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 

@@ -79,6 +79,8 @@ class SingleNode:
 
     # -- its way in ---------------------------------------------------------------------------------------------
 
+    verified_at_s = None
+
     def enter(self) -> Sequence[RoundReport]:
         """Go on from a checkpoint if that was asked for, or after a crash; no round makes this node a member."""
         if self._node.config.resume is not None or on_first_rank(self._node.local, self._goes_on_after_crash):

@@ -10,6 +10,8 @@ from bench.virtual import main
 from bench.virtual_models import NodeModel, RunModel, fetch_s, transfer_s
 from bench.virtual_run import SimulationResult, VirtualRun
 
+from zeroband.elastic.membership.records import Verdict
+
 STEP_S, INNER_STEPS, AGREEMENT_S = 2.0, 10, 0.4
 FOUR = RunModel((NodeModel(STEP_S, 100),) * 4, INNER_STEPS, 10**7, 8 * 10**7, agreement_s=AGREEMENT_S, jitter=0.0)
 RATES = (100,) * 4
@@ -91,6 +93,19 @@ def test_grace_leaves_a_late_member_behind_and_counts_what_it_learned_later() ->
     waiting, going = play(freezing, 50), play(freezing, 50, straggler_grace=0.05)
     assert waiting.late == 0 and going.late > 5
     assert going.seconds < waiting.seconds and going.tokens > 0.99 * going.trained
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_joiner_trains_at_once_and_counts_in_the_first_round_that_has_it(overlaps: bool) -> None:
+    weights: list[int] = []
+
+    class Watched(VirtualRun):
+        def _commit(self, verdict: Verdict, members: Any) -> None:
+            weights.extend(verdict.opening.weights if verdict.round else ())
+            super()._commit(verdict, members)
+
+    found = Watched(replace(LOSING, overlaps=overlaps)).play(60)
+    assert found.joins > 6 and weights and 0 not in weights
 
 
 def test_joiner_fetches_the_state_before_it_takes_part() -> None:

@@ -60,8 +60,22 @@ def test_fault_strikes_once_at_its_point_and_round() -> None:
     assert struck_by(["reduced@2=SIGSTOP"], rounds=(1, 2, 2, 3)) == [("reduced", 2, "SIGSTOP")]
 
 
-def test_relative_fault_counts_from_the_first_round_that_the_node_passes() -> None:
-    assert struck_by(["opened@+2=SIGKILL"], rounds=(7, 8, 9, 10)) == [("opened", 9, "SIGKILL")]
+@pytest.mark.parametrize("rounds", [(7, 8, 9, 10), (7, 8, 11, 12)], ids=["each", "some without it"])
+def test_relative_fault_counts_the_rounds_that_the_node_took_part_in(rounds: Sequence[int]) -> None:
+    assert struck_by(["opened@+2=SIGKILL"], rounds) == [("opened", rounds[2], "SIGKILL")]
+
+
+def test_relative_fault_of_a_late_node_waits_for_the_round_that_it_is_in() -> None:
+    """The others commit rounds without it, whose points it passes in part, or not at all."""
+    struck: list[str] = []
+    faults = FaultPoints(["inner@+1=SIGKILL"], strike=struck.append)
+    for round in (7, 8, 11):
+        for point in ("inner", "ready", "waiting"):
+            faults.at(point, round)
+    assert struck == []
+    faults.at("applied", 11)
+    faults.at("inner", 12)
+    assert struck == ["SIGKILL"]
 
 
 def test_relative_fault_of_a_joiner_does_not_count_from_where_it_fetched_the_state() -> None:
@@ -70,7 +84,9 @@ def test_relative_fault_of_a_joiner_does_not_count_from_where_it_fetched_the_sta
     faults.at("joining", 0)
     assert struck == ["SIGSTOP"]
     for round in (7, 8):
+        assert struck == ["SIGSTOP"]
         faults.at("waiting", round)
+        faults.at("applied", round)
     assert struck == ["SIGSTOP", "SIGKILL"]
 
 
@@ -126,11 +142,13 @@ def test_slow_node_takes_its_factor_from_the_point_on_and_nobody_is_struck() -> 
     assert struck == []
 
 
-def test_node_that_joins_is_slow_from_its_first_inner_step_which_is_a_round_after_its_first_round() -> None:
-    faults = FaultPoints(["inner@+0=TAKES2"])
-    faults.at("opened", 7)
-    faults.at("inner", 8)
-    assert faults.extra_s(0.5) == 1.5
+def test_node_that_joins_is_slow_from_its_first_inner_step_also_where_it_takes_part_in_a_round_before() -> None:
+    """Where every step is a round it does."""
+    for points in (["inner"], ["opened", "applied", "inner"]):
+        faults = FaultPoints(["inner@+0=TAKES2"])
+        for point in points:
+            faults.at(point, 7)
+        assert faults.extra_s(0.5) == 1.5
 
 
 def test_node_whose_steps_take_a_time_sleeps_for_the_rest_of_it() -> None:

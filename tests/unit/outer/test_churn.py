@@ -64,7 +64,9 @@ def audit_of(run: Run) -> bool:
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
         used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
-        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, progress.founding, progress.follows))
+        line = (progress.founding, progress.follows)
+        claims = dict(verdict.opening.claims)
+        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, *line, claims=claims))
     return audit(rounds).is_exact
 
 
@@ -84,13 +86,15 @@ class Churn:
         phase, overlap, found = self.streaming.phase, self.streaming.overlap, list[Tensor]()
         joins = {round: NAMES[node] for node, round in self.reference.joins.items()}
         self.together(overlap)
+        joiner = ""
         for round in range(1, rounds + 1):
-            joiner = self.bring(joins[round]) if round in joins else ""
             self.together(phase - overlap, joiner)
+            joiner = ""
             for node, last in self.reference.lost.items():
                 self.there = [name for name in self.there if not (name == NAMES[node] and last == round)]
             self.together(overlap)
-            if joiner:
+            if round in joins:
+                joiner = self.bring(joins[round])
                 self.there.append(joiner)
                 self.together(overlap, names=[joiner])
             nodes = [self.run[name] for name in self.there]
@@ -101,21 +105,19 @@ class Churn:
 
     def bring(self, name: str) -> str:
         self.run.add(name).receive(self.run[self.there[0]])
+        self.run[name].join()
         return name
 
     def together(self, steps: int, joiner: str = "", names: list[str] | None = None) -> None:
-        """Train these nodes on. `joiner`: comes to the boundary of the next round before they do."""
+        """Train these nodes on. `joiner`: comes to the boundary of the next round before the others do."""
         there = self.there if names is None else names
         works: dict[str, Callable[[], Any]] = {name: partial(self.steps, name, steps, joiner) for name in there}
-        if joiner:
-            works[joiner] = self.run[joiner].join
         self.run.together(**works)
 
     def steps(self, name: str, steps: int, joiner: str) -> None:
-        node = self.run[name]
-        if joiner:
-            self.run.store.await_ready(node.outer.round + 1, joiner)
-        node.train(partial(self.inner_step, NAMES.index(name)), steps)
+        if joiner not in ("", name):
+            self.run.store.await_ready(self.run[name].outer.round + 1, joiner)
+        self.run[name].train(partial(self.inner_step, NAMES.index(name)), steps)
 
 
 def streaming_of(fragments: int, phase: int, overlap: int, alpha: float, **outer: float) -> Streaming:
@@ -129,12 +131,12 @@ def streaming_of(fragments: int, phase: int, overlap: int, alpha: float, **outer
 def test_streaming_with_a_lost_node_and_a_joiner_is_its_reference(
     start_run: Callable[..., Run], fragments: int, phase: int, overlap: int, alpha: float
 ) -> None:
-    """A node is lost in round 5 and another one joins with round 9, before which float32 leaves the bits no choice."""
+    """A node is lost in round 5 and another one joins after round 9, before which float32 leaves the bits no choice."""
     problem, lost, joins, rounds = Problem(4), {2: 5}, {3: 9}, 9 + 2 * fragments
     streaming = streaming_of(fragments, phase, overlap, alpha, lr=0.4)
     churn = Churn(start_run, Simulation(streaming, problem.inner_step, problem.start(), 4, lost, joins), rounds)
     ours = churn.train(rounds)
-    assert [len(verdict.members) for verdict in churn.run.store.verdicts[1:]] == [3] * 4 + [2] * 4 + [3] * (rounds - 8)
+    assert [len(verdict.members) for verdict in churn.run.store.verdicts[1:]] == [3] * 4 + [2] * 5 + [3] * (rounds - 9)
     for found, expected in zip(ours[:9], churn.theirs[:9], strict=True):
         assert torch.equal(found, expected)
     for found, expected in zip(ours[9:], churn.theirs[9:], strict=True):

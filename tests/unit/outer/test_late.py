@@ -83,7 +83,7 @@ def audit_of(run: Any) -> Audit:
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
         used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
-        history.append(AuditedRound(verdict.round, used, progress.ledgers))
+        history.append(AuditedRound(verdict.round, used, progress.ledgers, claims=dict(verdict.opening.claims)))
     return audit(history)
 
 

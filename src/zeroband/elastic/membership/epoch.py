@@ -18,13 +18,15 @@ from typing import Any
 
 from zeroband.elastic.membership import blame
 from zeroband.elastic.membership.ballots import digest_in, electors
+from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.findings import Findings, found_after
-from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.progress import RunShape, ledgers_after
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Attempt,
     Blame,
     Carried,
+    Claim,
     Gain,
     LinkRates,
     Opening,
@@ -129,12 +131,14 @@ def next_opening(
     patience: ElapsedWaits = ElapsedWaits(),
     links: Callable[[], Mapping[str, LinkRates]] = dict,
     hearing: Hearing | None = None,
+    claims: Callable[[], Mapping[str, Claim]] = dict,
 ) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
     members know of their links, if there is to be another one. `hearing`: asked where the current one was not
-    committed; None: culprits are not looked for.
+    committed; None: culprits are not looked for. `claims`: asked for the samples that joiners train on that no round
+    lists, if there are such joiners.
     """
     current = view.opening
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
@@ -143,8 +147,11 @@ def next_opening(
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
+    claimed = claimed_in(view, round, patience, claims)
+    joining = tuple(m for m in claimed if m not in view.ready)
     # There is no later round for what is late; and a round that travels during training has time for it.
     awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
+    awaited = (*awaited, *joining) if is_last else awaited
     is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
@@ -154,12 +161,10 @@ def next_opening(
         return found
     members = _that_can_reduce(view, expected, found.blames)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
-    if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
-        return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
-    if len(members) < rules.min_nodes:
-        return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
-    if not is_founding and (wait := _too_few_electors(members, view, rules)) is not None:
-        return wait
+    if (too_few := _too_few(members, rules, may_wait=is_founding and not patience.start_is_over)) is not None:
+        return too_few
+    if not is_founding and (too_few := _too_few_electors(members, view, rules)) is not None:
+        return too_few
     rates = links()
     slow, apart, behind = frozenset[str](), frozenset[str](), frozenset[str]()
     if not is_founding:
@@ -169,9 +174,37 @@ def next_opening(
     if _too_few_electors([m for m in members if m not in slow | apart], view, rules) is not None:
         slow = apart = frozenset()
     members = tuple(m for m in members if m not in slow | apart)
-    late = _late(view, missing, slow | apart | behind, patience)
+    late = tuple(dict.fromkeys([*_late(view, missing, slow | apart | behind, patience), *joining]))
     carried = () if is_last else _carried((slow | behind) - apart, members, late, view)
-    return _opening_to(members, view, round, rules, rates, late=late, carried=carried, found=found)
+    kept = tuple((m, claim) for m, claim in sorted(claimed.items()) if m in members or m in joining)
+    return _opening_to(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
+
+
+def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | None:
+    """Why these members are not enough for a round. `may_wait`: founders still wait for others."""
+    if may_wait and len(members) < rules.start_nodes:
+        return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
+    if len(members) < rules.min_nodes:
+        return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
+    return None
+
+
+def claimed_in(
+    view: View, round: int, patience: ElapsedWaits, claims: Callable[[], Mapping[str, Claim]]
+) -> dict[str, Claim]:
+    """Return the claims that an opening of this round deals: of ready joiners, and of those that still train."""
+    if round == FOUNDING_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
+        return {}
+    listed = {*(view.committed.members if view.committed is not None else ()), *_late_before(view)}
+    gone = {*listed, *view.ready, *view.refused, *patience.given_up}
+    strangers, own = view.alive - gone, claims_of(view)
+    told = {m: claim for m, claim in (claims() if strangers else {}).items() if m in strangers}
+    return standing(ledgers_after(view.committed), own, told) if own or told else {}
+
+
+def claims_of(view: View) -> dict[str, Claim]:
+    """Return the samples that ready members say they trained on before a round dealt them any."""
+    return {member: ready.claim for member, ready in view.ready.items() if ready.claim is not None}
 
 
 def _hindrance(view: View, round: int) -> Wait | None:
@@ -240,6 +273,7 @@ def _opening_to(
     late: tuple[str, ...],
     carried: tuple[Carried, ...],
     found: Findings,
+    claims: tuple[tuple[str, Claim], ...],
 ) -> Opening:
     """The opening of a round to these members, behind the current one."""
     current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
@@ -271,6 +305,7 @@ def _opening_to(
         sessions=() if view.committed is None else view.committed.sessions,
         sites=sites,
         gains=gains_in(members, view, rules),
+        claims=claims,
         **vars(said),
     )
 
@@ -436,8 +471,8 @@ def _slow_links(
 
     A round may be longer by a grace than one in which no link is slower than those of a quorum. How long it takes with
     a slow link is what the link's rate says, or what the last one with it took. What such a member
-    contributes is carried, so it is left out only where that is possible: not if it leaves, nor a joiner, nor the
-    others of their sites. A link of which nothing is known counts as fast.
+    contributes is carried, so it is left out only where that is possible: not if it leaves, nor a joiner that no round
+    has listed yet, nor the others of their sites. A link of which nothing is known counts as fast.
     """
     known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
     if rules.straggler_grace is None or not rules.transfer_bytes or not any(known.values()):
@@ -611,14 +646,16 @@ def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Ver
     return Verdict(opening, digest_in(votes.pop()), dict(record)) if is_agreed else None
 
 
-def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
+def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> Excluded | None:
     """Whether the run has gone on without this member, which stands at the boundary of `round`.
 
-    A member that was only late has not been left: it catches up with what was committed, and takes part again.
+    A member that was only late has not been left: it catches up with what was committed, and takes part again. So does
+    a joiner that no round has listed yet, while its claim still stands.
     """
     committed, opening = view.committed, view.opening
     if committed is not None and committed.round >= round:
-        if member_id in committed.opening.late:
+        is_unheard = claim is not None and bool(standing(ledgers_after(committed), {member_id: claim}))
+        if member_id in committed.opening.late or is_unheard:
             return None
         return Excluded(f"round {committed.round} was committed while {member_id} stood before round {round}")
     if opening is None or opening.round != round or member_id not in view.ready:

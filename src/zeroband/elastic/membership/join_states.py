@@ -38,7 +38,7 @@ DESCRIPTIONS: Mapping[JoinState, str] = {
     JoinState.PICK_CHECKPOINT: "agrees with the others who resume on one checkpoint, and takes it over",
     JoinState.FOUNDING: "agrees with the other founders on the state that all of them hold",
     JoinState.FETCHING: "fetches a committed state from several members",
-    JoinState.ANNOUNCING: "stands at the boundary of the next round, with weight 0",
+    JoinState.ANNOUNCING: "claims samples to train on; where every step is a round, takes part in the next one first",
     JoinState.CATCHING_UP: "replays the rounds that were committed meanwhile from the members' journals",
     JoinState.REJOIN: "gives its membership back and takes another one",
     JoinState.ROLL_BACK: "takes over the checkpoint that the members voted for",
@@ -109,6 +109,7 @@ _TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
     _S.FETCHING: {_E.FETCHED: _S.ANNOUNCING, _E.FAILED: _S.DISCOVER},
     _S.ANNOUNCING: {
         _E.ADMITTED: _S.MEMBER,
+        _E.WAIT: _S.ANNOUNCING,
         _E.MISSED: _S.CATCHING_UP,
         _E.FENCED: _S.REJOIN,
         _E.ROLLED_BACK: _S.ROLL_BACK,

@@ -13,8 +13,18 @@ from dataclasses import fields, replace
 
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
-from zeroband.elastic.membership.epoch import NOT_THERE, OfMembers, Rules, gains_in, is_whole, of_members, trust_in
-from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.claims import standing
+from zeroband.elastic.membership.epoch import (
+    NOT_THERE,
+    OfMembers,
+    Rules,
+    claims_of,
+    gains_in,
+    is_whole,
+    of_members,
+    trust_in,
+)
+from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.errors import ConfigError
@@ -51,7 +61,8 @@ def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -
 def within_limits(view: View, round: int, rules: Rules) -> View:
     """Return the view with the records of `round` that are beyond the limits moved from `ready` to `refused`.
 
-    What a member was dealt stands in the verdict of the round before, or is nothing at a founding. With another newest
+    What a member was dealt stands in the verdict of the round before; at a founding it is nothing. A joiner counts up
+    to its claim. No member counts for more steps than the run has: a liar may claim more. With another newest
     verdict, or one without progress, nothing is moved.
     """
     shape, committed = rules.shape, view.committed
@@ -62,10 +73,12 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
         if committed is None or committed.round != round - 1:
             return view
         try:
-            assigned = Progress.of_verdict(committed).assigned
+            progress = Progress.of_verdict(committed)
         except ConfigError:
             return view
-        dealt = {member: count(spans) // shape.batch_size for member, spans in assigned.items()}
+        claimed = standing(progress.ledgers, claims_of(view))
+        held = {member: (claim.span,) for member, claim in claimed.items()} | dict(progress.assigned)
+        dealt = {member: min(count(spans) // shape.batch_size, shape.total_steps) for member, spans in held.items()}
         heaviest = max(committed.opening.weights)
     found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
     beyond = {member: why for member, why in found.items() if why is not None}
@@ -121,6 +134,23 @@ def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
         yield f"it is version {opening.version}, epoch {opening.epoch} after version {version}, epoch {epoch}"
     if both := set(opening.late) & set(opening.members):
         yield f"it lists {min(both)} as a member and as late"
+    yield from _other_claims(opening, view)
+
+
+def _other_claims(opening: Opening, view: View) -> Iterator[str]:
+    """Find claims that are not those of the members' records, or that cannot be dealt.
+
+    Claims of joiners that still train are not compared, since their records come and go. A proposer that lists a wrong
+    one, or leaves one out, makes that joiner begin again.
+    """
+    said = dict(opening.claims)
+    has_none = opening.rollback is not None or opening.round == FOUNDING_ROUND or restarts_with(view, opening.round)
+    own = {} if has_none else {m: c for m, c in claims_of(view).items() if m in opening.members}
+    joining = {m: c for m, c in said.items() if m in opening.late and not has_none}
+    expected = standing(ledgers_after(view.committed), own, joining) if own or joining else {}
+    for member in sorted(said.keys() | expected.keys()):
+        if said.get(member) != expected.get(member):
+            yield f"its claim of {member} is {said.get(member)}, and {expected.get(member)} can be dealt to it"
 
 
 def _other_carried(opening: Opening, view: View) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
+from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
 
@@ -63,6 +64,9 @@ class Progress:
 
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
+        if opening.claims:
+            claimed = replace(self, ledgers=dealt_to(dict(opening.claims), self.ledgers))
+            return claimed.after(replace(opening, claims=()), shape)
         inner_step = min(self.inner_step + opening.moves_on, shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
@@ -156,6 +160,14 @@ def _tokens_of(opening: Opening) -> int:
     """Tokens that count in a round, of members that made steps for it and of those that are carried."""
     of_members = sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s)
     return of_members + sum(carried.weight for carried in opening.counted)
+
+
+def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:
+    """Return the data ledgers after a verdict; none if there is no verdict, or it names no progress."""
+    try:
+        return {} if verdict is None else Progress.of_verdict(verdict).ledgers
+    except ConfigError:
+        return {}
 
 
 def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,6 +45,8 @@ def misquotes(opening: Opening, member: str, said: Ready) -> str | None:
     place, sizes = opening.members.index(member), [said.largest if said.weight else 0.0]
     sizes += [carried.largest for carried in opening.carried_by(member)]
     known = [size for size in sizes if size is not None]
+    claimed = dict(opening.claims)
+    claims = [claimed.get(m) for m in opening.members]
     quotes: tuple[tuple[str, Sequence[object], object], ...] = (
         ("weights", opening.weights, said.weight),
         ("steps", opening.steps, said.steps),
@@ -53,6 +55,7 @@ def misquotes(opening: Opening, member: str, said: Ready) -> str | None:
         ("corpora", opening.corpora or (SHARED,) * len(opening.members), said.corpus),
         ("largest", opening.largest, max(known) if len(known) == len(sizes) else None),
         ("phase_steps", opening.phase_steps, said.steps if said.phase_steps is None else said.phase_steps),
+        ("claims", claims if said.steps and opening.rollback is None else (), said.claim),
     )
     for name, values, own in quotes:
         if values and values[place] != own:

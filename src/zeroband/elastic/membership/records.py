@@ -32,7 +32,7 @@ from zeroband.config.ranges import (
     Text,
     Version,
 )
-from zeroband.data.ledger import SHARED
+from zeroband.data.ledger import SHARED, Range
 from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
@@ -69,6 +69,20 @@ class Carry:
     """As in that member's `Ready`."""
     largest: Magnitude
     """Largest size of a value in it, as the carrier found it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A range of samples that a joiner trains on before a round deals it any."""
+
+    start: Count
+    stop: Count
+    corpus: Id = SHARED
+    """Name of the corpus that they are of, as in `Ready`."""
+
+    @property
+    def span(self) -> Range:
+        return self.start, self.stop
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,8 @@ class Ready:
     phase_steps: Count | None = None
     """Inner steps of the longest of several phases that it contributes at once, since rounds were committed without
     it; None: it contributes one."""
+    claim: Claim | None = None
+    """Samples that it claimed as a joiner; None: it trained on what it was dealt."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +257,8 @@ class Opening(LongRecord):
     """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
     phase_steps: EachMember[Count] = ()
     """Inner steps of the longest phase in each contribution; none: each is of one phase."""
+    claims: EachMember[tuple[Id, Claim]] = ()
+    """Claims of joiners, each after its member id; this opening's commit deals them to these joiners."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""
@@ -438,6 +456,10 @@ class Opening(LongRecord):
     def wanted(self) -> dict[str, int]:
         """Inner steps that the members ask samples for."""
         return dict(zip(self.members, self.steps_requested, strict=False))
+
+    def claims_told(self) -> dict[str, dict[str, Any]]:
+        """What joiners claimed, as plain values, by member."""
+        return {member: to_record(claim) for member, claim in self.claims}
 
     def corpus_of(self) -> dict[str, str]:
         """Name of the corpus of each member."""

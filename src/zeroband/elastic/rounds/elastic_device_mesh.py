@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Evidence, Opening, Ready, Verdict, from_json, to_json
+from zeroband.elastic.membership.records import Claim, Evidence, Opening, Ready, Verdict, from_json, to_json
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (
@@ -124,6 +124,18 @@ class ElasticDeviceMesh:
         self.member_id = on_first_rank(self.local, lambda: self.member.member_id)
 
     # -- rounds -------------------------------------------------------------------------------------------------
+
+    def newest_round(self, round: int) -> int:
+        """Return the newest committed round; `round`: that of this node's state. Raises Fenced."""
+        return int(on_first_rank(self.local, lambda: self.member.newest_round(round)))
+
+    def is_newest(self, round: int) -> bool:
+        """Whether no round is committed after this one, and a member of it lives. Raises Fenced."""
+        return bool(on_first_rank(self.local, lambda: self.member.is_newest(round)))
+
+    def claim_samples(self, samples: int) -> Claim:
+        """Claim this many samples, to train on before a round has dealt this node any."""
+        return record_on_first_rank(self.local, (Claim,), lambda: self.member.claim_samples(samples))
 
     def announce_ready(self, ready: Ready) -> None:
         """Tell the others that this node stands at the boundary, and what its links were seen to carry."""

@@ -16,6 +16,7 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
+from zeroband.elastic.membership import claims
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars, is_refusal
 from zeroband.elastic.membership.departure import Departure
@@ -33,8 +34,19 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.progress import ledgers_after
 from zeroband.elastic.membership.proofs import leaves_out, misquotes
-from zeroband.elastic.membership.records import Blame, Evidence, LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import (
+    FOUNDING_ROUND,
+    Blame,
+    Claim,
+    Evidence,
+    LinkRates,
+    Opening,
+    Ready,
+    Verdict,
+    View,
+)
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.hearing import Hearing
@@ -188,6 +200,8 @@ class Member:
         self._hearing = Hearing(run.store, self.member_id, run.clock, time_outs.detect_s)
         self._told_blames = set[Blame]()
         """Findings that were said as events."""
+        self._claim: tuple[int, Claim] | None = None
+        """The samples that it claimed, which no round has dealt it yet, with the newest round at that time."""
         self._followed = ""  # id of the newest opening that was seen to follow from its members' records
         self._judged: tuple[str, str | None] = "", None
         """Id of the newest opening that was compared with the attempts before it, and what it says without reason."""
@@ -232,6 +246,44 @@ class Member:
         outlast_duplicates(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
 
     # -- rounds -------------------------------------------------------------------------------------------------
+
+    def newest_round(self, round: int) -> int:
+        """Return the newest committed round; `round`: that of this member's state. Raises Fenced."""
+        committed = self._look_while_alive(round).committed
+        return round if committed is None else committed.round
+
+    def is_newest(self, round: int) -> bool:
+        """Whether no round is committed after this one, and a member of it lives. Raises Fenced."""
+        view = self._look_while_alive(round)
+        committed = view.committed
+        return committed is not None and committed.round == round and bool(view.alive.intersection(committed.members))
+
+    def _look_while_alive(self, round: int) -> View:
+        if self._flags.is_fenced:
+            raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
+        self._flags.advance()
+        return self.look(round + 1)
+
+    def claim_samples(self, samples: int) -> Claim:
+        """Claim this many samples, to train on before a round has dealt this member any."""
+        committed = self.look(self._round).committed
+        round, ledgers = FOUNDING_ROUND if committed is None else committed.round, ledgers_after(committed)
+
+        def choose(others: Mapping[str, Claim]) -> Claim:
+            return claims.choose(ledgers, self.identity.corpus, samples, others)
+
+        claim = self.store.claim_samples(self.member_id, choose)
+        self._claim = round, claim
+        return claim
+
+    def _claim_unless_dealt(self, view: View) -> Claim | None:
+        """Return the claim of this member until a later round has listed it; None after that."""
+        if self._claim is None or (committed := view.committed) is None:
+            return None
+        is_listed = self.member_id in (*committed.members, *committed.opening.late)
+        if is_listed and committed.round > self._claim[0]:
+            self._claim = None
+        return None if self._claim is None else self._claim[1]
 
     def announce_ready(self, ready: Ready, links: Mapping[str, int] | None = None, *, start_nodes: int = 1) -> None:
         """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`.
@@ -287,7 +339,8 @@ class Member:
             self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
                 self._hearing.begin(view.opening)
-            excluded = must_leave(believed, self.member_id, round) if is_member else None
+            claim = self._claim_unless_dealt(view)
+            excluded = must_leave(believed, self.member_id, round, claim) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
@@ -386,7 +439,7 @@ class Member:
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
             return self._decide_opening(self._proven(round, rules), round, rules, patience)
-        decision = next_opening(view, round, rules, patience, self.store.links, hearing)
+        decision = next_opening(view, round, rules, patience, self.store.links, hearing, self.store.claims)
         if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
             return self._decide_opening(self._proven(round, rules), round, rules, patience)
         if isinstance(decision, Wait):

@@ -47,12 +47,15 @@ class PhaseLength:
         if steps:
             self._step_s = (now_s - self._began_at_s) / steps
 
-    def wanted_steps(self) -> int:
-        """Inner steps for which to ask samples."""
+    def wanted_steps(self, others: int = 0) -> int:
+        """Inner steps for which to ask samples.
+
+        `others`: steps that another node holds samples for; used while this node's speed is not known.
+        """
         if self._round_s is None:
             return self._steps
         if self._step_s is None:
-            return min(_FIRST_STEPS, self._steps)
+            return min(max(_FIRST_STEPS, others), self._steps)
         return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)
 
 

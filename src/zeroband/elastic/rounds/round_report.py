@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.transport.base import Transfer, sum_known
@@ -74,6 +76,8 @@ class RoundReport:
     """What this node counts from the next round on for how it did; None: the run does not ask (`outer.robust`)."""
     gains: tuple[tuple[str, float], ...] = ()
     """Members whose payload of the round before was scored, and what the others found it to be worth (`Gain`)."""
+    claims: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    """Claims of joiners that the round dealt to them, as records, by member."""
     score_s: float | None = None
     """What measuring this round's payloads took this node; None: it measured none."""
 

@@ -465,6 +465,7 @@ class RoundRunner:
             samples=tuple(steps * batch_size for steps in opening.steps),
             late=opening.late,
             leaving=opening.leaving,
+            claims=opening.claims_told(),
             state_digest=self._state.digest,
             progress=self._state.progress,
             carried=tuple((c.member, c.weight, c.steps * batch_size) for c in opening.counted),

@@ -12,6 +12,7 @@ from typing import Protocol
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Attempt,
+    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -25,7 +26,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 20
+PROTOCOL = 21
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -150,6 +151,14 @@ class Store(Protocol):
 
         `enough`: the view need have who else is there only if there are so many; None: it has everybody.
         """
+        ...
+
+    def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
+        """Claim what `choose` picks, given the claims of others; it is asked again if another joiner was faster."""
+        ...
+
+    def claims(self) -> Mapping[str, Claim]:
+        """Return all claims, also of joiners that are in rounds by now, or gone."""
         ...
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:

@@ -103,6 +103,7 @@ class Keys:
     orders = Key("string")  # what operators want of the run
     history = Key("list")  # the newest verdicts, newest first
     holdings = Key("hash")  # member -> which checkpoints it has, and whose folder it sees
+    claims = Key("hash")  # joiner -> samples that it trains on before a round dealt it any
     links = Key("hash")  # member -> what its links to the others carry
     links_at = Key("zset")
     measuring = Key("zset")  # member -> when its measurement of a link is over

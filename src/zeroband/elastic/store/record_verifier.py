@@ -21,6 +21,7 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.proofs import only_quoted
 from zeroband.elastic.membership.records import (
+    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -401,6 +402,13 @@ class RecordVerifier:
     def holdings(self, name: str, said: Mapping[str, bytes]) -> dict[str, Holding]:
         """What nodes have at their ckpt.path."""
         return self._all(Holding, name, said, "holding")
+
+    def seal_claim(self, member: str, claim: Claim) -> str:
+        return self._seal(to_json(claim), "claim", member, by=member)
+
+    def claims(self, name: str, said: Mapping[str, bytes]) -> dict[str, Claim]:
+        """Samples that joiners took by themselves."""
+        return self._all(Claim, name, said, "claim")
 
     def seal_links(self, member: str, links: LinkRates) -> str:
         return self._seal(to_json(links), "links", member, by=member)

@@ -6,6 +6,7 @@ is in `scripts`. What is found there counts if it was sealed by a node of this r
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
 from zeroband.elastic.membership.proofs import is_usual, needed
 from zeroband.elastic.membership.records import (
     Attempt,
+    Claim,
     Evidence,
     LinkRates,
     Opening,
@@ -50,6 +52,9 @@ MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
 
 _ASK_AGAIN = 8
 """Times that a compare-and-set is tried at once while somebody changes what it builds on."""
+
+_CLAIM_AGAIN_S = 0.05
+"""Longest pause of a joiner before it claims samples again; many may join at once."""
 
 _EXPECTED, _ANY = 2, "-"
 """Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
@@ -596,6 +601,23 @@ class RedisStore(StoreInUse, Store):
         key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
         votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
         return is_voted_for(verdict, votes, {*members} - {self._own})
+
+    def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
+        deadline_s = time.monotonic() + self._lease_ms / 1000
+        while time.monotonic() < deadline_s:
+            said = self.run_script(scripts.READ_SAID, at={"said": self.keys.claims})
+            words = sorted(one + b" " + other for one, other in zip(said[::2], said[1::2], strict=True))
+            known = hashlib.sha1(b" ".join(words), usedforsecurity=False).hexdigest()
+            claim = choose(self.judge.claims(self.keys.claims, pairs(said)))
+            sealed = self.judge.seal_claim(member_id, claim)
+            if self.run_script(scripts.CLAIM, member_id, sealed, ROUND_TTL_S, known):
+                return claim
+            time.sleep(random.uniform(0.0, _CLAIM_AGAIN_S))
+        raise StoreLost(f"others change {self.keys.claims} all the time; {member_id} could not claim samples")
+
+    def claims(self) -> Mapping[str, Claim]:
+        said = self.run_script(scripts.READ_SAID, at={"said": self.keys.claims})
+        return self.judge.claims(self.keys.claims, pairs(said))
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
         sealed = self.judge.seal_links(member_id, links)

@@ -743,6 +743,25 @@ return 1
 """,
 )
 
+CLAIM = _script(
+    "claims leases",
+    "member record ttl known",
+    _FLAG,
+    """
+-- Only if the claims are still those that were read (`known`: their digest); those of the dead are removed.
+local said, words = redis.call('HGETALL', key.claims), {}
+for i = 1, #said, 2 do words[#words + 1] = said[i] .. ' ' .. said[i + 1] end
+table.sort(words)
+if redis.sha1hex(table.concat(words, ' ')) ~= arg.known then return 0 end
+for i = 1, #said, 2 do
+  if not redis.call('ZSCORE', key.leases, said[i]) then redis.call('HDEL', key.claims, said[i]) end
+end
+redis.call('HSET', key.claims, arg.member, arg.record)
+redis.call('EXPIRE', key.claims, arg.ttl)
+return 1
+""",
+)
+
 SAY = _script(
     "said:hash",
     "who word ttl",

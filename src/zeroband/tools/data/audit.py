@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zeroband.data.ledger import SHARED, Ledger, Range, count, holes, take
+from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.progress import renewed
-from zeroband.elastic.membership.records import from_record
+from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.tools.arguments import parser_of
@@ -42,6 +43,8 @@ class AuditedRound:
     follows: tuple[str, int] | None = None
     """The line and round whose state this line began with; what came after that does not count any more."""
     at_s: float = 0.0
+    claims: Mapping[str, Claim] = field(default_factory=dict[str, Claim])
+    """What joiners had taken by themselves, which this round dealt to them before it counted anything."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                for corpus, ledger in before.ledgers.items():
+                for corpus, ledger in dealt_to(after.claims, before.ledgers).items():
                     for member, used in after.used.items():
                         trained[corpus] += take(ledger.assigned.get(member, ()), used)[0]
     last = line[-1].rounds[line[-1].last].ledgers if line else {}
@@ -198,6 +201,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
         founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
         follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),
         at_s=event["at_s"],
+        claims={member: from_record(Claim, claim) for member, claim in event.get("claims", {}).items()},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroband.elastic.membership.proofs import is_usual, leaves_out, misquotes, needed, only_quoted
-from zeroband.elastic.membership.records import Blame, Opening, Ready, View
+from zeroband.elastic.membership.records import Blame, Claim, Opening, Ready, View
 
 A, B, C = "a#1", "b#1", "c#1"
 SAID = Ready(3, 1280, "s", 10, 8, loss=2.5, trained=0.5, corpus="x", largest=0.5)
@@ -33,12 +33,20 @@ def test_opening_that_quotes_a_member_as_it_spoke() -> None:
     ("field", "value"),
     [
         *(("weight", 1281), ("steps", 11), ("steps_requested", 0), ("trained", 1.0), ("corpus", "")),
-        *(("largest", 0.25), ("largest", None)),
+        *(("largest", 0.25), ("largest", None), ("claim", Claim(0, 8))),
     ],
 )
 def test_member_notices_any_number_that_it_did_not_say(field: str, value: Any) -> None:
     why = misquotes(OPENING, A, replace(SAID, **{field: value}))
     assert why is not None and why.endswith(f"and that member said {value!s}") and A in why
+
+
+def test_joiner_notices_another_claim_than_its_own() -> None:
+    joiner, own = replace(SAID, claim=Claim(96, 104)), replace(OPENING, claims=((A, Claim(96, 104)),))
+    assert misquotes(own, A, joiner) is None
+    assert "its claims of a#1" in (misquotes(own, A, replace(SAID, claim=Claim(104, 112))) or "")
+    assert misquotes(own, A, SAID) is not None, "it was dealt its samples"
+    assert misquotes(replace(OPENING, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
 
 
 def test_members_without_weight_and_those_that_go_back_to_a_checkpoint_send_nothing() -> None:

@@ -308,11 +308,9 @@ def make_rounds(run: Any, name: str, noise: Noise) -> None:
         run.round(**{name: noise(seed)})
 
 
-@ALGORITHMS
-def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
-    start_run: StartRun, noise: Noise, algorithm: Algorithm
-) -> None:
-    run = start_run(algorithm, "a")
+def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(start_run: StartRun, noise: Noise) -> None:
+    """Where every step is a round."""
+    run = start_run(DDP, "a")
     make_rounds(run, "a", noise)
     joiner = run.add("b")
     joiner.receive(run["a"])
@@ -320,7 +318,7 @@ def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
     outcome = run.round_with_joiner("b", a=update)
     assert outcome["a"].members == outcome["b"].members == ("a", "b")
     assert outcome["a"].weights == (10, 0)
-    assert torch.equal(run["a"].buffers[RESULT], contribution_of(algorithm, before, update))
+    assert torch.equal(run["a"].buffers[RESULT], contribution_of(DDP, before, update))
     assert outcome["a"].state_digest == outcome["b"].state_digest
     assert not outcome["b"].is_left_out
     for seed in (30, 40):

@@ -1,0 +1,209 @@
+"""Samples that joiners claim: pure, and by random runs in which each sample counts once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from zeroband.data.ledger import SHARED, Ledger, count, take
+from zeroband.elastic.membership.claims import choose, dealt_to, standing
+from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, must_leave, next_opening
+from zeroband.elastic.membership.limits import follows, within_limits
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import Claim, Opening, Ready, Verdict, View
+
+A, B, C, D = "a#1", "b#1", "c#1", "d#1"
+LEDGERS = {SHARED: Ledger(100, ((4, 8),), {A: ((80, 90),), B: ((90, 100),)})}
+SHAPE = RunShape(total_steps=10_000, batch_size=2)
+RULES = Rules(shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("claims", "kept"),
+    [
+        ({C: Claim(100, 110)}, [C]),
+        ({C: Claim(99, 110)}, []),
+        ({C: Claim(120, 120)}, []),
+        ({C: Claim(1 << 50, (1 << 50) + 1)}, []),
+        ({C: Claim(120, 130), D: Claim(110, 121)}, [C]),
+        ({C: Claim(120, 130), D: Claim(110, 120)}, [C, D]),
+        ({C: Claim(120, 130), D: Claim(0, 10, "d/7")}, [C, D]),
+        ({A: Claim(120, 130)}, []),
+    ],
+    ids=["next", "dealt", "empty", "far", "overlapping", "apart", "of another corpus", "of one that holds some"],
+)
+def test_claims_stand_behind_all_that_was_dealt(claims: dict[str, Claim], kept: list[str]) -> None:
+    assert sorted(standing(LEDGERS, claims)) == kept
+
+
+def test_first_of_two_arguments_counts_where_claims_overlap() -> None:
+    assert standing(LEDGERS, {D: Claim(110, 121)}, {C: Claim(120, 130)}) == {D: Claim(110, 121)}
+
+
+def test_what_lies_before_a_claim_goes_to_the_pool() -> None:
+    dealt = dealt_to({C: Claim(120, 130), D: Claim(135, 140)}, LEDGERS)[SHARED]
+    assert (dealt.next, dealt.returned) == (140, ((4, 8), (100, 120), (130, 135)))
+    assert (dealt.assigned[C], dealt.assigned[D]) == (((120, 130),), ((135, 140),))
+
+
+def test_claim_is_chosen_behind_the_others_and_behind_what_a_round_deals() -> None:
+    first = choose(LEDGERS, SHARED, 10, {})
+    assert first.start >= 100 + 20
+    assert choose(LEDGERS, SHARED, 10, {C: first}).start == first.stop
+    assert choose(LEDGERS, SHARED, 10, {C: Claim(1 << 50, 1 << 51)}) == first, "what cannot stand is not avoided"
+
+
+def boundary(
+    ready: dict[str, Ready], *, alive: tuple[str, ...] = (A, B, C), ledgers: Mapping[str, Ledger] = LEDGERS
+) -> View:
+    opening = Opening(3, 1, 2, (A, B), (10, 10), (5, 5), (5, 5))
+    progress = Progress(10, 100, ledgers)
+    verdict = Verdict(opening, "d", {"progress": progress.to_record()})
+    return View(opening, verdict, frozenset(alive), ready, {}, None)
+
+
+MEMBER = Ready(3, 10, "d", steps=5, steps_requested=5)
+CLAIM = Claim(140, 150)
+
+
+def test_joiner_that_trains_is_late_in_the_next_opening_and_dealt_what_it_claims() -> None:
+    view = boundary({A: MEMBER, B: MEMBER})
+    opening = next_opening(view, 3, RULES, claims=lambda: {C: CLAIM, "dead#1": Claim(150, 160)})
+    assert isinstance(opening, Opening)
+    assert (opening.members, opening.late, opening.claims) == ((A, B), (C,), ((C, CLAIM),))
+    assert follows(opening, view, RULES) is None
+    assert Progress(10, 100, LEDGERS).after(opening, SHAPE).assigned[C][0] == CLAIM.span
+
+
+def test_claims_are_asked_for_only_where_somebody_lives_whom_no_round_lists() -> None:
+    view = boundary({A: MEMBER, B: MEMBER}, alive=(A, B))
+    opening = next_opening(view, 3, RULES, claims=lambda: pytest.fail("all who live are listed"))
+    assert isinstance(opening, Opening) and opening.claims == ()
+
+
+def test_joiner_at_the_boundary_counts_up_to_what_it_claims() -> None:
+    view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
+    assert within_limits(view, 3, RULES).refused == {}
+    opening = next_opening(view, 3, RULES)
+    assert isinstance(opening, Opening)
+    assert (opening.members, opening.weights, opening.claims) == ((A, B, C), (10, 10, 10), ((C, CLAIM),))
+    assert follows(opening, view, RULES) is None
+    more = boundary({**view.ready, C: replace(MEMBER, claim=CLAIM, steps=6)})
+    assert within_limits(more, 3, RULES).refused == {C: "steps=6, and it was dealt samples for 5"}
+    void = boundary({**view.ready, C: replace(MEMBER, claim=Claim(90, 100))})
+    assert within_limits(void, 3, RULES).refused == {C: "steps=5, and it was dealt samples for 0"}
+
+
+@pytest.mark.parametrize("is_dealt", [False, True])
+def test_claim_counts_for_no_more_steps_than_the_run_has(*, is_dealt: bool) -> None:
+    """Also once a round has dealt it to its joiner."""
+    huge, most = Claim(140, 1 << 32), SHAPE.total_steps
+    ledgers = dealt_to({C: huge}, LEDGERS) if is_dealt else LEDGERS
+    for steps, refused in (most, {}), (most + 1, {C: f"steps={most + 1}, and it was dealt samples for {most}"}):
+        ready = {A: MEMBER, C: replace(MEMBER, claim=None if is_dealt else huge, steps=steps)}
+        assert within_limits(boundary(ready, ledgers=ledgers), 3, RULES).refused == refused
+
+
+@pytest.mark.parametrize("claims", [(), ((C, Claim(140, 151)),), ((C, CLAIM), (D, Claim(150, 160)))])
+def test_opening_whose_claims_are_not_those_of_its_members_does_not_follow(
+    claims: tuple[tuple[str, Claim], ...],
+) -> None:
+    view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
+    opening = next_opening(view, 3, RULES)
+    assert isinstance(opening, Opening)
+    assert "its claim of" in (follows(replace(opening, claims=claims), view, RULES) or "")
+
+
+def test_last_round_waits_for_a_joiner_that_trains() -> None:
+    ready = {m: replace(MEMBER, steps_requested=0) for m in (A, B)}
+    patience = ElapsedWaits(stragglers_are_late=True)
+    wait = next_opening(boundary(ready), 3, RULES, patience, claims=lambda: {C: CLAIM})
+    assert not isinstance(wait, Opening) and wait.waiting_for == (C,)
+
+
+def test_joiner_is_left_once_another_was_dealt_what_it_claims() -> None:
+    view = boundary({})
+    assert must_leave(view, C, 2, CLAIM) is None
+    assert must_leave(view, C, 2, Claim(90, 100)) is not None
+    assert must_leave(view, C, 2) is not None
+
+
+class Run:
+    """Rounds by the rules alone, with members that are late, die, join, and joiners that no opening sees in time."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.names = iter(range(10_000))
+        self.phase, self.round = self.chance.randint(1, 5), 0
+        self.shape = replace(SHAPE, reads_ahead=self.chance.random() < 0.3)
+        self.holds: dict[str, list[int]] = {}
+        """Samples that each living node reads, in its order."""
+        self.claims: dict[str, Claim] = {}
+        self.trained: list[int] = []
+        self.fenced = 0
+        founders = tuple(f"n{next(self.names):04}" for _ in range(3))
+        self.opening = Opening(1, 1, 0, founders, (0,) * 3, (0,) * 3, (self.phase,) * 3)
+        self.progress = Progress.at_start().begin(self.opening, self.shape, after_round=None)
+        self._follow(founders)
+
+    def _follow(self, names: object) -> None:
+        for name in [n for n in self.holds if n in self.progress.assigned] + list(names):  # type: ignore[call-overload]
+            spans = self.progress.assigned.get(name, ())
+            self.holds[name] = [index for start, stop in spans for index in range(start, stop)]
+
+    def join(self) -> None:
+        name = f"n{next(self.names):04}"
+        samples = self.chance.randint(1, 2 * self.phase) * self.shape.batch_size
+        claim = choose(self.progress.ledgers, SHARED, samples, self.claims)
+        self.claims[name], self.holds[name] = claim, list(range(*claim.span))
+
+    def step(self) -> None:
+        for _ in range(self.chance.choice([0, 0, 1, 3])):
+            self.join()
+        for name in [n for n in self.holds if self.chance.random() < 0.05 and len(self.holds) > 1]:
+            del self.holds[name]  # it died
+        unseen = {n for n in self.claims if self.chance.random() < 0.3}  # it came while the round was opened
+        dealt = standing(
+            self.progress.ledgers, {n: c for n, c in self.claims.items() if n in self.holds and n not in unseen}
+        )
+        known = [n for n in self.holds if n in self.progress.assigned or n in dealt]
+        members = sorted(n for n in known if self.chance.random() < 0.7)
+        if not members:
+            return
+        late = tuple(n for n in known if n not in members)
+        batch = self.shape.batch_size
+        steps = tuple(min(len(self.holds[n]) // batch, self.phase, self.chance.randint(0, 9)) for n in members)
+        asked, weights = (self.phase * (1 + self.shape.reads_ahead),) * len(members), tuple(s * 7 for s in steps)
+        self.round += 1
+        opening = Opening(
+            self.round + 1, 1, self.round, tuple(members), weights, steps, asked, late=late, claims=tuple(dealt.items())
+        )
+        for name, made in zip(members, steps, strict=True):
+            self.trained += self.holds[name][: made * batch]
+        self.progress = self.progress.after(opening, self.shape)
+        self._follow(known)
+        for name in self.holds.keys() - {*known}:  # joiners of which this round has not heard
+            if not standing(self.progress.ledgers, {name: self.claims[name]}):
+                self.fenced += 1
+                del self.holds[name]
+        self.claims = {n: c for n, c in self.claims.items() if n in self.holds}
+
+    def check(self) -> None:
+        ledger = self.progress.ledgers[SHARED]
+        owed = [index for start, stop in ledger.owed for index in range(start, stop)]
+        assert sorted([*self.trained, *owed]) == list(range(ledger.next)), "each sample counts once, or is owed"
+        for name, spans in ledger.assigned.items():
+            if name in self.holds:
+                assert count(spans) == len(self.holds[name]) and take(spans, 1)[0][0][0] == self.holds[name][0]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_sample_counts_once_whoever_joins_dies_or_is_late(seed: int) -> None:
+    run = Run(seed)
+    for _ in range(60):
+        run.step()
+        run.check()
+    assert run.round > 20 and len(set(run.trained)) == len(run.trained) > 50
