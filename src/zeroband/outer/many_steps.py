@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.config.outer import RoundsConfig
-from zeroband.data.ledger import count
+from zeroband.data.ledger import Range, count
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
@@ -56,8 +57,11 @@ class ManySteps(Schedule[Algorithm]):
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
         self._merge = algorithm.merge()
+        self._aside = self._local
+        """For what local ranks agree on while a round is under way."""
         if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
+            self._aside = self._local.twin()
         self._is_late = False
         """A round was committed without its newest contribution, which holds all that delta held then."""
         self._rebases = False
@@ -85,6 +89,8 @@ class ManySteps(Schedule[Algorithm]):
         return self.flush() if is_due else ()
 
     def flush(self) -> Sequence[RoundReport]:
+        if self._dealt:  # phases are over that no contribution holds
+            return self._end_phase()
         since = self._learned.steps / self._phase_steps
         committed = self._runner.arrived(partial(self._missed, since)) if self._runner.is_under_way else None
         if committed is None:
@@ -113,9 +119,19 @@ class ManySteps(Schedule[Algorithm]):
     # -- the end of a phase -------------------------------------------------------------------------------------
 
     def _end_phase(self) -> list[RoundReport]:
-        """Take over the round that was on its way, and contribute what this phase taught."""
-        self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps)
-        rest = 1.0 - self._ahead
+        """Take over the round that was on its way, and contribute what this phase taught.
+
+        While a carrier has not brought what was contributed before, another phase is added to this one.
+        """
+        self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps_of_phase)
+        rest = 1.0 - self._ahead if self._learned.steps_of_phase else 0.0
+        self._dealt = self._dealt_meanwhile()
+        if self._dealt:
+            self._drift.end_phase(rest)
+            self._learned.end_phase()
+            self._ahead = 0.0
+            self._parts.length.phase_length.begin(time.monotonic())
+            return []
         before = self._runner.arrived(partial(self._missed, rest)) if self._runner.is_under_way else None
         delayed = before if self._is_delayed and not self._is_late else None
         reports = [] if before is None or before is delayed else [self._arrive(before, since=1.0)]
@@ -126,6 +142,27 @@ class ManySteps(Schedule[Algorithm]):
             reports += self._close(reports[-1])
         self._begin_phase()
         return reports
+
+    def _dealt_meanwhile(self) -> Sequence[Range]:
+        """What this node was dealt in rounds that go without it, where it may train a phase on top of this one.
+
+        Else this waits for the round that is under way. The same on all local ranks. How many phases a node may hold
+        that have not counted, the ledger says.
+        """
+        if not self._runner.is_under_way:
+            return ()
+        member_id, batch_size = self._parts.mesh.member_id, self._parts.length.shape.batch_size
+        used = (self._learned.offered_steps + self._learned.steps) * batch_size
+        spans = list[Range]()
+
+        def are_there(progress: Progress) -> bool:
+            return count(progress.assigned.get(member_id, ())) >= used + batch_size
+
+        is_last = self._parts.departure.is_asked or self.inner_step >= self._parts.length.shape.total_steps
+        if self._local.rank == 0 and not is_last:
+            followed = self._runner.await_samples(are_there)
+            spans = [] if followed is None else list(followed.assigned[member_id])
+        return [(first, last) for first, last in broadcast_json(spans, self._aside)]
 
     def _contribute_phase(self, delayed: Committed | None, *, is_member_new: bool) -> list[RoundReport]:
         """Contribute to the next round, and where the nodes wait for it take it over at once.
@@ -382,6 +419,7 @@ class ManySteps(Schedule[Algorithm]):
         """Catch up with a round that counts what this node contributed, though it was not in it."""
         self._rebase(round, offer)
         self._learned.count()
+        self._learned.catch_up()
         self._is_late = False
         if self._learned.steps == 0:
             self._restart()

@@ -53,6 +53,8 @@ class Schedule(ABC, Generic[_A]):
         self._learned = Uncounted()
         self._claimed: Claim | None = None
         """What this node trains on before a round has dealt it any samples."""
+        self._dealt: Sequence[Range] = ()
+        """What rounds that the state does not hold yet dealt this node, while it trains on beside them; else ()."""
         self._algorithm = algorithm
 
     # -- the outer state ----------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class Schedule(ABC, Generic[_A]):
         rounds, ascending; `catch_up` with the newest of these makes it one state. What this node did before, and did
         not count, is no part of it.
         """
-        self._learned, self._claimed = Uncounted(), None
+        self._learned, self._claimed, self._dealt = Uncounted(), None, ()
         self._parts.feedback.forget()
         self._state.later = later
         self._take_over(round, record, sections)
@@ -139,12 +141,12 @@ class Schedule(ABC, Generic[_A]):
     @property
     def inner_step(self) -> int:
         """Inner steps behind this node: those of the run, of a round on its way, and since."""
-        return self.progress.inner_step + self._learned.offered_phase_steps + self._learned.steps
+        return self.progress.inner_step + self._learned.offered_phase_steps + self._learned.steps_ahead
 
     def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
-        shape = self._parts.length.shape
-        _, ahead = take(self._held, self._learned.offered_steps * shape.batch_size)
+        shape, made = self._parts.length.shape, self._learned.offered_steps + self._learned.steps
+        _, ahead = take(self._held, made * shape.batch_size)
         steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
 
@@ -152,7 +154,7 @@ class Schedule(ABC, Generic[_A]):
     def _held(self) -> Sequence[Range]:
         """The samples that this node was dealt, or claimed."""
         claimed = () if self._claimed is None else (self._claimed.span,)
-        return self.progress.assigned.get(self._parts.mesh.member_id, claimed)
+        return self._dealt or self.progress.assigned.get(self._parts.mesh.member_id, claimed)
 
     @abstractmethod
     def sync_gradients(self, step: int, tokens: int) -> float | None: ...

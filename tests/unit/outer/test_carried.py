@@ -102,6 +102,11 @@ def until_whole(run: Any) -> None:
     until(lambda: [carry.offer for carry in carrier.whole()] == [run[SLOW].carriage.offered.state_digest])
 
 
+def until_counted(run: Any) -> None:
+    """Wait until the slow node knows of a round that counts what it offered; else it trains a phase more at first."""
+    until(lambda: run[SLOW].outer._runner._background[1].is_over(0.0))
+
+
 def mean_with(run: Any, sent: dict[str, Tensor], carried: Tensor, codec: str) -> Tensor:
     """What a round of equal weights comes to, one of which a carrier adds to its own, written out."""
     carrier, encode = carrier_of(run), CODECS[codec]
@@ -170,6 +175,7 @@ def test_round_goes_on_while_what_is_offered_has_not_come_and_counts_it_later(
     run.is_link_cut = False
     until_whole(run)
     assert round_of(run, 4, **updates_of(noise, 4))["a"].carried == ((SLOW, 10, 4),)
+    until_counted(run)
     assert learn(run, noise(5)) is None
     assert run[SLOW].outer.round == 4, "it replays all that it missed"
     assert run[SLOW].outer.state_digest == run["a"].outer.state_digest
@@ -223,6 +229,7 @@ def test_carrier_that_is_lost_in_the_round_leaves_the_contribution_for_the_next_
     if not counted:
         until_whole(run)
         round_of(run, 3, **updates_of(noise, 3, "bc"))
+    until_counted(run)
     learn(run, noise(5))
     assert [len(v.opening.counted) for v in run.store.verdicts].count(1) == 1
     assert run[SLOW].outer.round == run.store.verdicts[-1].round
@@ -329,3 +336,29 @@ def test_contribution_that_cannot_be_carried_is_waited_for(
     run.store.await_ready(1, SLOW)
     assert run.store.view(1).ready[SLOW].offer is None
     assert run.store.openings[-1].members == (*FAST, SLOW)
+
+
+def test_slow_node_trains_on_while_what_it_offered_has_not_come(start: Callable[..., Any], noise: Noise) -> None:
+    """It stands still after none of its phases. What it learned in all of them counts, most of it later."""
+    run = start()
+    run.is_link_cut = True
+    first_round(run, noise)
+    for round in (2, 3):
+        assert round_of(run, round, **updates_of(noise, round))["a"].carried == ()
+        assert learn(run, noise(4 + round)) is None
+        assert run[SLOW].outer.round == 1, "its state waits for what it offered"
+        assert run[SLOW].outer.inner_step == round + 1
+    run.is_link_cut = False
+    until_whole(run)
+    assert round_of(run, 4, **updates_of(noise, 4))["a"].carried == ((SLOW, 10, 4),)
+    until_counted(run)
+    assert learn(run, noise(9)) is None
+    assert run[SLOW].outer.round == 4 and run[SLOW].outer.inner_step == 5
+    assert run[SLOW].outer.state_digest == run["a"].outer.state_digest
+    learned = -(noise(6) + noise(7) + noise(9))
+    torch.testing.assert_close(run[SLOW].buffers[CONTRIBUTION], learned, rtol=0, atol=1e-5)
+    until_whole(run)
+    assert round_of(run, 5, **updates_of(noise, 5))["a"].carried == ((SLOW, 30, 12),)
+    assert learn(run, noise(10)) is None
+    assert run[SLOW].outer.state_digest == run["a"].outer.state_digest
+    assert audit_of(run).is_exact and audit_of(run).trained == 4 * (3 * 5 + 4)

@@ -77,8 +77,12 @@ class Uncounted:
         self.steps = 0
         self.tokens = 0
         self._nats = 0.0
-        self._before = 0
-        """Inner steps of the longest phase that was taken back."""
+        self._longest = 0
+        """Inner steps of the longest of the phases that are over."""
+        self._over = 0
+        """Inner steps of all of these."""
+        self._caught_up = 0
+        """Inner steps of those beside which rounds passed that the state holds."""
         self._offered = _Learned()
 
     def learn(self, tokens: int, loss: float) -> None:
@@ -93,9 +97,19 @@ class Uncounted:
         return self._nats / self.tokens if is_known else None
 
     @property
+    def steps_of_phase(self) -> int:
+        """Those of the phase that is not over."""
+        return self.steps - self._over
+
+    @property
+    def steps_ahead(self) -> int:
+        """Inner steps by which this node is ahead of its state and of what it offered."""
+        return self.steps - self._caught_up
+
+    @property
     def phase_steps(self) -> int:
         """Inner steps of the longest of the phases that they are of."""
-        return self._before or self.steps
+        return max(self._longest, self.steps_of_phase)
 
     @property
     def offered_steps(self) -> int:
@@ -107,6 +121,14 @@ class Uncounted:
         """Inner steps of the longest phase in that contribution: by so much the round moves the run on."""
         return self._offered.phase_steps
 
+    def end_phase(self) -> None:
+        """A phase is over, and the next contribution holds another one besides it."""
+        self._longest, self._over = self.phase_steps, self.steps
+
+    def catch_up(self) -> None:
+        """The state holds the rounds that passed beside the phases that are over."""
+        self._caught_up = self._over
+
     def offer(self) -> None:
         """The steps so far are contributed; others are counted anew."""
         self._offered = _Learned(self.steps, self.tokens, self._nats, self.phase_steps)
@@ -115,9 +137,10 @@ class Uncounted:
     def take_back(self) -> None:
         """The newest contribution did not count: its steps are part of the next one."""
         offered, self._offered = self._offered, _Learned()
-        self._before = max(offered.phase_steps, self.steps)
+        self._longest = max(offered.phase_steps, self.phase_steps)
         self.steps, self.tokens = self.steps + offered.steps, self.tokens + offered.tokens
         self._nats += offered.nats
+        self._over = self.steps
 
     def count(self) -> None:
         """The newest contribution counts: the state holds its round."""
@@ -125,7 +148,8 @@ class Uncounted:
 
     def clear(self) -> None:
         """Forget the steps that are not contributed."""
-        self.steps, self.tokens, self._nats, self._before = 0, 0, 0.0, 0
+        self.steps, self.tokens, self._nats = 0, 0, 0.0
+        self._longest, self._over, self._caught_up = 0, 0, 0
 
 
 @dataclass(frozen=True)

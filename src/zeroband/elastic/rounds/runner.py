@@ -45,6 +45,8 @@ _log = get_logger(__name__)
 _DRAIN_S = 1.0
 """Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
 _ABANDON_S = 5.0
+_LOOK_S = 0.05
+"""Between two looks whether this node was dealt samples in a round that it is not in."""
 FIRST_PAUSE_S = 0.125
 _MOST_PAUSE_S = 4.0
 MOST_RETRIES = 24
@@ -124,6 +126,8 @@ class RoundRunner:
         """What names this node's contribution where a carrier may fetch it."""
         self.is_slow = False
         """In the newest round this node's link was too slow for the exchange."""
+        self._followed: Progress | None = None
+        """The run's, after the newest round that went without what this node offers to a carrier."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
         self._is_awaited = False
         """Training stands still for a round."""
@@ -159,12 +163,30 @@ class RoundRunner:
     def start(self, offer: Offer) -> None:
         """Begin the next round beside training; what is contributed and the result are its own until `arrived`."""
         self._parts.mesh.flags.count_only(threading.get_ident())
+        self._followed = None
         self._background = offer, BackgroundRound(partial(self._bring, offer))
 
     @property
     def is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
+
+    def await_samples(self, are_there: Callable[[Progress], bool]) -> Progress | None:
+        """Wait for the round that was started, or until rounds that go without this node have dealt it samples.
+
+        `are_there`: whether they have, by the run's progress, which is ahead of the state's. None: the round that was
+        started is over. On local rank 0.
+        """
+        assert self._background is not None, "no round is on its way"
+        flags, background = self._parts.mesh.flags, self._background[1]
+        flags.count_only(None)
+        within_s = 0.0
+        while not background.is_over(within_s):
+            if (followed := self._followed) is not None and are_there(followed):
+                flags.count_only(threading.get_ident())
+                return followed
+            within_s = _LOOK_S
+        return None
 
     def arrived(self, missed: Missed) -> Committed | None:
         """Wait for the round that was started. The state does not hold it yet. Returns and raises as `commit` does."""
@@ -223,7 +245,7 @@ class RoundRunner:
             for missed in range(number, outcome.round + 1) if mesh.local.rank == 0 else ():
                 self._ahead.want(missed)
             number, opening = outcome.round + 1, outcome.opening
-            progress = Progress.of_verdict(outcome)
+            progress = self._followed = Progress.of_verdict(outcome)
             left = self._parts.length.shape.total_steps - progress.inner_step
             ends_next = left <= max(offer.ready.steps, *opening.steps)  # the last round is of those that hold its state
             if ends_next or not self.is_slow or opening.is_counted(mesh.member_id, self._offered):

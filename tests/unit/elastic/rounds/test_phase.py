@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.rounds.phase import PhaseLength, TransferWindow
+from zeroband.elastic.rounds.phase import PhaseLength, TransferWindow, Uncounted
 
 MANY = 1_000_000
 seconds = st.floats(0.01, 1000.0)
@@ -83,3 +83,21 @@ def test_travel_has_the_link_as_long_as_others_had_it_before() -> None:
     travel = TransferWindow(began_at_s=100.0, before_at_s=90.0)
     assert [travel.owns_link(now_s) for now_s in (100.0, 109.9, 110.0, 200.0)] == [True, True, False, False]
     assert TransferWindow(100.0, -math.inf).owns_link(1e9)
+
+
+def test_phases_that_are_over_are_contributed_with_the_next_one() -> None:
+    learned = Uncounted()
+    for steps in (3, 5, 2):
+        learned.steps += steps
+        assert learned.steps_of_phase == steps
+        learned.end_phase()
+    assert (learned.steps, learned.phase_steps, learned.steps_ahead) == (10, 5, 10)
+    learned.catch_up()
+    learned.steps += 4
+    assert (learned.steps_ahead, learned.steps_of_phase) == (4, 4), "rounds passed beside the other ten"
+    learned.offer()
+    assert (learned.offered_steps, learned.offered_phase_steps) == (14, 5)
+    assert (learned.steps, learned.steps_ahead, learned.phase_steps) == (0, 0, 0)
+    learned.steps += 6
+    learned.take_back()
+    assert (learned.steps, learned.phase_steps, learned.steps_of_phase) == (20, 6, 0)
