@@ -121,13 +121,13 @@ class ManySteps(Schedule[Algorithm]):
         reports = [] if before is None or before is delayed else [self._arrive(before, since=1.0)]
         if self._learned.steps > 0:
             self._drift.end_phase(rest)
-            reports += self._contribute_phase(delayed, is_member_new=before is not None)
+            reports += self._contribute_phase(delayed)
         elif reports:  # the round that counts what was late has this phase, too
             reports += self._close(reports[-1])
         self._begin_phase()
         return reports
 
-    def _contribute_phase(self, delayed: Committed | None, *, is_member_new: bool) -> list[RoundReport]:
+    def _contribute_phase(self, delayed: Committed | None) -> list[RoundReport]:
         """Contribute to the next round, and where the nodes wait for it take it over at once.
 
         A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
@@ -150,7 +150,7 @@ class ManySteps(Schedule[Algorithm]):
             return reports
         if not is_finite:
             self._parts.inner.forget_moments()
-        waits, closes = self._waits_for_the_others(is_finite, is_member_new=is_member_new)
+        waits, closes = self._waits_for_the_others(is_finite)
         barrier(self._local)
         offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
         if not waits:
@@ -186,17 +186,16 @@ class ManySteps(Schedule[Algorithm]):
         """Whether a result arrives when its fragment is sent again: delayed and eager updates of the whole."""
         return self._overlap is None and len(self._bounds) == 1
 
-    def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
+    def _waits_for_the_others(self, is_finite: bool) -> tuple[bool, bool]:
         """Whether training stands still for this round, and whether the other fragments are sent after it at once.
 
         Then all nodes hold one model.
         """
         shape, is_whole = self._parts.length.shape, len(self._bounds) == 1
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
-        is_new = is_member_new and self._runner.has_new_members and is_whole
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
         is_idle = count(self._held) <= self._learned.steps * shape.batch_size  # until the round has dealt it more
-        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 

@@ -248,6 +248,22 @@ def test_one_fragment_that_is_waited_for_is_diloco_bit_for_bit(
     assert torch.equal(run["a"].params, expected) and torch.equal(run["b"].params, expected)
 
 
+# -- nobody stands still --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", ["overwrite", "eager"])
+def test_nobody_waits_for_the_round_after_one_with_other_members(train: Callable[..., Run], merge: str) -> None:
+    """A node that was lost in the second round costs the others no wait in the third: each contributes by itself."""
+    run = train(diloco_with(lr=0.2, overlap="full", merge=merge), 3, 2 * H, inject={"c": ["reduced@2=SIGKILL"]})
+    go_on(run, H - 1, "a", "b", nodes=3)
+    go_on(run, 1, "a", nodes=3)
+    assert run["a"].outer.round == 2 and run.store.verdicts[-1].members == ("a", "b")
+    go_on(run, 1, "b", nodes=3)
+    go_on(run, 3 * H, "a", "b", nodes=3)
+    assert_one_outer_state(run, "a", "b")
+    assert_every_sample_once(run)
+
+
 # -- where all nodes hold one model ---------------------------------------------------------------------------------
 
 WAYS = {

@@ -111,8 +111,6 @@ class RoundRunner:
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
         self.opening: Opening | None = None
         """That of the newest round which this node was in."""
-        self.has_new_members = False
-        """The newest round had other members than the one before."""
         self._parts = parts
         self._state = state
         self._exchange = exchange
@@ -440,8 +438,7 @@ class RoundRunner:
     def advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the sections now hold a committed round that this node was in."""
         self._state.note(verdict.round, verdict.record, digest)
-        before, self.opening = self.opening, verdict.opening
-        self.has_new_members = before is None or before.members != verdict.members
+        self.opening = verdict.opening
 
     def keep(self, committed: Committed) -> None:
         """Add a round that was applied to the journal, from which others replay it. Local rank 0 keeps it for all."""
