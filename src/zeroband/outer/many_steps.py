@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroband.config.outer import RoundsConfig
 from zeroband.data.ledger import count
+from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
@@ -66,6 +67,8 @@ class ManySteps(Schedule[Algorithm]):
         """By how many inner steps the newest round that it replayed moved the run on."""
         self._ahead = 0.0
         """Part of the phase so far that its newest contribution holds."""
+        self._watch: BoundaryWatch | None = None
+        """Looks whether a member stands at the next boundary, while no round of this node is under way."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -83,6 +86,30 @@ class ManySteps(Schedule[Algorithm]):
             return self._end_phase()
         is_due = self._learned.steps == self._overlap and not self._is_late
         return self.flush() if is_due else ()
+
+    def is_time_over(self, steps: int) -> bool:
+        return super().is_time_over(steps) or self._is_called()
+
+    def _is_called(self) -> bool:
+        """Whether a phase by time ends since a member stands at the boundary of the next round. Local rank 0 knows.
+
+        So a joiner, and a member whose round was committed without it, count in that round. Whoever stands there has
+        applied the newest round, which this node lacks; after the next verdict nobody has for a phase.
+        """
+        is_apart = self._runner.was_missed or (self._claimed is not None and not self._runner.is_under_way)
+        is_by_time = self._parts.length.phase_length.is_by_time
+        if self._watch is None and is_apart and is_by_time and self._is_delayed and self._local.rank == 0:
+            self._watch = BoundaryWatch(self._parts.mesh.is_boundary_reached)
+        return self._watch is not None and self._watch.is_called
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def abandon(self) -> None:
+        self._close_watch()
+        super().abandon()
 
     def flush(self) -> Sequence[RoundReport]:
         since = self._learned.steps / self._phase_steps
@@ -114,6 +141,7 @@ class ManySteps(Schedule[Algorithm]):
 
     def _end_phase(self) -> list[RoundReport]:
         """Take over the round that was on its way, and contribute what this phase taught."""
+        self._close_watch()
         self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps)
         rest = 1.0 - self._ahead
         before = self._runner.arrived(partial(self._missed, rest)) if self._runner.is_under_way else None
@@ -345,6 +373,7 @@ class ManySteps(Schedule[Algorithm]):
     # -- being late ---------------------------------------------------------------------------------------------
 
     def _begin_phase(self) -> None:
+        self._close_watch()
         self._ahead = 0.0
         super()._begin_phase()
 

@@ -111,6 +111,9 @@ class RoundRunner:
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
         self.opening: Opening | None = None
         """That of the newest round which this node was in."""
+        self._opened = FOUNDING_ROUND
+        self.opened_at_s = -math.inf
+        """Monotonic time at which the newest round was opened to this node."""
         self._parts = parts
         self._state = state
         self._exchange = exchange
@@ -163,6 +166,11 @@ class RoundRunner:
     def is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
+
+    @property
+    def was_missed(self) -> bool:
+        """Whether the round that was started during training was committed without this node."""
+        return self._background is not None and isinstance(self._background[1].outcome, Verdict)
 
     def arrived(self, missed: Missed) -> Committed | None:
         """Wait for the round that was started. The state does not hold it yet. Returns and raises as `commit` does."""
@@ -290,6 +298,8 @@ class RoundRunner:
             opening = self._parts.mesh.await_turn(round, is_member=is_member)
             if isinstance(opening, Verdict):
                 return opening
+            if round > self._opened:  # a retried one does not make the phase longer
+                self._opened, self.opened_at_s = round, time.monotonic()
             self._pause_before(opening)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
