@@ -1,10 +1,14 @@
-"""Goodput of a run whose nodes fail and stand still, in virtual time (`bench/virtual_run.py`).
+"""Goodput of a run whose nodes fail and stand still, in virtual time (`bench/virtual_run.py`), in two accounts.
 
-Beside it, with the same failures: data parallelism in which every failure stops all nodes until the node is back, and
+Training: part of the nodes' time in which they train, whatever counts of it later. Counted: part of the possible tokens
+that committed rounds hold. Between the two lies what was trained in vain. "Phases for each failure": the loss beyond
+the absence, from the counted account, in phases of a node.
+
+Below it, with the same failures: data parallelism in which every failure stops all nodes until the node is back, and
 one that goes on without it after a pause.
 
 Defaults: 64 nodes, each of which fails every 841 s and is then down for 35 s. With `--by-time` phases end after that
-time (`outer.inner_seconds`), not after a number of steps; with `--overlap` rounds travel beside training
+time (`outer.inner_seconds`), not after a number of steps; with `--overlap` rounds travel during training
 (`outer.overlap`).
 
 `--published`: the settings of Decoupled DiLoCo (arXiv:2604.21428), as many learners and chips, instead of all this.
@@ -18,12 +22,17 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where it runs as a file: `python bench/goodput.py`
 
 from bench.evidence import count, require
 from bench.virtual_models import NodeModel, RunModel
-from bench.virtual_run import VirtualRun
+from bench.virtual_run import SimulationResult, VirtualRun
 
 STEPS = 30
 """Inner steps of a phase."""
@@ -60,6 +69,28 @@ SEEDS = 5
 """Failures come by chance: so often a published setting is played."""
 PUBLISHED_PHASE_S, PUBLISHED_TRANSFER_S = 30.0, 0.5
 """Not in the paper: shorter phases lose less, and a transfer of nothing is the best case."""
+CAUSES = {
+    "absent": "away",
+    "joining": "joining",
+    "waiting": "waiting",
+    "transferring": "transferring",
+    "retrying": "retrying",
+    "frozen": "frozen",
+}
+"""Columns of seconds, and what nodes did in them."""
+
+
+def loss_s(run: SimulationResult) -> dict[str, float]:
+    """Seconds of nodes for each failure in which nothing was trained that counts, by what they did."""
+    spent_s = sum(run.spent_s.values())
+    causes = {name: run.spent_s.get(doing, 0.0) for name, doing in CAUSES.items()}
+    in_vain_s = (run.training - run.goodput) * spent_s
+    return {name: seconds / run.losses for name, seconds in {**causes, "trained in vain": in_vain_s}.items()}
+
+
+def phases_lost(run: SimulationResult, phase_s: float) -> float:
+    """Phases of a node that a failure costs beyond the absence, by what counts."""
+    return sum(seconds for name, seconds in loss_s(run).items() if name != "absent") / phase_s
 
 
 def data_parallel(nodes: int, mtbf_s: float, down_s: float, pause_s: float | None, until_s: float, seed: int) -> float:
@@ -84,7 +115,8 @@ def data_parallel(nodes: int, mtbf_s: float, down_s: float, pause_s: float | Non
 
 def as_published(rounds: int, seed: int) -> None:
     """Print what the rules of production make of the published settings, phases by time and rounds beside training."""
-    print("| learners | chips | a learner fails every | is down for | published | ours |\n|" + "---|" * 6)
+    columns = "learners | chips | a learner fails every | is down for | published | training | counted"
+    print(f"| {columns} | phases for each failure, beyond the absence |\n|" + "---|" * 8)
     for row in PUBLISHED:
         model = RunModel(
             nodes=(NodeModel(PUBLISHED_PHASE_S / STEPS, MBIT_S),) * row.learners,
@@ -102,10 +134,16 @@ def as_published(rounds: int, seed: int) -> None:
         )
         runs = [VirtualRun(model, seed=seed + i).play(rounds) for i in range(SEEDS)]
         require(all(run.losses > 0 for run in runs), "no node failed")
-        ours = sorted(run.goodput for run in runs)
         times = f"{row.mtbf_s:.0f} s | {row.down_s:.1f} s"
-        mean = f"{sum(ours) / SEEDS:.3f} ({ours[0]:.3f} to {ours[-1]:.3f})"
-        print(f"| {row.learners} | {row.chips / 1e6:g}M | {times} | {row.goodput:.2f} | {mean} |", flush=True)
+        training, counted = ranged([run.training for run in runs]), ranged([run.goodput for run in runs])
+        lost = ranged([phases_lost(run, PUBLISHED_PHASE_S) for run in runs], digits=2)
+        ours = f"{training} | {counted} | {lost}"
+        print(f"| {row.learners} | {row.chips / 1e6:g}M | {times} | {row.goodput:.2f} | {ours} |", flush=True)
+
+
+def ranged(values: Sequence[float], digits: int = 3) -> str:
+    """The mean, with the least and the most."""
+    return f"{sum(values) / len(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def main() -> None:
@@ -139,7 +177,9 @@ def main() -> None:
         away_s=asked.down_s,
     )
     freezing = replace(waiting, freeze_every_s=asked.freeze_every_s, freeze_s=asked.freeze_s)
-    print("| run | goodput | counted of trained | rounds | opened again | late | came back |\n|" + "---|" * 7)
+    columns = "run | training | counted | phases for each failure, beyond the absence | rounds | opened again | late"
+    causes = [f"{cause}, s" for cause in (*CAUSES, "trained in vain")]
+    print(f"| {columns} | failures | for each: {' | '.join(causes)} |\n|" + "---|" * (8 + len(causes)))
     hours = []
     for name, model in {
         f"failures, grace {asked.grace:g}": replace(waiting, straggler_grace=asked.grace),
@@ -149,12 +189,13 @@ def main() -> None:
     }.items():
         run = VirtualRun(model, seed=asked.seed).play(asked.rounds)
         require(run.losses > 0, "no node failed")
-        counted = f"{run.goodput:.3f} | {run.tokens / run.trained:.4f}"
-        print(f"| {name} | {counted} | {run.rounds} | {run.reopened} | {run.late} | {run.joins} |")
+        accounts = f"{run.training:.3f} | {run.goodput:.3f} | {phases_lost(run, asked.phase_s):.2f}"
+        causes = " | ".join(f"{seconds:.1f}" for seconds in loss_s(run).values())
+        print(f"| {name} | {accounts} | {run.rounds} | {run.reopened} | {run.late} | {run.losses} | {causes} |")
         hours.append(run.seconds)
     for name, pause_s in (("data parallel, elastic", asked.pause_s), ("data parallel", None)):
         goodput = data_parallel(asked.nodes, asked.mtbf_s, asked.down_s, pause_s, max(hours), asked.seed)
-        print(f"| failures, {name} | {goodput:.3f} | | | | | |")
+        print(f"| failures, {name} | {goodput:.3f} |{' |' * 14}")
 
 
 if __name__ == "__main__":

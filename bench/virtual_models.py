@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +107,69 @@ class RunModel:
     def node(self, number: int) -> NodeModel:
         """One of the nodes, or another one like them."""
         return self.nodes[number % len(self.nodes)]
+
+
+class EvenTimes:
+    """Exponential times whose mean is met soon: of so many in a row each falls into another part of equal chance."""
+
+    _PARTS = 32
+
+    def __init__(self, mean_s: float, chance: random.Random) -> None:
+        self._mean_s = mean_s
+        self._chance = chance
+        self._parts = list[int]()
+
+    def draw(self) -> float:
+        """The next one."""
+        if not self._parts:
+            self._parts = self._chance.sample(range(self._PARTS), self._PARTS)
+        return -self._mean_s * math.log(1.0 - (self._parts.pop() + self._chance.random()) / self._PARTS)
+
+
+@dataclass
+class Phase:
+    """Inner steps that a node makes one after the other. Times are virtual seconds."""
+
+    began_s: float
+    step_s: float
+    most: int
+    """Steps after which it ends in any case."""
+    clock_s: float = -1.0
+    """From when its time is counted: when it began, or the round opened that was contributed to before it."""
+    stands_at_s: float = math.inf
+    """When the node stands still, and for how long."""
+    stands_s: float = 0.0
+    is_called: bool = False
+    """It ends with the step that is made: the others wait at the boundary."""
+    plan: int = 0
+    """How often its end was planned."""
+
+    def __post_init__(self) -> None:
+        self.clock_s = self.began_s
+
+    def stood_s(self, now_s: float) -> float:
+        """For how long it has stood still by now."""
+        return min(max(now_s - self.stands_at_s, 0.0), self.stands_s)
+
+    def time_of(self, steps: int) -> float:
+        """When a step ends."""
+        end_s = self.began_s + steps * self.step_s
+        return end_s + self.stands_s if end_s > self.stands_at_s else end_s
+
+    def steps_at(self, now_s: float) -> int:
+        """Steps that are made by now."""
+        return min(self.most, int((now_s - self.began_s - self.stood_s(now_s)) / self.step_s + 1e-6))
+
+    def steps_until(self, end_s: float) -> int:
+        """Steps after which it is over, where another one would end further from this time (`PhaseLength.is_over`)."""
+        steps = max(1, math.ceil((end_s - self.began_s) / self.step_s - 0.5 - 1e-9))
+        while steps > 1 and self._is_over(steps - 1, end_s):
+            steps -= 1
+        return steps
+
+    def _is_over(self, steps: int, end_s: float) -> bool:
+        elapsed_s = self.time_of(steps) - self.began_s
+        return self.began_s + elapsed_s + elapsed_s / steps / 2 >= end_s
 
 
 def transfer_s(model: RunModel, rates: Sequence[int]) -> float:

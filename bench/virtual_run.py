@@ -10,18 +10,18 @@ import heapq
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-from bench.virtual_models import RunModel, fetch_s, transfer_s
+from bench.virtual_models import EvenTimes, Phase, RunModel, fetch_s, transfer_s
 from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
-from zeroband.elastic.membership.claims import choose
+from zeroband.elastic.membership import claims
 from zeroband.elastic.membership.epoch import (
     ElapsedWaits,
     Rules,
@@ -32,11 +32,24 @@ from zeroband.elastic.membership.epoch import (
     next_verdict,
 )
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Carry, Claim, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import (
+    FOUNDING_ROUND,
+    Carried,
+    Carry,
+    Claim,
+    Opening,
+    Peer,
+    Ready,
+    Verdict,
+    View,
+)
+from zeroband.elastic.rounds.background import LOOK_S
 
 _FOREVER = 10**9
 _LEASE_S = 1e9  # a lease ends here when the model says so
 _ROUNDING_S = 1e-6
+_APPLIED_S = 0.25
+"""Until a node that waits for others to apply a round sees that they have, on average."""
 _STUCK_S = 1e7
 """Without a round for so long, a run does not go on."""
 
@@ -49,22 +62,31 @@ class _Node:
     lives: int = 0
     doing: str = "away"
     since_s: float = 0.0
-    round: int = FOUNDING_ROUND
-    """That it takes part in next."""
-    making: int = 0
-    """Inner steps of the phase that it is in."""
-    steps: int = 0
-    """Inner steps since it said last what it contributes."""
-    contributed: int = 0
-    """Inner steps behind what it said, until they count: where it was late, they do in a later round."""
-    offered: tuple[int, float] = (0, 0.0)
+    phase: Phase | None = None
+    """It trains."""
+    learned: int = 0
+    """Inner steps behind it that it has not contributed yet."""
+    offered: int = 0
+    """Inner steps in what it contributed, until a round counts them."""
+    longest: int = 0
+    """Inner steps of the longest phase among those."""
+    offer: tuple[int, float] = (0, 0.0)
     """For which round it made what it contributes, and when."""
+    round: int = FOUNDING_ROUND
+    """That it contributed to last."""
+    holds: int = FOUNDING_ROUND
+    """The newest round that its state holds."""
+    is_pending: bool = False
+    """It stands at the boundary of its round, or that is on its way; beside that it may train."""
+    is_behind: bool = False
+    """Its round was committed without it, which it answers at the end of its phase."""
     missed: int = 0
-    """Rounds that went without what it said."""
-    is_training: bool = False
+    """Rounds that went without what it contributed."""
+    timed: int = FOUNDING_ROUND
+    """The newest round that it saw opened."""
+    claim: tuple[int, Claim] | None = None
+    """What it trains on that no round has dealt it, with the newest round when it joined."""
     is_member: bool = False
-    is_at_boundary: bool = False
-    """It has said what it contributes to its round, which is not over."""
     opening: Opening | None = None
     """Whose transfer it is in."""
     born_s: float = 0.0
@@ -74,8 +96,6 @@ class _Node:
     """Part of its rate that its link has now."""
     is_leaving: bool = False
     """It was asked to leave."""
-    claim: Claim | None = None
-    """Samples that it trains on as a joiner, before a round has dealt it any."""
 
     @property
     def member_id(self) -> str:
@@ -98,7 +118,7 @@ class SimulationResult:
     losses: int = 0
     joins: int = 0
     joined_s: list[float] = field(default_factory=list[float])
-    """How long each of them took until a round counted it; before that it trains for a phase."""
+    """How long each of them took until it trained."""
     leaves: int = 0
     slow_links: int = 0
     store_losses: int = 0
@@ -107,6 +127,8 @@ class SimulationResult:
     """Nodes that were lost while they spoke for a site in a transfer."""
     wasted: int = 0
     """Trained by members that ended before it counted; its samples are dealt again."""
+    wasted_s: float = 0.0
+    """Seconds of nodes behind that."""
     late: int = 0
     """Contributions that counted in a later round than they were meant for."""
     reopened: int = 0
@@ -121,6 +143,12 @@ class SimulationResult:
         """Part of the possible tokens that count."""
         return self.tokens / self.possible if self.possible else 0.0
 
+    @property
+    def training(self) -> float:
+        """Part of their time that nodes train, whatever counts of it later."""
+        spent_s = sum(self.spent_s.values())
+        return self.spent_s["training"] / spent_s if spent_s else 0.0
+
 
 class VirtualRun:
     """One run. The same `seed` gives the same run."""
@@ -128,6 +156,10 @@ class VirtualRun:
     def __init__(self, model: RunModel, *, seed: int = 0) -> None:
         self._model = model
         self._chance = random.Random(seed)
+        self._lives_s, self._away_s = (
+            EvenTimes(model.mtbf_s or math.inf, self._chance),
+            EvenTimes(model.away_s, self._chance),
+        )
         self._record = MemoryRecord()
         self._store = MemoryStore(self._record, lease_s=_LEASE_S)
         self._store.found_or_match({})
@@ -140,9 +172,16 @@ class VirtualRun:
         """Until then the store is away."""
         self._apart: frozenset[int] = frozenset()
         """Nodes that are cut from all others."""
+        self._outlasting: dict[str, list[Callable[[], None]]] = {}
+        """What is to be done when the lease of a member has run out."""
         self._is_cut_seen = False
+        self._applied = FOUNDING_ROUND
+        """The newest round that a node has applied: from then on it can be had of it."""
+        self._catching_up: list[Callable[[], None]] = []
+        """What nodes do once they can catch up."""
         self._counted = 0
         """Steps that counted, as their nodes know it."""
+        self._calls = model.overlaps and model.inner_seconds is not None
         self._rules = Rules(
             min_nodes=model.min_nodes,
             start_nodes=len(model.nodes),
@@ -151,9 +190,12 @@ class VirtualRun:
             transfer_bytes=model.encoded_bytes,
             sites="off" if model.sites is None else "named",
             hidden=float(model.overlaps),
+            calls=self._calls,
         )
         self._settled_at_s = 0.0
         """When the last round was committed."""
+        self._is_reached = False
+        """A member stands at the boundary of the next round."""
         self._quorum_at_s: float | None = None
         """When a quorum of the next one was at the boundary."""
         self._shape = RunShape(total_steps=_FOREVER, batch_size=1, reads_ahead=model.overlaps)
@@ -173,6 +215,7 @@ class VirtualRun:
             self._record.now_ms = self._record.pulse_ms = self._begin_ms + int(1000 * self._now_s)
             act()
         for node in self._nodes:
+            self._stop_training(node)
             self._turn_to(node, node.doing)
         found = self._found
         found.seconds, found.tokens = self._now_s, self._progress.tokens
@@ -188,7 +231,7 @@ class VirtualRun:
         found, settled = self._found, samples_in(self._progress.ledgers[SHARED].settled)
         if not settled == self._progress.tokens == self._counted:
             raise RuntimeError(f"{settled} samples settled, {self._progress.tokens} trained, {self._counted} counted")
-        held = sum(node.contributed + node.steps for node in self._nodes)
+        held = sum(node.offered + node.learned for node in self._nodes)
         if found.trained != self._counted + found.wasted + held:
             raise RuntimeError(f"{found.trained} trained: {self._counted} counted, {found.wasted} wasted, {held} held")
 
@@ -234,30 +277,40 @@ class VirtualRun:
 
     def _start(self, node: _Node) -> None:
         """Become another member: found the run, or fetch its state."""
-        self._found.wasted += node.contributed + node.steps
+        self._forget_work(node)
+        earlier = node.member_id
         node.lives += 1
-        node.is_member = node.is_training = node.is_at_boundary = node.is_leaving = False
-        node.steps, node.contributed, node.missed, node.opening, node.began_s = 0, 0, 0, None, self._now_s
-        node.claim = None
-        for every_s, strike in (
-            (self._model.mtbf_s, self._lose),
-            (self._model.chaos.leave_every_s, self._ask_to_leave),
-        ):
-            if every_s is not None:
-                self._after(self._chance.expovariate(1 / every_s), self._in_this_life(node, strike))
+        node.is_member = node.is_pending = node.is_behind = node.is_leaving = False
+        node.claim, node.missed, node.opening, node.began_s = None, 0, None, self._now_s
+        if self._model.mtbf_s is not None:
+            self._after(self._lives_s.draw(), self._in_this_life(node, self._lose))
+        if (leaves_s := self._model.chaos.leave_every_s) is not None:
+            self._after(self._chance.expovariate(1 / leaves_s), self._in_this_life(node, self._ask_to_leave))
         self._turn_to(node, "joining")
-        self._take_lease(node)
+        self._take_lease(node, earlier)
 
-    def _take_lease(self, node: _Node) -> None:
-        """Come in; who is cut from the others, as soon as it is not."""
+    def _forget_work(self, node: _Node) -> None:
+        """What it learned and no round counted goes back to the run."""
+        self._stop_training(node)
+        lost = node.offered + node.learned
+        self._found.wasted += lost
+        self._found.wasted_s += lost * self._model.node(node.number).step_s
+        node.offered = node.learned = node.longest = 0
+
+    def _take_lease(self, node: _Node, earlier: str = "") -> None:
+        """Come in, once the lease of its earlier life has run out; who is cut from the others, as soon as it is not."""
         if node.number in self._apart or self._is_put_off(self._in_this_life(node, self._take_lease)):
             return
         if node.member_id in self._record.leases:  # it was put off, and the cut healed
             return
+        if earlier in self._record.leases:
+            self._outlasting.setdefault(earlier, []).append(self._in_this_life(node, self._take_lease))
+            return
         self._store.renew_lease(node.member_id, self._peer(node), first=True)
         if self._record.committed is None:
+            node.round, node.is_pending = FOUNDING_ROUND, True
             self._turn_to(node, "waiting")
-            self._arrive(node, FOUNDING_ROUND)
+            self._announce(node)
             return
         joining = sum(other.doing == "joining" for other in self._nodes)
         donors = sum(self._mbit(other) for other in self._nodes if other.is_member and other.doing != "away")
@@ -274,16 +327,28 @@ class VirtualRun:
         return Peer(node.member_id, "", 1, True, tuple(others) if is_cut else ())
 
     def _has_fetched(self, node: _Node) -> None:
-        """Train at once, on samples that it claims."""
+        """It claims samples, and trains at once."""
         if self._is_put_off(self._in_this_life(node, self._has_fetched)):
             return
         committed = self._record.committed
         assert committed is not None, "it fetched what was committed"
-        steps = self._model.wanted_steps(self._model.node(node.number).step_s) * (2 if self._model.overlaps else 1)
         ledgers = self._progress.ledgers
-        node.claim = self._store.claim_samples(node.member_id, lambda others: choose(ledgers, SHARED, steps, others))
-        node.round = committed.round + 1
-        self._train(node)
+        held = max((samples_in(spans) for spans in self._progress.assigned.values()), default=0)
+        samples = max(held, self._wanted_steps(node))
+
+        def choose(others: Mapping[str, Claim]) -> Claim:
+            return claims.choose(ledgers, SHARED, samples, others)
+
+        node.holds, node.claim = committed.round, (committed.round, self._store.claim_samples(node.member_id, choose))
+        self._found.joins += 1
+        self._found.joined_s.append(self._now_s - node.began_s)
+        self._begin_phase(node)
+        self._watch(node)
+
+    def _wanted_steps(self, node: _Node) -> int:
+        """Inner steps for which it asks samples: of two phases where it trains while its round travels."""
+        wanted = self._model.wanted_steps(self._model.node(node.number).step_s)
+        return wanted * (2 if self._model.overlaps else 1)
 
     def _lose(self, *nodes: _Node) -> None:
         """Their machines are gone at once: others know it when their leases have run out."""
@@ -292,23 +357,28 @@ class VirtualRun:
         for node in nodes:
             spoken = () if node.opening is None else node.opening.speakers().values()
             self._found.speakers_lost += node.member_id in spoken
-            self._go_away(node)
+            self._go_away(node, self._away_s.draw())
         self._after(self._model.detect_s, lambda: self._expire(*lost))
 
-    def _go_away(self, node: _Node) -> None:
+    def _go_away(self, node: _Node, seconds: float) -> None:
+        self._stop_training(node)
         self._turn_to(node, "away")
         life = node.lives
-        back_s = self._chance.expovariate(1 / self._model.away_s)
-        self._after(back_s, lambda: self._start(node) if node.lives == life else None)
+        self._after(seconds, lambda: self._start(node) if node.lives == life else None)
 
     def _expire(self, *member_ids: str) -> None:
         """They are known to be gone; while the store is away its time stands still."""
         if self._is_put_off(lambda: self._expire(*member_ids), self._model.detect_s):
             return
         for member_id in member_ids:
-            self._store.release_lease(member_id)
+            self._release(member_id)
         self._give_up_if_lost()
         self._look()
+
+    def _release(self, member_id: str) -> None:
+        self._store.release_lease(member_id)
+        for come_in in self._outlasting.pop(member_id, ()):
+            self._after(0.0, come_in)
 
     def _give_up_if_lost(self) -> None:
         opening = self._record.opening
@@ -321,88 +391,223 @@ class VirtualRun:
                 if node.opening != opening or node.doing == "away":
                     continue
                 node.opening = None
-                if not node.is_training:
-                    self._turn_to(node, "waiting")
+                if node.phase is None:
+                    self._turn_to(node, "retrying")
 
-    def _train(self, node: _Node) -> None:
-        """The inner steps of the next round."""
+    # -- a phase of inner steps -----------------------------------------------------------------------------------
+
+    def _held(self, node: _Node) -> int:
+        """Inner steps for which it holds samples, with those behind it that no round has counted."""
+        if node.claim is not None:
+            start, stop = node.claim[1].span
+            return stop - start
+        return samples_in(self._progress.assigned.get(node.member_id, ()))
+
+    def _left(self, node: _Node) -> int:
+        """Inner steps for which it holds samples."""
+        return self._held(node) - node.offered - node.learned
+
+    def _begin_phase(self, node: _Node) -> None:
         model = self._model
         step_s = model.node(node.number).step_s * (1 + self._chance.uniform(-model.jitter, model.jitter))
-        node.making = model.phase_steps(step_s)
-        seconds = node.making * step_s
-        node.is_training = True
+        most = min(self._left(node), model.inner_steps)
+        if most < 1:
+            raise RuntimeError(f"{node.member_id} has no samples for a phase behind round {node.holds}")
+        node.phase = phase = Phase(self._now_s, step_s, most)
         self._turn_to(node, "training")
-        freezes = model.freeze_every_s is not None and self._chance.random() < seconds / model.freeze_every_s
-        frozen_s = self._chance.expovariate(1 / model.freeze_s) if freezes else 0.0
-        if frozen_s > model.detect_s:  # it is lost, and finds that out when it goes on
-            member = node.member_id
-            self._after(model.detect_s, lambda: self._expire(member))
-            self._after(frozen_s, self._in_this_life(node, self._start))
-        else:
-            self._after(seconds + frozen_s, self._in_this_life(node, self._has_trained))
+        seconds = phase.time_of(self._due_steps(node, phase)) - self._now_s
+        if model.freeze_every_s is not None and self._chance.random() < seconds / model.freeze_every_s:
+            phase.stands_at_s = self._now_s + self._chance.uniform(0.0, seconds)
+            phase.stands_s = self._chance.expovariate(1 / model.freeze_s)
+            if phase.stands_s > model.detect_s:
+                self._after(phase.stands_at_s - self._now_s, lambda: self._freeze_for_long(node, phase))
+        self._plan_end(node)
 
-    def _has_trained(self, node: _Node) -> None:
-        if node.is_training:  # it did not end its phase early, to leave
-            self._end_phase(node, node.making)
+    def _freeze_for_long(self, node: _Node, phase: Phase) -> None:
+        """It is lost to the others, and finds that out when it goes on."""
+        if node.phase is phase:
+            member_id, seconds, phase.stands_s = node.member_id, phase.stands_s, 0.0
+            self._go_away(node, seconds)
+            self._after(self._model.detect_s, lambda: self._expire(member_id))
+
+    def _due_steps(self, node: _Node, phase: Phase) -> int:
+        """With which inner step its phase ends, as far as it knows now."""
+        if node.is_leaving or phase.is_called:
+            due = phase.steps_at(self._now_s) + 1
+        elif self._model.inner_seconds is None:
+            due = self._model.inner_steps
+        else:
+            due = phase.steps_until(phase.clock_s + self._model.inner_seconds)
+        return min(phase.most, max(due, phase.steps_at(self._now_s) + 1))
+
+    def _plan_end(self, node: _Node) -> None:
+        """Have its phase end when that is due; what was planned before is void."""
+        phase = node.phase
+        assert phase is not None, "it trains"
+        steps = self._due_steps(node, phase)
+        phase.plan += 1
+        plan = phase.plan
+
+        def end() -> None:
+            if node.phase is phase and phase.plan == plan:
+                self._end_phase(node, steps)
+
+        self._after(phase.time_of(steps) - self._now_s, end)
 
     def _end_phase(self, node: _Node, steps: int) -> None:
-        node.steps, node.is_training = steps, False
-        self._found.trained += node.steps
-        if node.is_at_boundary:  # of the round before, which is on its way
+        if node.phase is not None and node.phase.is_called and not self._is_reached:  # it comes too late
+            node.phase.is_called = False
+            self._plan_end(node)
+            return
+        self._stop_training(node, steps)
+        if node.is_pending:
             self._turn_to(node, "waiting" if node.opening is None else "transferring")
         else:
-            self._arrive(node, node.round)
+            self._go_on(node)
 
-    def _arrive(self, node: _Node, round: int) -> None:
-        """Stand at the boundary of a round."""
-        self._turn_to(node, "waiting")
-        if self._is_put_off(self._in_this_life(node, lambda one: self._arrive(one, round))):
+    def _stop_training(self, node: _Node, steps: int | None = None) -> None:
+        """`steps`: that it made; None: as many as it has made by now."""
+        phase = node.phase
+        if phase is None:
             return
-        if node.member_id in self._progress.assigned:
+        self._turn_to(node, node.doing)
+        made, stood_s = phase.steps_at(self._now_s) if steps is None else steps, phase.stood_s(self._now_s)
+        self._found.spent_s["training"] -= stood_s
+        self._found.spent_s["frozen"] += stood_s
+        self._found.trained += made
+        node.learned, node.longest, node.phase = node.learned + made, max(node.longest, made), None
+
+    def _go_on(self, node: _Node) -> None:
+        """Contribute what it learned, with what a round went without; where there is nothing, train."""
+        if (node.is_behind or node.claim is not None) and not self._can_catch_up(node):
+            return
+        if node.is_behind:
+            self._catch_up(node)
+        self._note_applied(node)
+        if node.learned:
+            self._contribute(node, may_train_on=node.missed > 0)
+        elif node.is_leaving:
+            self._leave(node)
+        else:
+            self._begin_phase(node)
+
+    def _can_catch_up(self, node: _Node) -> bool:
+        """Whether members have applied the newest round, so that it can be had of them; else it waits for that."""
+        committed = self._record.committed
+        assert committed is not None, "it is in a run"
+        if committed.round <= max(self._applied, node.holds):
+            return True
+        self._turn_to(node, "waiting")
+        self._catching_up.append(self._in_this_life(node, self._go_on))
+        return False
+
+    def _note_applied(self, node: _Node) -> None:
+        """It has applied the rounds that it was in; those who wait for that see it a moment later."""
+        if node.holds > self._applied:
+            self._applied, waiting = node.holds, self._catching_up
+            self._catching_up = []
+            for go_on in waiting:
+                self._after(_APPLIED_S, go_on)
+
+    def _catch_up(self, node: _Node) -> None:
+        """Its state is the newest again; what it offered in vain is part of what it contributes next."""
+        committed = self._record.committed
+        assert committed is not None, "it was in a run"
+        node.holds, node.is_behind = committed.round, False
+        node.learned, node.offered = node.learned + node.offered, 0
+
+    def _contribute(self, node: _Node, *, may_train_on: bool) -> None:
+        """Stand at the boundary of the next round. It trains on where rounds travel, or where it is late."""
+        if node.claim is not None:
+            self._follow(node)
+            if node.claim is None and not self._held(node):
+                return
+        node.round, node.is_pending = node.holds + 1, True
+        node.offered, node.learned, node.offer = node.learned, 0, (node.round, self._now_s)
+        trains_on = self._model.overlaps or may_train_on or self._is_slow(node)
+        if trains_on and self._left(node) >= 1 and not node.is_leaving:
+            self._begin_phase(node)
+        else:
+            self._turn_to(node, "waiting")
+        self._announce(node)
+
+    def _follow(self, node: _Node) -> None:
+        """What a joiner learned is relative to the newest round; its claim was dealt, or stands, or it begins again."""
+        committed = self._record.committed
+        assert committed is not None and node.claim is not None
+        node.holds = committed.round
+        self._settle_claim(node)
+        if node.claim is not None and not claims.standing(self._progress.ledgers, {node.member_id: node.claim[1]}):
+            self._begin_again(node)
+
+    def _settle_claim(self, node: _Node) -> None:
+        """A round that lists it has dealt it what it claimed."""
+        committed = self._record.committed
+        if node.claim is None or committed is None or committed.round <= node.claim[0]:
+            return
+        if node.member_id in (*committed.members, *committed.opening.late):
             node.claim = None
-        node.round, node.is_at_boundary = round, True
+
+    def _begin_again(self, node: _Node) -> None:
+        self._release(node.member_id)
+        self._start(node)
+
+    def _is_slow(self, node: _Node) -> bool:
+        """Whether the newest opening has another member carry what it contributes."""
+        opening = self._record.opening
+        return opening is not None and any(carried.member == node.member_id for carried in opening.carried)
+
+    def _watch(self, node: _Node) -> None:
+        """It trains, and no round waits for it: it sees when the others stand at the boundary, and joins them."""
+        if self._is_reached:
+            self._after(self._chance.uniform(0.0, LOOK_S), self._in_this_life(node, self._call))
+
+    def _call(self, node: _Node) -> None:
+        """Its phase ends with the step that it makes: a quorum stands at the boundary of the next round."""
+        if self._calls and self._is_reached and node.phase is not None and not node.is_pending:
+            node.phase.is_called = True
+            self._plan_end(node)
+
+    # -- the boundary of a round ----------------------------------------------------------------------------------
+
+    def _announce(self, node: _Node) -> None:
+        """Say what it contributes to its round."""
+        if not node.is_pending or self._is_put_off(self._in_this_life(node, self._announce)):
+            return
         committed = self._record.committed
         state = "initial" if committed is None else committed.digest
-        if node.steps:
-            node.offered = round, self._now_s
-        node.contributed, node.steps = node.contributed + node.steps, 0
+        is_carried = node.offer[0] != node.round
+        self._settle_claim(node)
         ready = Ready(
-            round,
-            node.contributed,
-            state,
-            steps=node.contributed,
-            steps_requested=0 if node.is_leaving else self._model.wanted_steps(self._model.node(node.number).step_s),
+            node.round,
+            node.offered,
+            f"{state}, behind" if is_carried else state,
+            steps=node.offered,
+            steps_requested=0 if node.is_leaving else self._wanted_steps(node),
+            phase_steps=node.longest if node.longest < node.offered else None,
             rate=self._mbit(node),
             largest=1.0,
             offer=self._offer_of(node),
             carries=self._carried_by(node),
+            claim=None if node.claim is None else node.claim[1],
             site=None if self._model.sites is None else f"site{node.number % self._model.sites}",
-            claim=node.claim,
         )
-        view = self._store.announce_ready(node.member_id, ready)
-        is_next = committed is not None and committed.round + 1 == round
-        if is_next and self._quorum_at_s is None and has_quorum(view, self._rules):
-            self._quorum_at_s = self._now_s
-            patience_s = self._rules.patience_s(self._phase_s)
-            if patience_s < math.inf:
-                self._after(patience_s, lambda: self._stop_waiting(round))
+        self._store.announce_ready(node.member_id, ready)
         self._decide(node)
 
     def _offer_of(self, node: _Node) -> str | None:
         """What it says that its carrier can fetch: nothing yet, where no opening lists it as carried."""
         if not node.is_member or self._model.overlaps:
             return None
-        opening = self._record.opening
-        is_slow = opening is not None and any(carried.member == node.member_id for carried in opening.carried)
-        return _offer(node) if is_slow else ""
+        return _offer(node) if self._is_slow(node) else ""
 
     def _carried_by(self, node: _Node) -> tuple[Carry, ...]:
         """What it holds whole of members with slow links, whose contributions travel from when they are made."""
         opening, found = self._record.opening, list[Carry]()
         mine = {c.member for c in opening.carried if c.carrier == node.member_id} if opening is not None else set[str]()
-        for other in self._nodes:
+        for other in self._nodes if mine else ():
             travels_s = self._model.encoded_bytes * 8e-6 / self._mbit(other)
-            is_here = other.doing != "away" and other.contributed > 0 and self._now_s - other.offered[1] >= travels_s
+            is_here = other.doing != "away" and other.offered > 0 and self._now_s - other.offer[1] >= travels_s
             if other.member_id in mine and is_here:
                 found.append(Carry(other.member_id, _offer(other), 1.0))
         return tuple(found)
@@ -417,6 +622,22 @@ class VirtualRun:
         waited_s = 0.0 if self._quorum_at_s is None else self._now_s - self._quorum_at_s
         is_over = self._quorum_at_s is not None and waited_s >= self._rules.patience_s(self._phase_s) - _ROUNDING_S
         return ElapsedWaits(stragglers_are_late=is_over, phase_s=self._phase_s)
+
+    def _note_quorum(self, view: View, round: int) -> None:
+        """From when a quorum stands at the boundary, the others are waited for so long, and called."""
+        committed = self._record.committed
+        is_next = committed is not None and committed.round + 1 == round
+        if is_next and not self._is_reached:
+            self._is_reached = True
+            for node in self._nodes:
+                if node.phase is not None and not node.is_pending:
+                    self._watch(node)
+        if not is_next or self._quorum_at_s is not None or not has_quorum(view, self._rules):
+            return
+        self._quorum_at_s = self._now_s
+        patience_s = self._rules.patience_s(self._phase_s)
+        if patience_s < math.inf:
+            self._after(patience_s, lambda: self._stop_waiting(round))
 
     def _stop_waiting(self, round: int) -> None:
         if self._is_put_off(lambda: self._stop_waiting(round)):
@@ -433,19 +654,20 @@ class VirtualRun:
 
     def _at_boundary(self) -> list[_Node]:
         """Nodes that wait for a round to be opened to them."""
-        return [n for n in self._nodes if n.is_at_boundary and n.opening is None and n.doing != "away"]
+        return [n for n in self._nodes if n.is_pending and n.opening is None and n.doing != "away"]
 
     def _decide(self, node: _Node) -> bool:
         """What a node that waits makes of the store. Whether it opened a round."""
         view = self._store.view(node.round)
-        if node.round != FOUNDING_ROUND and must_leave(view, node.member_id, node.round, node.claim) is not None:
-            self._store.release_lease(node.member_id)
-            self._start(node)
+        self._settle_claim(node)
+        claim = None if node.claim is None else node.claim[1]
+        if node.round != FOUNDING_ROUND and must_leave(view, node.member_id, node.round, claim) is not None:
+            self._begin_again(node)
             return False
         if view.committed is not None and view.committed.round >= node.round:
-            node.missed += node.is_member and node.contributed > 0
-            self._arrive(node, view.committed.round + 1)
+            self._miss(node, view.committed)
             return False
+        self._note_quorum(view, node.round)
         decision = next_opening(view, node.round, self._rules, self._patience, claims=self._store.claims)
         if isinstance(decision, Wait) or decision == view.opening:  # it is open to others
             return False
@@ -455,6 +677,20 @@ class VirtualRun:
         self._begin(decision)
         return True
 
+    def _miss(self, node: _Node, committed: Verdict) -> None:
+        """The round was committed without it: its carrier has what it offers, or that is part of its next."""
+        node.missed += bool(node.offered)
+        if self._is_slow(node) and _offer(node):
+            node.round = committed.round + 1
+            self._announce(node)
+        elif node.phase is None:
+            self._catch_up(node)
+            self._contribute(node, may_train_on=True)
+        else:
+            node.is_pending, node.is_behind = False, True
+            self._watch(node)
+            self._plan_end(node)
+
     # -- one round ------------------------------------------------------------------------------------------------
 
     def _begin(self, opening: Opening) -> None:
@@ -463,19 +699,16 @@ class VirtualRun:
         members = [by_id[member] for member in opening.members if member in by_id]
         for node in members:
             node.opening = opening
-            if opening.round != FOUNDING_ROUND and self._trains_ahead(node):
-                self._train(node)
-            elif not node.is_training:
+            if node.phase is None:
                 self._turn_to(node, "transferring")
+            elif node.timed != opening.round:  # its phase counts its time from here, as those of the others
+                node.timed, node.phase.clock_s = opening.round, self._now_s
+                self._plan_end(node)
         seconds = self._model.agreement_s
         if opening.round != FOUNDING_ROUND:
             speaking = {*opening.speakers().values()} or {*opening.members}
             seconds += transfer_s(self._model, [self._mbit(n) for n in members if n.member_id in speaking])
         self._after(seconds, lambda: self._end(opening, members))
-
-    def _trains_ahead(self, node: _Node) -> bool:
-        """Whether a node whose round begins its transfer starts the steps of the next one."""
-        return self._model.overlaps and not (node.is_training or node.steps)
 
     def _end(self, opening: Opening, members: list[_Node]) -> None:
         """The members that are still there vote; the last one commits the round, if all have."""
@@ -496,7 +729,8 @@ class VirtualRun:
             progress = self._progress.begin(opening, self._shape, after_round=None)
         else:
             progress = self._progress.after(opening, self._shape)
-        if self._store.propose_verdict(replace(verdict, record=_Record(progress))):
+        verdict = replace(verdict, record=_Record(progress))
+        if self._store.propose_verdict(verdict):
             self._progress = progress
             self._commit(verdict, members)
 
@@ -508,14 +742,20 @@ class VirtualRun:
         if node is None:
             self._found.wasted -= carried.steps
             return
-        node.contributed, node.missed = 0, 0
-        if node.doing != "away" and node.is_at_boundary:
-            node.is_at_boundary, node.round = False, round + 1
-            self._train(node)
+        self._settle(node, round)
+
+    def _settle(self, node: _Node, round: int) -> None:
+        """What it contributed counted in this round."""
+        node.offered, node.longest, node.missed, node.holds = 0, 0, 0, round
+        node.opening, node.is_pending = None, False
+        if node.doing == "away":
+            return
+        if node.phase is None:
+            self._go_on(node)
 
     def _commit(self, verdict: Verdict, members: list[_Node]) -> None:
         opening = verdict.opening
-        self._settled_at_s, self._quorum_at_s = self._now_s, None
+        self._settled_at_s, self._quorum_at_s, self._is_reached = self._now_s, None, False
         if opening.round == FOUNDING_ROUND:
             self._begin_chaos()
         else:
@@ -525,30 +765,17 @@ class VirtualRun:
         for carried in opening.counted:
             self._count_carried(carried, opening.round)
         for node in members:
-            if node.opening != opening:
-                continue
-            if opening.round != FOUNDING_ROUND and not node.is_member:
-                self._found.joins += 1
-                self._found.joined_s.append(self._now_s - node.began_s)
-            self._counted += node.contributed
-            node.opening, node.is_member, node.is_at_boundary = None, True, False
-            self._found.late += node.missed > 0
-            node.round, node.contributed, node.missed = opening.round + 1, 0, 0
-            if node.is_leaving:
-                continue
-            if node.steps:
-                self._arrive(node, node.round)
-            elif not node.is_training:
-                self._train(node)
+            if node.opening == opening:
+                self._counted += node.offered
+                self._found.late += node.missed > 0
+                node.is_member, node.claim = True, None
+                self._settle(node, opening.round)
         self._look_again()
-        for node in [n for n in members if n.is_leaving and n.doing != "away"]:
-            self._leave(node)
 
     def _look_again(self) -> None:
-        """Those who wait for a round that is over now: joiners, and members that were late."""
-        committed = self._record.committed
+        """Those who wait for a round that is over now, and those who came to the next one before it was."""
         for node in self._at_boundary():
-            if committed is not None and node.round <= committed.round:
+            if node.is_pending and node.opening is None:
                 self._decide(node)
 
     def _forget_rounds_before(self, round: int) -> None:
@@ -556,6 +783,8 @@ class VirtualRun:
         record = self._record
         for old in [number for number in record.ready if number < round]:
             del record.ready[old]
+        for gone in record.claims.keys() - record.leases.keys():
+            del record.claims[gone]
         record.votes.clear()
         record.failed.clear()
         record.openings.clear()
@@ -637,14 +866,13 @@ class VirtualRun:
         """It ends its phase early, and hands over what it learned if the others are there in time."""
         self._found.leaves += 1
         node.is_leaving = True
-        if node.is_training and not node.is_at_boundary:
-            steps = int((self._now_s - node.since_s) / self._model.node(node.number).step_s)
-            self._end_phase(node, min(steps, node.making))
+        if node.phase is not None:
+            self._plan_end(node)
         grace_s = 0.0 if node.doing == "joining" else self._model.chaos.grace_s
         self._after(grace_s, self._in_this_life(node, self._leave))
 
     def _leave(self, node: _Node) -> None:
-        self._go_away(node)
+        self._go_away(node, self._chance.expovariate(1 / self._model.away_s))
         self._expire(node.member_id)
 
     def _join_many(self, count: int) -> None:
@@ -674,4 +902,4 @@ class _Record(dict[str, Any]):
 
 def _offer(node: _Node) -> str:
     """What names a node's contribution; empty where it has none."""
-    return f"{node.offered[0]}-{node.number}" if node.contributed else ""
+    return f"{node.offer[0]}-{node.number}" if node.offered else ""

@@ -21,13 +21,14 @@ from torch import Tensor
 from zeroband.config.outer import RoundsConfig
 from zeroband.data.ledger import Range, count
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.errors import RoundsMissed
 from zeroband.kernels.one_rounding import OneRounding
-from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.observe.log import get_logger
 from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.outer.merge import FragmentDrift
@@ -57,8 +58,8 @@ class ManySteps(Schedule[Algorithm]):
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
         self._merge = algorithm.merge()
-        self._aside = self._local
-        """For what local ranks agree on while a round is under way."""
+        self._aside: LocalMesh | None = None
+        """For what local ranks agree on while a round is under way; None: contributions are not carried."""
         if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
             self._aside = self._local.twin()
@@ -70,6 +71,8 @@ class ManySteps(Schedule[Algorithm]):
         """By how many inner steps the newest round that it replayed moved the run on."""
         self._ahead = 0.0
         """Part of the phase so far that its newest contribution holds."""
+        self._watch: BoundaryWatch | None = None
+        """Looks whether a member stands at the next boundary, while no round of this node is under way."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -87,6 +90,30 @@ class ManySteps(Schedule[Algorithm]):
             return self._end_phase()
         is_due = self._learned.steps == self._overlap and not self._is_late
         return self.flush() if is_due else ()
+
+    def is_time_over(self, steps: int) -> bool:
+        return super().is_time_over(steps) or self._is_called()
+
+    def _is_called(self) -> bool:
+        """Whether a phase by time ends since a member stands at the boundary of the next round. Local rank 0 knows.
+
+        So a joiner, and a member whose round was committed without it, count in that round. Whoever stands there has
+        applied the newest round, which this node lacks; after the next verdict nobody has for a phase.
+        """
+        is_apart = self._runner.was_missed or (self._claimed is not None and not self._runner.is_under_way)
+        is_by_time = self._parts.length.phase_length.is_by_time
+        if self._watch is None and is_apart and is_by_time and self._is_delayed and self._local.rank == 0:
+            self._watch = BoundaryWatch(self._parts.mesh.is_boundary_reached)
+        return self._watch is not None and self._watch.is_called
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def abandon(self) -> None:
+        self._close_watch()
+        super().abandon()
 
     def flush(self) -> Sequence[RoundReport]:
         if self._dealt:  # phases are over that no contribution holds
@@ -123,6 +150,7 @@ class ManySteps(Schedule[Algorithm]):
 
         While a carrier has not brought what was contributed before, another phase is added to this one.
         """
+        self._close_watch()
         self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps_of_phase)
         rest = 1.0 - self._ahead if self._learned.steps_of_phase else 0.0
         self._dealt = self._dealt_meanwhile()
@@ -137,7 +165,7 @@ class ManySteps(Schedule[Algorithm]):
         reports = [] if before is None or before is delayed else [self._arrive(before, since=1.0)]
         if self._learned.steps > 0:
             self._drift.end_phase(rest)
-            reports += self._contribute_phase(delayed, is_member_new=before is not None)
+            reports += self._contribute_phase(delayed)
         elif reports:  # the round that counts what was late has this phase, too
             reports += self._close(reports[-1])
         self._begin_phase()
@@ -149,7 +177,7 @@ class ManySteps(Schedule[Algorithm]):
         Else this waits for the round that is under way. The same on all local ranks. How many phases a node may hold
         that have not counted, the ledger says.
         """
-        if not self._runner.is_under_way:
+        if self._aside is None or not self._runner.is_under_way:
             return ()
         member_id, batch_size = self._parts.mesh.member_id, self._parts.length.shape.batch_size
         used = (self._learned.offered_steps + self._learned.steps) * batch_size
@@ -164,7 +192,7 @@ class ManySteps(Schedule[Algorithm]):
             spans = [] if followed is None else list(followed.assigned[member_id])
         return [(first, last) for first, last in broadcast_json(spans, self._aside)]
 
-    def _contribute_phase(self, delayed: Committed | None, *, is_member_new: bool) -> list[RoundReport]:
+    def _contribute_phase(self, delayed: Committed | None) -> list[RoundReport]:
         """Contribute to the next round, and where the nodes wait for it take it over at once.
 
         A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
@@ -187,7 +215,7 @@ class ManySteps(Schedule[Algorithm]):
             return reports
         if not is_finite:
             self._parts.inner.forget_moments()
-        waits, closes = self._waits_for_the_others(is_finite, is_member_new=is_member_new)
+        waits, closes = self._waits_for_the_others(is_finite)
         barrier(self._local)
         offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
         if not waits:
@@ -223,17 +251,16 @@ class ManySteps(Schedule[Algorithm]):
         """Whether a result arrives when its fragment is sent again: delayed and eager updates of the whole."""
         return self._overlap is None and len(self._bounds) == 1
 
-    def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
+    def _waits_for_the_others(self, is_finite: bool) -> tuple[bool, bool]:
         """Whether training stands still for this round, and whether the other fragments are sent after it at once.
 
         Then all nodes hold one model.
         """
         shape, is_whole = self._parts.length.shape, len(self._bounds) == 1
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
-        is_new = is_member_new and self._runner.has_new_members and is_whole
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
         is_idle = count(self._held) <= self._learned.steps * shape.batch_size  # until the round has dealt it more
-        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 
@@ -383,6 +410,7 @@ class ManySteps(Schedule[Algorithm]):
     # -- being late ---------------------------------------------------------------------------------------------
 
     def _begin_phase(self) -> None:
+        self._close_watch()
         self._ahead = 0.0
         super()._begin_phase()
 

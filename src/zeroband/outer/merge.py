@@ -218,8 +218,9 @@ class EagerView:
         view = canonical - lr (c + mu u),  u <- mu u + c,  c = share d
     with Nesterov, and canonical - lr u without: one buffer `u` stands for the whole history. The canonical state stays
     bit-identical on all nodes; the view is local. While a round is not open its share is an estimate; `correct` puts
-    the true one into `u` when the mean has come, so an error lasts for one phase. Zeroing `u` ends the difference: the
-    flush at the end of the run, at a checkpoint and when members change, after the late mean was applied.
+    the true one into `u` when the mean has come, so an error lasts for one phase. Terms keep the share of their own
+    round, so members may change. Zeroing `u` ends the difference: the flush at the end of the run and at a checkpoint,
+    after the late mean was applied.
     """
 
     def __init__(self, *, lr: float, momentum: float, nesterov: bool = True) -> None:

@@ -174,7 +174,9 @@ class Schedule(ABC, Generic[_A]):
         """Whether the phase should end with its `steps`-th inner step: its time is over, or it is in vain."""
         watch = self._parts.history.auto_rollback
         goes_back = watch is not None and watch.is_due(LossRecord.of(self.record))
-        return goes_back or self._parts.length.phase_length.is_over(time.monotonic(), steps)
+        phase_length = self._parts.length.phase_length
+        phase_length.count_from(self._runner.opened_at_s)
+        return goes_back or phase_length.is_over(time.monotonic(), steps)
 
     def flush(self) -> Sequence[RoundReport]:
         """Wait for a round that is on its way beside training, and take its state over; the reports of what came."""

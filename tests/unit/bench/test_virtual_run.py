@@ -108,6 +108,52 @@ def test_joiner_trains_at_once_and_counts_in_the_first_round_that_has_it(overlap
     assert found.joins > 6 and weights and 0 not in weights
 
 
+BY_TIME: dict[str, Any] = {"overlaps": True, "inner_steps": 2 * INNER_STEPS, "inner_seconds": INNER_STEPS * STEP_S}
+
+
+def test_joiner_by_time_counts_with_the_others_at_their_next_boundary() -> None:
+    """It comes there with what it learned in a part of a phase, and from then on with them."""
+    run = VirtualRun(replace(FOUR, state_bytes=0, rtt_ms=0, encoded_bytes=0, **BY_TIME))
+    joins_at_s = AGREEMENT_S + 2.6 * INNER_STEPS * STEP_S
+    run.join_at(joins_at_s, 1)
+    found = run.play(6)
+    assert (found.joins, found.joined_s, found.members) == (1, [0.0], 2 * 4 + 4 * 5)
+    assert found.spent_s["waiting"] == 0 and found.wasted == 0
+    part = 0.4 * INNER_STEPS
+    assert 0 <= found.tokens - (4 * 6 + 3) * INNER_STEPS - part <= 1 + 3 * 5, "at most a step more of each in a round"
+
+
+def test_late_member_by_time_comes_back_with_the_next_round() -> None:
+    run = VirtualRun(replace(FOUR, encoded_bytes=0, straggler_grace=0.15, **BY_TIME))
+    stand_still(run, 3, at_s=AGREEMENT_S + 1.9 * INNER_STEPS * STEP_S, seconds=8.0)
+    found = run.play(8)
+    assert (found.late, found.members) == (1, 8 * 4 - 1)
+    assert found.spent_s["waiting"] == 0 and found.wasted == 0
+
+
+def stand_still(run: VirtualRun, number: int, *, at_s: float, seconds: float) -> None:
+    """Have a node that trains stand still for less than its lease."""
+
+    def freeze() -> None:
+        node = run._nodes[number]
+        assert node.phase is not None
+        node.phase.stands_at_s, node.phase.stands_s = at_s, seconds
+        run._plan_end(node)
+
+    run._after(at_s, freeze)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_second_of_a_node_is_in_one_account(overlaps: bool) -> None:
+    """What is trained lies between what counts and what nodes were there for."""
+    found = play(LOSING, 60, overlaps=overlaps, freeze_every_s=300.0, freeze_s=4.0)
+    spent_s = sum(found.spent_s.values())
+    assert spent_s == pytest.approx(16 * found.seconds)
+    in_vain_s = found.training * spent_s - found.tokens * STEP_S
+    assert found.wasted_s <= in_vain_s <= found.wasted_s + (found.losses + 16) * (2 * INNER_STEPS * STEP_S + STEP_S)
+    assert 0 < found.goodput < found.training < 1 - found.spent_s["away"] / spent_s
+
+
 def test_joiner_fetches_the_state_before_it_takes_part() -> None:
     assert fetch_s(FOUR, 100) == pytest.approx(8 * 80 / 100 + 0.1)
 

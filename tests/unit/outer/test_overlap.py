@@ -13,11 +13,14 @@ from tests.oracles.diloco import delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, SHAPES, Forgetful, Problem, Steady
 from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
+from tests.unit.conftest import DEADLINE_S
 from torch import Tensor, nn
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.background import BoundaryWatch
+from zeroband.outer import many_steps
 from zeroband.outer.many_steps import PARAMS
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.fragments import Fragment, fragments_of
@@ -246,6 +249,69 @@ def test_one_fragment_that_is_waited_for_is_diloco_bit_for_bit(
     expected = diloco(Problem(2), ROUNDS, H, 0.7, 0.9)[-1]
     run = train(diloco_with(lr=0.7, **settings), 2, ROUNDS * H)
     assert torch.equal(run["a"].params, expected) and torch.equal(run["b"].params, expected)
+
+
+# -- nobody stands still --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", ["overwrite", "eager"])
+def test_nobody_waits_for_the_round_after_one_with_other_members(train: Callable[..., Run], merge: str) -> None:
+    """A node that was lost in the second round costs the others no wait in the third: each contributes by itself."""
+    run = train(diloco_with(lr=0.2, overlap="full", merge=merge), 3, 2 * H, inject={"c": ["reduced@2=SIGKILL"]})
+    go_on(run, H - 1, "a", "b", nodes=3)
+    go_on(run, 1, "a", nodes=3)
+    assert run["a"].outer.round == 2 and run.store.verdicts[-1].members == ("a", "b")
+    go_on(run, 1, "b", nodes=3)
+    go_on(run, 3 * H, "a", "b", nodes=3)
+    assert_one_outer_state(run, "a", "b")
+    assert_every_sample_once(run)
+
+
+def called(run: Run, name: str) -> bool:
+    watch = run[name].outer._watch
+    assert watch is not None, "it looks"
+    watch.thread.join(DEADLINE_S)
+    return run[name].outer.is_time_over(1)
+
+
+def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_boundary(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their phases are cut short, so both count with the others in the next round, with all that they learned."""
+    monkeypatch.setattr(many_steps, "BoundaryWatch", partial(BoundaryWatch, look_s=0.002))
+    config = diloco_with(inner_steps=None, inner_seconds=1e6, overlap="full")
+    run = start_run(config, "a", "b", model=Oracle)
+    run.add("c").receive(run["a"])
+    run["c"].join()
+    step = torch.full((LAYOUT.numel,), 0.1)
+
+    def contribute(*names: str) -> None:
+        for name in names:
+            run[name].diloco_step(step, 10, ends_round=True)
+
+    def newest_weights() -> tuple[int, ...]:
+        assert run["a"].outer._runner._background[1].is_over(DEADLINE_S)
+        return run.store.verdicts[-1].opening.weights
+
+    for name in ("a", "b", "c"):
+        run[name].diloco_step(step, 10, ends_round=False)
+    assert not any(run[name].outer.is_time_over(1) for name in ("a", "b", "c"))
+    contribute("a")
+    assert called(run, "c"), "one is there"
+    contribute("c", "b")
+    assert newest_weights() == (20, 20, 20)
+    with run.hurry():
+        contribute("a", "b")
+        assert newest_weights() == (10, 10)
+    contribute("c")
+    assert run["c"].outer._runner._background[1].is_over(DEADLINE_S)
+    run["c"].diloco_step(step, 10, ends_round=False)
+    assert not run["c"].outer.is_time_over(1)
+    contribute("a")
+    assert called(run, "c")
+    contribute("c", "b")
+    assert newest_weights() == (10, 10, 30)
+    assert_every_sample_once(run)
 
 
 # -- where all nodes hold one model ---------------------------------------------------------------------------------

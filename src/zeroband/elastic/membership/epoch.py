@@ -76,6 +76,9 @@ class Rules:
     """What a member sends and receives in a round at least; 0: not known, and nobody is left out for its link."""
     hidden: float = 0.0
     """Part of a phase of inner steps that a round travels beside."""
+    calls: bool = False
+    """Who trains apart from the others comes to the boundary when one of them stands there, so joiners are waited for
+    as late members are."""
     has_several_stores: bool = False
     """A round takes at least half of the last one's electors: the others may have gone to another store."""
     counts_equally: bool = False
@@ -151,7 +154,7 @@ def next_opening(
     joining = tuple(m for m in claimed if m not in view.ready)
     # There is no later round for what is late; and a round that travels during training has time for it.
     awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
-    awaited = (*awaited, *joining) if is_last else awaited
+    awaited = (*awaited, *joining) if is_last or rules.calls else awaited
     is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):

@@ -133,6 +133,10 @@ class ElasticDeviceMesh:
         """Whether no round is committed after this one, and a member of it lives. Raises Fenced."""
         return bool(on_first_rank(self.local, lambda: self.member.is_newest(round)))
 
+    def is_boundary_reached(self) -> bool:
+        """Whether a member stands at the boundary of the next round. Any thread of local rank 0."""
+        return self.member.is_boundary_reached()
+
     def claim_samples(self, samples: int) -> Claim:
         """Claim this many samples, to train on before a round has dealt this node any."""
         return record_on_first_rank(self.local, (Claim,), lambda: self.member.claim_samples(samples))

@@ -258,6 +258,15 @@ class Member:
         committed = view.committed
         return committed is not None and committed.round == round and bool(view.alive.intersection(committed.members))
 
+    def is_boundary_reached(self) -> bool:
+        """Whether a member stands at the boundary of the next round. Any thread."""
+        round = self._round
+        view = self.look(round)
+        if view.committed is None:
+            return False
+        newest = view.committed.round
+        return (view if round == newest + 1 else self.look(newest + 1)).arrived > 0
+
     def _look_while_alive(self, round: int) -> View:
         if self._flags.is_fenced:
             raise Fenced(f"the lease of {self.member_id} ran out and the run went on")

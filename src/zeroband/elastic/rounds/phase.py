@@ -24,7 +24,12 @@ class PhaseLength:
         self._steps = steps
         self._round_s = round_s
         self._step_s: float | None = None
-        self._began_at_s = 0.0
+        self._began_at_s = self._counts_from_s = 0.0
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether a round ends after a time."""
+        return self._round_s is not None
 
     @property
     def most_steps(self) -> int:
@@ -33,14 +38,21 @@ class PhaseLength:
 
     def begin(self, now_s: float) -> None:
         """A round begins."""
-        self._began_at_s = now_s
+        self._began_at_s = self._counts_from_s = now_s
+
+    def count_from(self, opened_at_s: float) -> None:
+        """Count the round's time from when the one before it was opened to its members, if this began earlier.
+
+        All members see that at once, so their rounds end together, however long each waited for it while it trained.
+        """
+        self._counts_from_s = max(self._counts_from_s, opened_at_s)
 
     def is_over(self, now_s: float, steps: int) -> bool:
         """Whether the round's time is over after so many steps: another one would end further from it."""
         if self._round_s is None or steps == 0:
             return False
-        elapsed_s = now_s - self._began_at_s
-        return elapsed_s + elapsed_s / steps / 2 >= self._round_s
+        step_s = (now_s - self._began_at_s) / steps
+        return now_s - self._counts_from_s + step_s / 2 >= self._round_s
 
     def learn(self, now_s: float, steps: int) -> None:
         """The round took so many steps until now."""

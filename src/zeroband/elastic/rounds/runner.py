@@ -113,8 +113,9 @@ class RoundRunner:
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
         self.opening: Opening | None = None
         """That of the newest round which this node was in."""
-        self.has_new_members = False
-        """The newest round had other members than the one before."""
+        self._opened = FOUNDING_ROUND
+        self.opened_at_s = -math.inf
+        """Monotonic time at which the newest round was opened to this node."""
         self._parts = parts
         self._state = state
         self._exchange = exchange
@@ -170,6 +171,11 @@ class RoundRunner:
     def is_under_way(self) -> bool:
         """Whether a round is on its way beside training."""
         return self._background is not None
+
+    @property
+    def was_missed(self) -> bool:
+        """Whether the round that was started during training was committed without this node."""
+        return self._background is not None and isinstance(self._background[1].outcome, Verdict)
 
     def await_samples(self, are_there: Callable[[Progress], bool]) -> Progress | None:
         """Wait for the round that was started, or until rounds that go without this node have dealt it samples.
@@ -314,6 +320,8 @@ class RoundRunner:
             opening = self._parts.mesh.await_turn(round, is_member=is_member)
             if isinstance(opening, Verdict):
                 return opening
+            if round > self._opened:  # a retried one does not make the phase longer
+                self._opened, self.opened_at_s = round, time.monotonic()
             self._pause_before(opening)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
@@ -462,8 +470,7 @@ class RoundRunner:
     def advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the sections now hold a committed round that this node was in."""
         self._state.note(verdict.round, verdict.record, digest)
-        before, self.opening = self.opening, verdict.opening
-        self.has_new_members = before is None or before.members != verdict.members
+        self.opening = verdict.opening
 
     def keep(self, committed: Committed) -> None:
         """Add a round that was applied to the journal, from which others replay it. Local rank 0 keeps it for all."""

@@ -124,6 +124,15 @@ def test_last_round_waits_for_a_joiner_that_trains() -> None:
     assert not isinstance(wait, Opening) and wait.waiting_for == (C,)
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_joiner_that_is_called_is_waited_for_as_long_as_for_late_members(calls: bool) -> None:
+    view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, calls=calls)
+    early = next_opening(view, 3, rules, claims=lambda: {C: CLAIM})
+    assert isinstance(early, Opening) is not calls
+    opening = next_opening(view, 3, rules, ElapsedWaits(stragglers_are_late=True), claims=lambda: {C: CLAIM})
+    assert isinstance(opening, Opening) and (opening.members, opening.late) == ((A, B), (C,))
+
+
 def test_joiner_is_left_once_another_was_dealt_what_it_claims() -> None:
     view = boundary({})
     assert must_leave(view, C, 2, CLAIM) is None

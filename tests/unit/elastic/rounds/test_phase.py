@@ -26,6 +26,27 @@ def test_fixed_pace_wants_the_same_steps_whatever_they_take() -> None:
     assert not pace.is_over(1e9, 499)
 
 
+@given(began_s=st.lists(st.floats(0.0, 50.0), min_size=2, max_size=4), step_s=st.floats(0.1, 5.0))
+def test_rounds_of_members_end_together_however_early_each_began(began_s: list[float], step_s: float) -> None:
+    """Within a step: all of them count from when the round before was opened."""
+    ends_s = list[float]()
+    for began in began_s:
+        pace = PhaseLength(MANY, round_s=60.0)
+        pace.begin(began)
+        pace.count_from(50.0)
+        steps = next(n for n in itertools.count(1) if pace.is_over(began + n * step_s, n))
+        ends_s.append(began + steps * step_s)
+    assert all(abs(end - 110.0) <= 0.5 * step_s + 1e-6 for end in ends_s)
+
+
+def test_opening_from_before_a_round_began_moves_its_end_not() -> None:
+    pace, other = PhaseLength(MANY, round_s=60.0), PhaseLength(MANY, round_s=60.0)
+    for one in (pace, other):
+        one.begin(100.0)
+    pace.count_from(95.0)
+    assert [pace.is_over(100.0 + n, n) for n in (59, 60)] == [other.is_over(100.0 + n, n) for n in (59, 60)] == [0, 1]
+
+
 def test_first_timed_round_only_shows_how_fast_the_node_is() -> None:
     assert PhaseLength(MANY, round_s=60.0).wanted_steps() == 8
 
