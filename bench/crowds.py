@@ -60,7 +60,7 @@ def main() -> None:
     asked = parser.parse_args()
     require(asked.rounds > STRUCK_ROUND + 1, f"--rounds {asked.rounds} are over before the nodes are struck")
     lost = int(asked.lost * asked.nodes)
-    print("| overlap | while | what | opened again | the run took | all in after, mean, most | members | goodput |")
+    print("| overlap | while | what | opened again | the run took | all train after, mean, most | members | goodput |")
     print("|" + "---|" * 8)
     for overlaps in (False, True):
         model = model_of(asked.nodes, overlaps=overlaps)

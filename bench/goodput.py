@@ -23,7 +23,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +88,14 @@ def loss_s(run: SimulationResult) -> dict[str, float]:
     return {name: seconds / run.losses for name, seconds in {**causes, "trained in vain": in_vain_s}.items()}
 
 
+CAUSE_COLUMNS = " | ".join(["for each: absent, s", *(f"{cause}, s" for cause in [*CAUSES, "trained in vain"][1:])])
+
+
+def seconds_told(found: Sequence[Mapping[str, float]]) -> str:
+    """The mean seconds of each cause, as cells."""
+    return " | ".join(f"{sum(one[cause] for one in found) / len(found):.1f}" for cause in found[0])
+
+
 def phases_lost(run: SimulationResult, phase_s: float) -> float:
     """Phases of a node that a failure costs beyond the absence, by what counts."""
     return sum(seconds for name, seconds in loss_s(run).items() if name != "absent") / phase_s
@@ -116,7 +124,7 @@ def data_parallel(nodes: int, mtbf_s: float, down_s: float, pause_s: float | Non
 def as_published(rounds: int, seed: int) -> None:
     """Print what the rules of production make of the published settings, phases by time and rounds beside training."""
     columns = "learners | chips | a learner fails every | is down for | published | training | counted"
-    print(f"| {columns} | phases for each failure, beyond the absence |\n|" + "---|" * 8)
+    print(f"| {columns} | phases for each failure, beyond the absence | {CAUSE_COLUMNS} |\n|{'---|' * 15}")
     for row in PUBLISHED:
         model = RunModel(
             nodes=(NodeModel(PUBLISHED_PHASE_S / STEPS, MBIT_S),) * row.learners,
@@ -137,7 +145,7 @@ def as_published(rounds: int, seed: int) -> None:
         times = f"{row.mtbf_s:.0f} s | {row.down_s:.1f} s"
         training, counted = ranged([run.training for run in runs]), ranged([run.goodput for run in runs])
         lost = ranged([phases_lost(run, PUBLISHED_PHASE_S) for run in runs], digits=2)
-        ours = f"{training} | {counted} | {lost}"
+        ours = f"{training} | {counted} | {lost} | {seconds_told([loss_s(run) for run in runs])}"
         print(f"| {row.learners} | {row.chips / 1e6:g}M | {times} | {row.goodput:.2f} | {ours} |", flush=True)
 
 
@@ -178,8 +186,7 @@ def main() -> None:
     )
     freezing = replace(waiting, freeze_every_s=asked.freeze_every_s, freeze_s=asked.freeze_s)
     columns = "run | training | counted | phases for each failure, beyond the absence | rounds | opened again | late"
-    causes = [f"{cause}, s" for cause in (*CAUSES, "trained in vain")]
-    print(f"| {columns} | failures | for each: {' | '.join(causes)} |\n|" + "---|" * (8 + len(causes)))
+    print(f"| {columns} | failures | {CAUSE_COLUMNS} |\n|{'---|' * 15}")
     hours = []
     for name, model in {
         f"failures, grace {asked.grace:g}": replace(waiting, straggler_grace=asked.grace),
@@ -190,8 +197,8 @@ def main() -> None:
         run = VirtualRun(model, seed=asked.seed).play(asked.rounds)
         require(run.losses > 0, "no node failed")
         accounts = f"{run.training:.3f} | {run.goodput:.3f} | {phases_lost(run, asked.phase_s):.2f}"
-        causes = " | ".join(f"{seconds:.1f}" for seconds in loss_s(run).values())
-        print(f"| {name} | {accounts} | {run.rounds} | {run.reopened} | {run.late} | {run.losses} | {causes} |")
+        told = f"{accounts} | {run.rounds} | {run.reopened} | {run.late} | {run.losses} | {seconds_told([loss_s(run)])}"
+        print(f"| {name} | {told} |", flush=True)
         hours.append(run.seconds)
     for name, pause_s in (("data parallel, elastic", asked.pause_s), ("data parallel", None)):
         goodput = data_parallel(asked.nodes, asked.mtbf_s, asked.down_s, pause_s, max(hours), asked.seed)

@@ -135,7 +135,7 @@ def render(model: RunModel, found: SimulationResult, took_s: float) -> str:
     ]
     if found.joined_s:
         lines.append(
-            f"a joiner          was in after {_mean(found.joined_s):.0f} s, at most {max(found.joined_s):.0f} s"
+            f"a joiner          trained after {_mean(found.joined_s):.0f} s, at most {max(found.joined_s):.0f} s"
         )
     chaos = {
         "the store was away": found.store_losses,

@@ -518,10 +518,8 @@ class VirtualRun:
 
     def _contribute(self, node: _Node, *, may_train_on: bool) -> None:
         """Stand at the boundary of the next round. It trains on where rounds travel, or where it is late."""
-        if node.claim is not None:
-            self._follow(node)
-            if node.claim is None and not self._held(node):
-                return
+        if node.claim is not None and not self._follow(node):
+            return
         node.round, node.is_pending = node.holds + 1, True
         node.offered, node.learned, node.offer = node.learned, 0, (node.round, self._now_s)
         trains_on = self._model.overlaps or may_train_on or self._is_slow(node)
@@ -531,14 +529,20 @@ class VirtualRun:
             self._turn_to(node, "waiting")
         self._announce(node)
 
-    def _follow(self, node: _Node) -> None:
-        """What a joiner learned is relative to the newest round; its claim was dealt, or stands, or it begins again."""
+    def _follow(self, node: _Node) -> bool:
+        """Catch up as a joiner. Whether its claim was dealt or stands: else it begins again."""
         committed = self._record.committed
-        assert committed is not None and node.claim is not None
+        assert committed is not None, "it joined a run"
         node.holds = committed.round
         self._settle_claim(node)
-        if node.claim is not None and not claims.standing(self._progress.ledgers, {node.member_id: node.claim[1]}):
+        is_void = bool(claim := self._claim_of(node)) and not claims.standing(self._progress.ledgers, claim)
+        if is_void:
             self._begin_again(node)
+        return not is_void
+
+    def _claim_of(self, node: _Node) -> dict[str, Claim]:
+        """What a node claimed and no round has dealt it, by its name; nothing of others."""
+        return {} if node.claim is None else {node.member_id: node.claim[1]}
 
     def _settle_claim(self, node: _Node) -> None:
         """A round that lists it has dealt it what it claimed."""

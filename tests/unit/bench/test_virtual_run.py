@@ -123,24 +123,26 @@ def test_joiner_by_time_counts_with_the_others_at_their_next_boundary() -> None:
     assert 0 <= found.tokens - (4 * 6 + 3) * INNER_STEPS - part <= 1 + 3 * 5, "at most a step more of each in a round"
 
 
+class Stopped(VirtualRun):
+    """A run of which a node stands still once, for less than its lease."""
+
+    def stand_still(self, number: int, *, at_s: float, seconds: float) -> None:
+        node = self._nodes[number]
+
+        def freeze() -> None:
+            assert node.phase is not None, "it trains"
+            node.phase.stands_at_s, node.phase.stands_s = at_s, seconds
+            self._plan_end(node)
+
+        self._after(at_s, freeze)
+
+
 def test_late_member_by_time_comes_back_with_the_next_round() -> None:
-    run = VirtualRun(replace(FOUR, encoded_bytes=0, straggler_grace=0.15, **BY_TIME))
-    stand_still(run, 3, at_s=AGREEMENT_S + 1.9 * INNER_STEPS * STEP_S, seconds=8.0)
+    run = Stopped(replace(FOUR, encoded_bytes=0, straggler_grace=0.15, **BY_TIME))
+    run.stand_still(3, at_s=AGREEMENT_S + 1.9 * INNER_STEPS * STEP_S, seconds=8.0)
     found = run.play(8)
     assert (found.late, found.members) == (1, 8 * 4 - 1)
     assert found.spent_s["waiting"] == 0 and found.wasted == 0
-
-
-def stand_still(run: VirtualRun, number: int, *, at_s: float, seconds: float) -> None:
-    """Have a node that trains stand still for less than its lease."""
-
-    def freeze() -> None:
-        node = run._nodes[number]
-        assert node.phase is not None
-        node.phase.stands_at_s, node.phase.stands_s = at_s, seconds
-        run._plan_end(node)
-
-    run._after(at_s, freeze)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
