@@ -137,6 +137,8 @@ class SimulationResult:
     """Seconds of all nodes together, by what they did."""
     members: int = 0
     """Over all rounds."""
+    weightless: int = 0
+    """Those of them that brought nothing to their round."""
 
     @property
     def goodput(self) -> float:
@@ -765,6 +767,7 @@ class VirtualRun:
         else:
             self._found.rounds += 1
             self._found.members += len(opening.members)
+            self._found.weightless += opening.weights.count(0)
         self._forget_rounds_before(opening.round)
         for carried in opening.counted:
             self._count_carried(carried, opening.round)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.elastic.transport.oracle import averaged
+from tests.unit.outer.background import ROUND, await_end
 from tests.unit.outer.test_late import Average, Nesterov, audit_of, diloco
 from torch import Tensor
 
@@ -102,11 +103,6 @@ def until_whole(run: Any) -> None:
     until(lambda: [carry.offer for carry in carrier.whole()] == [run[SLOW].carriage.offered.state_digest])
 
 
-def until_counted(run: Any) -> None:
-    """Wait until the slow node knows of a round that counts what it offered; else it trains a phase more at first."""
-    until(lambda: run[SLOW].outer._runner._background[1].is_over(0.0))
-
-
 def mean_with(run: Any, sent: dict[str, Tensor], carried: Tensor, codec: str) -> Tensor:
     """What a round of equal weights comes to, one of which a carrier adds to its own, written out."""
     carrier, encode = carrier_of(run), CODECS[codec]
@@ -175,7 +171,7 @@ def test_round_goes_on_while_what_is_offered_has_not_come_and_counts_it_later(
     run.is_link_cut = False
     until_whole(run)
     assert round_of(run, 4, **updates_of(noise, 4))["a"].carried == ((SLOW, 10, 4),)
-    until_counted(run)
+    await_end(ROUND)  # else it trains a phase more at first
     assert learn(run, noise(5)) is None
     assert run[SLOW].outer.round == 4, "it replays all that it missed"
     assert run[SLOW].outer.state_digest == run["a"].outer.state_digest
@@ -229,7 +225,7 @@ def test_carrier_that_is_lost_in_the_round_leaves_the_contribution_for_the_next_
     if not counted:
         until_whole(run)
         round_of(run, 3, **updates_of(noise, 3, "bc"))
-    until_counted(run)
+    await_end(ROUND)  # else it trains a phase more at first
     learn(run, noise(5))
     assert [len(v.opening.counted) for v in run.store.verdicts].count(1) == 1
     assert run[SLOW].outer.round == run.store.verdicts[-1].round
@@ -351,7 +347,7 @@ def test_slow_node_trains_on_while_what_it_offered_has_not_come(start: Callable[
     run.is_link_cut = False
     until_whole(run)
     assert round_of(run, 4, **updates_of(noise, 4))["a"].carried == ((SLOW, 10, 4),)
-    until_counted(run)
+    await_end(ROUND)  # else it trains a phase more at first
     assert learn(run, noise(9)) is None
     assert run[SLOW].outer.round == 4 and run[SLOW].outer.inner_step == 5
     assert run[SLOW].outer.state_digest == run["a"].outer.state_digest

@@ -13,7 +13,7 @@ from tests.oracles.diloco import delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, SHAPES, Forgetful, Problem, Steady
 from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
-from tests.unit.conftest import DEADLINE_S
+from tests.unit.outer.background import ROUND, WATCH, await_end
 from torch import Tensor, nn
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
@@ -268,9 +268,7 @@ def test_nobody_waits_for_the_round_after_one_with_other_members(train: Callable
 
 
 def called(run: Run, name: str) -> bool:
-    watch = run[name].outer._watch
-    assert watch is not None, "it looks"
-    watch.thread.join(DEADLINE_S)
+    await_end(WATCH)
     return run[name].outer.is_time_over(1)
 
 
@@ -290,7 +288,7 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
             run[name].diloco_step(step, 10, ends_round=True)
 
     def newest_weights() -> tuple[int, ...]:
-        assert run["a"].outer._runner._background[1].is_over(DEADLINE_S)
+        await_end(ROUND)
         return run.store.verdicts[-1].opening.weights
 
     for name in ("a", "b", "c"):
@@ -304,7 +302,7 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
         contribute("a", "b")
         assert newest_weights() == (10, 10)
     contribute("c")
-    assert run["c"].outer._runner._background[1].is_over(DEADLINE_S)
+    await_end(ROUND)
     run["c"].diloco_step(step, 10, ends_round=False)
     assert not run["c"].outer.is_time_over(1)
     contribute("a")
