@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.exchange import hash_of, largest_of, parts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
-from zeroband.elastic.rounds.journal import Allocator
+from zeroband.elastic.rounds.journal import Allocator, Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.kernels.robust import Measured
@@ -310,10 +310,9 @@ class PayloadExchange(Generic[_C]):
 
     # -- for the journal ----------------------------------------------------------------------------------------
 
-    def pack(self, result: Tensor, room: Allocator) -> Tensor:
+    def pack(self, result: Tensor, keep: Keep) -> Tensor:
         payloads, counted = self._decoded
-        packed = pack_payloads([payload.data for payload in payloads], counted)
-        return room(packed.numel()).copy_(packed)
+        return keep(pack_payloads([payload.data for payload in payloads], counted))
 
     def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         self._turn = turn

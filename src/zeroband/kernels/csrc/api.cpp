@@ -121,7 +121,8 @@ struct zb_link {
 static bool is_aligned(const ReduceSpec& spec) {
     const size_t block = block_of(spec.codec);
     bool is_whole = spec.chunk_numel % block == 0;
-    for (uint32_t shard = 0; shard < spec.world(); ++shard) is_whole = is_whole && spec.bounds[shard] % block == 0;
+    for (uint32_t shard = 0; shard < spec.world(); ++shard)
+        is_whole = is_whole && (spec.bounds[shard] % block == 0 || spec.bounds[shard] == spec.bounds[shard + 1]);
     return is_whole;
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroband.elastic.rounds import journal as journal_module
-from zeroband.elastic.rounds.journal import Allocator, Journal, JournalBounds
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, Keep
 from zeroband.state.round_state import RoundUpdate
 
 HOUR_S = 3600.0
@@ -144,8 +144,8 @@ def test_journal_entry_that_is_forgotten_or_does_not_come_is_none(tmp_path: Path
 
 
 def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
-    def pack(room: Allocator) -> torch.Tensor:
-        return room(values.numel()).copy_(values)
+    def pack(keep: Keep) -> torch.Tensor:
+        return keep(values)
 
     journal.record(round, pack, {}, "digest", values=values.numel())
 
