@@ -6,6 +6,8 @@ rounds of those hours. What nobody reads takes no memory but the disk's cache, w
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 import threading
@@ -124,6 +126,7 @@ class Journal:
 
     def add(self, entry: RoundUpdate) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
+        _give_back_pages(entry.update)
         with self._changed:
             self._forget(entry.round)
             self._keep(self._bounds.max_rounds - 1, self._bounds.max_bytes - entry.update.numel())
@@ -166,3 +169,11 @@ class Journal:
             self._changed.wait_for(lambda: self._newest >= round, timeout=patience_s)
             entry, _ = self._entries.get(round, (None, 0.0))
             return entry
+
+
+def _give_back_pages(update: Tensor) -> None:
+    """Have what lies in a file take no memory of this process until it is read; the file keeps what was written."""
+    if update.numel() and update.untyped_storage().filename is not None:
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        advise(update.data_ptr(), update.numel(), mmap.MADV_DONTNEED)

@@ -1,3 +1,4 @@
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -94,6 +95,41 @@ def test_what_is_packed_lies_on_disk_and_its_place_is_given_back(tmp_path: Path)
     assert kept(journal) == [3, 4, 5]
     assert mapped_files(tmp_path) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_entries_that_nobody_reads_take_no_memory_of_the_process(tmp_path: Path) -> None:
+    """As many after 10 rounds as after 3; what is read is there again, and read entries alone take memory."""
+    journal, found = Journal(tmp_path, JournalBounds(HOUR_S, MANY_BYTES)), dict[int, int]()
+    for round in range(1, 11):
+        recorded(journal, round, torch.full((1 << 20,), round, dtype=torch.uint8))
+        journal.settle()
+        fetched = journal.room(1 << 20).fill_(100 + round)
+        journal.add(RoundUpdate(100 + round, fetched, {}, "digest"))
+        found[round] = resident_bytes(tmp_path)
+    assert found[3] == found[10] == 0
+    for round in (4, 104):
+        kept = journal.await_entry(round)
+        assert kept is not None and kept.update.eq(round).all()
+    assert resident_bytes(tmp_path) == 2 << 20
+
+
+def test_entry_that_is_in_memory_stays_as_it_is(journal: Journal) -> None:
+    """Where the disk had no room for it: whole pages of memory, as those of a file are."""
+    pages = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    journal.add(RoundUpdate(1, torch.frombuffer(pages, dtype=torch.uint8).fill_(5), {}, "digest"))
+    kept = journal.await_entry(1)
+    assert kept is not None and kept.update.eq(5).all()
+
+
+def resident_bytes(folder: Path) -> int:
+    """Of what this process has mapped of files in a folder."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_ours = f" {folder}/" in line
+        elif is_ours and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
 
 
 def mapped_files(folder: Path) -> int:
