@@ -14,9 +14,7 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.fused import OuterStep
-
-_CHUNK = 1 << 20
-"""Elements handled at a time, so that the temporary stays in the cache."""
+from zeroband.kernels.host_passes import take_step
 
 
 class OuterOptimizer(Protocol):
@@ -55,16 +53,11 @@ class OuterSGD:
         return self._config.momentum * min(1.0, outer_step / (warmup + 1))
 
     def step_at(self, outer_step: int) -> OuterStep:
-        """What `apply` does, for `kernels.fused.Passes`."""
+        """What `apply` does."""
         return OuterStep(self._config.lr, self.momentum_at(outer_step), self._config.nesterov)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
-        mu = self.momentum_at(outer_step)
-        chunks = zip(outer.split(_CHUNK), momentum.split(_CHUNK), mean.split(_CHUNK), strict=True)
-        for theta, v, delta in chunks:
-            v.mul_(mu).add_(delta)
-            step = v.mul(mu).add_(delta) if self._config.nesterov else v.clone()
-            theta.sub_(step.mul_(self._config.lr))
+        take_step(outer, momentum, mean, self.step_at(outer_step))
 
 
 class PlainAverage:
