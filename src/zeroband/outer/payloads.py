@@ -144,9 +144,11 @@ class PayloadExchange(Generic[_C]):
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
         return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         written = dict(self._wire_layout.parts(self._buffers[CONTRIBUTION], names))
-        if largest_of(written, self._mesh.local, round) is None or not self.take(turn, written):
+        if largest_of(written, self._mesh.local, round, sizes) is None or not self.take(turn, written):
             return False
         if self._shows_own:
             sent, local = self._buffers[CONTRIBUTION][slice(*self._bounds[turn])], self._mesh.local

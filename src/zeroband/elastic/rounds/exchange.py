@@ -60,10 +60,13 @@ class Exchange(Protocol):
         """What fetches and keeps contributions of members with slow links; None: they cannot be carried."""
         ...
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         """Make this node's contribution to a round of what its ranks wrote into the contribution buffer.
 
         False on all local ranks, and said, where a value is not finite. `names`: parameters that this rank wrote.
+        `sizes`: the largest size of a value of each, as `scan.largest` has it, where it is known.
         """
         ...
 
@@ -159,11 +162,15 @@ class MeanExchange:
     def is_robust(self) -> bool:
         return self._rule is not None
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         contribution = self._buffers[CONTRIBUTION]
         self._feedback.add_to(contribution, names)
+        if self._feedback.residual is not None:
+            sizes = None  # they are others now
         written = self._feedback.shards.parts(contribution, names)
-        self.largest = largest_of(dict(written), self._mesh.local, round)
+        self.largest = largest_of(dict(written), self._mesh.local, round, sizes)
         return self.largest is not None
 
     def result_of(self, turn: int) -> Tensor:
@@ -236,9 +243,15 @@ class MeanExchange:
         barrier(self._mesh.local)
 
 
-def largest_of(written: Mapping[str, Tensor], local: LocalMesh, round: int) -> float | None:
-    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite."""
-    sizes = {name: largest(part) for name, part in written.items()}
+def largest_of(
+    written: Mapping[str, Tensor], local: LocalMesh, round: int, known: Mapping[str, float | None] | None = None
+) -> float | None:
+    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite.
+
+    `known`: of parameters, where it was seen before.
+    """
+    seen = known or {}
+    sizes = {name: largest(part) if (size := seen.get(name)) is None else size for name, part in written.items()}
     if not are_finite([name for name, size in sizes.items() if not math.isfinite(size)], local, round):
         return None
     return max_over_ranks(max(sizes.values(), default=0.0), local)
