@@ -32,6 +32,7 @@ from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts
+from zeroband.kernels.host_passes import copy_away
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import parameter_shards
 
@@ -167,7 +168,7 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
     What a replica learned during the overlap lives on in the alpha part.
     """
     if alpha == 0:
-        inner.copy_(outer)
+        copy_away(outer, inner)
     elif alpha != 1:
         inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
 
@@ -198,7 +199,7 @@ class MixMerge(_ShardMerge):
     def restart(self, turn: int) -> None:
         self._taken = 1.0
         for part in self._shards_of(turn):
-            part.inner.copy_(part.outer)
+            copy_away(part.outer, part.inner)
 
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
         before = [(part, part.outer.clone()) for part in self._shards_of(turn)]
