@@ -48,6 +48,7 @@ NOTHING = [
     ("train_loop", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("sft", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("others", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
+    ("outer_step", ["--turns", "0"], "0 measures nothing; give 1 or more"),
     ("prepare", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("board", ["--seconds", "0"], "0 measures nothing; give 1 or more"),
     ("facts", ["--seconds", "0"], "0 measures nothing; give 1 or more"),

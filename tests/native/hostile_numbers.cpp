@@ -177,6 +177,56 @@ void codecs_refuse_odd_numbers() {
     REQUIRE(zb_engine_open(1 << 30, 1.0) == nullptr);
 }
 
+void passes_refuse_odd_numbers() {
+    std::vector<float> a(16, 1.0f), b(16, 2.0f), c(16, 3.0f);
+    float found;
+    const auto difference = [&](int variant, int threads, uint64_t n, float* out) {
+        return zb_difference(variant, threads, a.data(), b.data(), n, out, &found);
+    };
+    const auto sgd = [&](int variant, int threads, uint64_t n, const float* delta, float lr, float factor) {
+        return zb_outer_sgd(variant, threads, a.data(), b.data(), delta, n, lr, factor, 1);
+    };
+    for (const int threads : {-1, 0, MOST_THREADS + 1, 1 << 30}) {
+        REQUIRE(difference(-1, threads, 16, c.data()) == INVALID && sgd(-1, threads, 16, c.data(), 1, 1) == INVALID);
+        REQUIRE(zb_copy(-1, threads, a.data(), 16, c.data()) == INVALID);
+    }
+    for (const uint64_t n : {uint64_t{1} << 41, UINT64_MAX}) {
+        REQUIRE(difference(-1, 1, n, c.data()) == INVALID && sgd(-1, 1, n, c.data(), 1, 1) == INVALID);
+        REQUIRE(zb_copy(-1, 1, a.data(), n, c.data()) == INVALID);
+    }
+    REQUIRE(difference(variant_count(), 1, 16, c.data()) == INVALID && sgd(variant_count(), 1, 16, c.data(), 1, 1) == INVALID);
+    REQUIRE(difference(-1, 1, 16, nullptr) == INVALID && sgd(-1, 1, 16, nullptr, 1, 1) == INVALID);
+    REQUIRE(zb_copy(-1, 1, nullptr, 16, c.data()) == INVALID && zb_copy(-1, 1, nullptr, 0, nullptr) == 0);
+    REQUIRE(zb_difference(-1, 1, a.data(), b.data(), 16, c.data(), nullptr) == INVALID);
+    REQUIRE(zb_difference(-1, 1, nullptr, nullptr, 0, nullptr, &found) == 0 && found == 0);
+    for (const float odd : {INF, -INF, NOT_A_NUMBER})
+        REQUIRE(sgd(-1, 1, 16, c.data(), odd, 1) == INVALID && sgd(-1, 1, 16, c.data(), 1, odd) == INVALID);
+    REQUIRE(a[0] == 1 && b[0] == 2 && c[0] == 3);
+}
+
+// The threads of a pass write what one alone does, and nothing beside it.
+void passes_write_where_they_should() {
+    for (const size_t n : {size_t{1}, size_t{17}, size_t{262144}, size_t{393233}})
+        for (int variant = 0; variant < variant_count(); ++variant)
+            for (const int threads : {1, 3}) {
+                std::vector<float> outer(n), inner(n), out(n + 2, 7.0f), v(n, 0.0f), to(n + 2, 7.0f);
+                for (size_t i = 0; i < n; ++i) outer[i] = static_cast<float>(i % 1013), inner[i] = static_cast<float>(i % 7);
+                float found;
+                REQUIRE(zb_difference(variant, threads, outer.data(), inner.data(), n, out.data() + 1, &found) == 0);
+                float top = 0;
+                for (size_t i = 0; i < n; ++i) {
+                    REQUIRE(out[i + 1] == outer[i] - inner[i]);
+                    top = std::max(top, std::abs(out[i + 1]));
+                }
+                REQUIRE(found == top && out[0] == 7 && out[n + 1] == 7);
+                std::vector<float> before = outer;
+                REQUIRE(zb_outer_sgd(variant, threads, outer.data(), v.data(), inner.data(), n, 0.5f, 0.5f, 1) == 0);
+                for (size_t i = 0; i < n; ++i) REQUIRE(v[i] == inner[i] && outer[i] == before[i] - 0.75f * inner[i]);
+                REQUIRE(zb_copy(variant, threads, outer.data(), n, to.data() + 1) == 0);
+                REQUIRE(std::equal(outer.begin(), outer.end(), to.begin() + 1) && to[0] == 7 && to[n + 1] == 7);
+            }
+}
+
 // Of any bytes: what `largest` says of them is what decoding them shows.
 void largest_is_that_of_the_decoded_values() {
     std::mt19937 random(3);
@@ -265,6 +315,8 @@ void member_that_sends_more_than_it_announced_is_named() {
 int main(int argc, char** argv) {
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 2000;
     codecs_refuse_odd_numbers();
+    passes_refuse_odd_numbers();
+    passes_write_where_they_should();
     largest_is_that_of_the_decoded_values();
     reductions_of_odd_numbers_are_refused_or_run(rounds);
     gatherings_of_odd_numbers_are_refused_or_run(rounds);

@@ -61,8 +61,11 @@ class Needs:
         values = {"outer state": held, "work buffers": work, "checkpoint staging": staged}
         parts = {purpose: _VALUE_BYTES * self.params * each for purpose, each in values.items()}
         outer = self.config.outer
-        if isinstance(outer, DilocoConfig) and outer.state_device == "cuda":  # what goes to and from the GPU
-            parts["work buffers"] += 2 * FORMATS[self.config.codec_name].encoded_size(self.params)
+        if isinstance(outer, DilocoConfig | DdpConfig | CustomConfig):
+            codec = FORMATS[self.config.codec_name]
+            encodings = int(not codec.is_exact)  # the mean as it travels
+            encodings += isinstance(outer, DilocoConfig) and outer.state_device == "cuda"  # what goes from the GPU
+            parts["work buffers"] += encodings * codec.encoded_size(self.params)
         return parts
 
     def host_parts(self, ranks: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroband.errors import way_to_native_library
 
-ABI = 16
+ABI = 17
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -126,6 +126,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_int, c_int, c_int, c_double, c_uint32, c_uint32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p),
     ),
     "zb_hash": (c_uint64, (c_int, c_void_p, c_uint64, c_void_p)),
+    "zb_difference": (c_int, (c_int, c_int, c_void_p, c_void_p, c_uint64, c_void_p, POINTER(c_float))),
+    "zb_outer_sgd": (
+        c_int,
+        (c_int, c_int, c_void_p, c_void_p, c_void_p, c_uint64, c_float, c_float, c_int),
+    ),
+    "zb_copy": (c_int, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
     "zb_sealing_problem": (c_char_p, ()),
     "zb_engine_open": (c_void_p, (c_int, c_double)),
     "zb_engine_close": (None, (c_void_p,)),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.exchange import hash_of
-from zeroband.elastic.rounds.journal import Allocator
+from zeroband.elastic.rounds.journal import Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
@@ -123,8 +123,8 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
         local, combined = self._mesh.local, check_combined(self._codec, data, most_sources=most_sources)
         decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
-    def pack(self, result: Tensor, room: Allocator) -> Tensor:
-        return room(self._told.numel()).copy_(self._told)
+    def pack(self, result: Tensor, keep: Keep) -> Tensor:
+        return keep(self._told)
 
     @property
     def _most_packed_bytes(self) -> int:

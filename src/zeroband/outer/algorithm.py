@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig
@@ -19,6 +18,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.exchange import Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.kernels.host_passes import write_difference
 from zeroband.outer.merge import Merge, build_merge
 from zeroband.outer.own_compression import UNSENT, Compression, exchange_of
 from zeroband.outer.robust import rule_of
@@ -86,12 +86,13 @@ class Algorithm(AnyAlgorithm):
         """
         ...
 
-    def contribute(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
+    def contribute(self, anchor: Tensor, inner: Tensor, out: Tensor) -> float | None:
         """Write what this node contributes of a parameter: by default the pseudo-gradient, anchor - inner.
 
-        `anchor`: the outer parameters that this node trained from; `inner`: its own. All (n,) float32 on CPU.
+        `anchor`: the outer parameters that this node trained from; `inner`: its own. All (n,) float32 on CPU. May
+        return the largest size of a value that it wrote, infinite or NaN where one is: that spares a look at them.
         """
-        torch.sub(anchor, inner, out=out)
+        return write_difference(anchor, inner, out)
 
     def compression(self) -> Compression | None:
         """How contributions travel, where they are not averaged as they are; None: in comm.codec, as a mean.

@@ -214,9 +214,9 @@ class DeviceState(Merge):
     def anchor(self) -> Tensor:
         return self._canonical[0]
 
-    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
+    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
         """Write nothing: `DeviceExchange` has the contribution encoded on the GPU."""
-        return ()
+        return {}
 
     def on_late_apply(self, turn: int) -> None:
         self.restart(turn)
@@ -256,7 +256,9 @@ class DeviceExchange(MeanExchange):
         self._device = device
         self._numel = parts.buffers.numel
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         is_finite = are_finite(self._device.contribute(), self._mesh.local, round)
         if is_finite and self._mesh.local.rank == 0:
             self._device.encode_borders()

@@ -54,8 +54,8 @@ class DiLoCo(Algorithm):
     def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         self._optimizer.apply(outer[PARAMS], outer[MOMENTUM], result, outer_step=outer_step)
 
-    def contribute(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
-        self._optimizer.contribution(anchor, inner, out)
+    def contribute(self, anchor: Tensor, inner: Tensor, out: Tensor) -> float | None:
+        return self._optimizer.contribution(anchor, inner, out)
 
     def exchange(self) -> Exchange:
         if self._device is None:

@@ -301,8 +301,8 @@ class ManySteps(Schedule[Algorithm]):
 
     def _contribute(self, turn: int) -> bool:
         """Make this node's contribution of a fragment; False on all local ranks if it is not finite somewhere."""
-        names = self._merge.write(turn, self._algorithm.contribute)
-        return self.exchange.load(self.round + 1, turn, names)
+        sizes = self._merge.write(turn, self._algorithm.contribute)
+        return self.exchange.load(self.round + 1, turn, sizes, sizes)
 
     def _commit(self, offer: Offer) -> Committed | None:
         return self._runner.commit(offer, partial(self._missed, 0.0))

@@ -24,7 +24,7 @@ replicas' outer gradients"). The rule for the first round, where nothing has arr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts
+from zeroband.kernels.host_passes import copy_away
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import parameter_shards
 
@@ -40,7 +41,7 @@ VIEW, HISTORY = "view", "history"
 _DIGITS = 9
 """To which a part is rounded, so that the same phases added up in another order are the same part."""
 
-Contribute = Callable[[Tensor, Tensor, Tensor], None]
+Contribute = Callable[[Tensor, Tensor, Tensor], float | None]
 """Writes what is sent of a shard, from the anchor and the inner parameters: `Algorithm.contribute`."""
 
 
@@ -60,8 +61,11 @@ class Merge(ABC):
         ...
 
     @abstractmethod
-    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
-        """Write delta of a fragment into the contribution buffer; the parameters that this rank wrote."""
+    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
+        """Write delta of a fragment into the contribution buffer.
+
+        Returns the parameters that this rank wrote, with the largest size of a value of each where it is known.
+        """
         ...
 
     def take_step(self, outer_step: int) -> None:  # noqa: B027
@@ -125,18 +129,16 @@ class _ShardMerge(Merge):
         self._parts = parts
         self._outer = outer
 
-    def write(self, turn: int, contribute: Contribute) -> Collection[str]:
+    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
         places, names, shards = (
             self._parts.shards,
             self._parts.fragments[turn].names,
             parameter_shards(self._parts.model),
         )
         anchor = dict(places.parts(self.anchor, names))
-        written = dict(self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names))
-        for name, out in written.items():
-            contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out)
+        written = self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names)
         self._taken = 0.0
-        return written
+        return {name: contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out) for name, out in written}
 
     def take_back(self, turn: int, *, is_kept: bool) -> None:
         part, self._taken = self._taken - is_kept, 0.0
@@ -166,7 +168,7 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
     What a replica learned during the overlap lives on in the alpha part.
     """
     if alpha == 0:
-        inner.copy_(outer)
+        copy_away(outer, inner)
     elif alpha != 1:
         inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
 
@@ -197,7 +199,7 @@ class MixMerge(_ShardMerge):
     def restart(self, turn: int) -> None:
         self._taken = 1.0
         for part in self._shards_of(turn):
-            part.inner.copy_(part.outer)
+            copy_away(part.outer, part.inner)
 
     def rebase_after_step(self, turn: int) -> Callable[[], None]:
         before = [(part, part.outer.clone()) for part in self._shards_of(turn)]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.fused import OuterStep
-
-_CHUNK = 1 << 20
-"""Elements handled at a time, so that the temporary stays in the cache."""
+from zeroband.kernels.host_passes import take_step, write_difference
 
 
 class OuterOptimizer(Protocol):
@@ -25,8 +22,11 @@ class OuterOptimizer(Protocol):
     sends_parameters: bool
     """Contributions are parameters, which move with the outer ones until they count; else they are differences."""
 
-    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
-        """What this node sends: a function of the outer parameters and of its own after the inner steps."""
+    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> float | None:
+        """Write what this node sends: a function of the outer parameters and of its own after the inner steps.
+
+        Returns its largest size, where writing it tells.
+        """
         ...
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
@@ -46,8 +46,8 @@ class OuterSGD:
     def __init__(self, config: OuterSGDConfig) -> None:
         self._config = config
 
-    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
-        torch.sub(outer, inner, out=out)
+    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> float:
+        return write_difference(outer, inner, out)
 
     def momentum_at(self, outer_step: int) -> float:
         """Momentum of an outer step: grows linearly over the warm-up, so that step 1 has the least."""
@@ -55,16 +55,11 @@ class OuterSGD:
         return self._config.momentum * min(1.0, outer_step / (warmup + 1))
 
     def step_at(self, outer_step: int) -> OuterStep:
-        """What `apply` does, for `kernels.fused.Passes`."""
+        """What `apply` does."""
         return OuterStep(self._config.lr, self.momentum_at(outer_step), self._config.nesterov)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
-        mu = self.momentum_at(outer_step)
-        chunks = zip(outer.split(_CHUNK), momentum.split(_CHUNK), mean.split(_CHUNK), strict=True)
-        for theta, v, delta in chunks:
-            v.mul_(mu).add_(delta)
-            step = v.mul(mu).add_(delta) if self._config.nesterov else v.clone()
-            theta.sub_(step.mul_(self._config.lr))
+        take_step(outer, momentum, mean, self.step_at(outer_step))
 
 
 class PlainAverage:

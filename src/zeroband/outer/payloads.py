@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.exchange import hash_of, largest_of, parts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
-from zeroband.elastic.rounds.journal import Allocator
+from zeroband.elastic.rounds.journal import Allocator, Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.kernels.robust import Measured
@@ -144,9 +144,11 @@ class PayloadExchange(Generic[_C]):
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
         return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         written = dict(self._wire_layout.parts(self._buffers[CONTRIBUTION], names))
-        if largest_of(written, self._mesh.local, round) is None or not self.take(turn, written):
+        if largest_of(written, self._mesh.local, round, sizes) is None or not self.take(turn, written):
             return False
         if self._shows_own:
             sent, local = self._buffers[CONTRIBUTION][slice(*self._bounds[turn])], self._mesh.local
@@ -310,10 +312,9 @@ class PayloadExchange(Generic[_C]):
 
     # -- for the journal ----------------------------------------------------------------------------------------
 
-    def pack(self, result: Tensor, room: Allocator) -> Tensor:
+    def pack(self, result: Tensor, keep: Keep) -> Tensor:
         payloads, counted = self._decoded
-        packed = pack_payloads([payload.data for payload in payloads], counted)
-        return room(packed.numel()).copy_(packed)
+        return keep(pack_payloads([payload.data for payload in payloads], counted))
 
     def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         self._turn = turn

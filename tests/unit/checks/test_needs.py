@@ -34,29 +34,32 @@ def needs_of(*arguments: str, sections: int = 3) -> Needs:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "bytes_each", "with_checkpoints"),
+    ("arguments", "bytes_each", "with_checkpoints", "mean"),
     [
-        ((), 0, 12),
-        (DILOCO, 16, 32),
-        ((*DILOCO, "--comm.codec", "int4"), 20, 36),
-        ((*DILOCO, *EAGER), 24, 40),
-        ((*STORE, "--outer.type", "ddp"), 20, 32),
-        ((*STORE, "--outer.type", "demo"), 12, 20),
-        ((*STORE, "--outer.type", "sparseloco", "--outer.inner-steps", "10"), 16, 32),
-        ((*STORE, "--outer.type", "custom", "--outer.algorithm", FED_ADAM, "--outer.inner-steps", "10"), 20, 40),
+        ((), 0, 12, None),
+        (DILOCO, 16, 32, "int8"),
+        ((*DILOCO, "--comm.codec", "int4"), 20, 36, "int4"),
+        ((*DILOCO, "--comm.codec", "fp32"), 16, 32, None),
+        ((*DILOCO, *EAGER), 24, 40, "int8"),
+        ((*STORE, "--outer.type", "ddp"), 20, 32, None),
+        ((*STORE, "--outer.type", "demo"), 12, 20, None),
+        ((*STORE, "--outer.type", "sparseloco", "--outer.inner-steps", "10"), 16, 32, None),
+        ((*STORE, "--outer.type", "custom", "--outer.algorithm", FED_ADAM, "--outer.inner-steps", "10"), 20, 40, None),
     ],
 )
 def test_shared_memory_is_what_the_algorithm_and_checkpoints_hold(
-    arguments: tuple[str, ...], bytes_each: int, with_checkpoints: int
+    arguments: tuple[str, ...], bytes_each: int, with_checkpoints: int, mean: str | None
 ) -> None:
+    """`mean`: how it lies there as it travelled, for the journal."""
     alone, kept = needs_of(*arguments), needs_of(*arguments, "--ckpt.path=somewhere")
-    assert alone.shared_bytes == bytes_each * alone.params
-    assert kept.shared_bytes == with_checkpoints * kept.params
+    encoded_bytes = 0 if mean is None else FORMATS[mean].encoded_size(alone.params)
+    assert alone.shared_bytes == bytes_each * alone.params + encoded_bytes
+    assert kept.shared_bytes == with_checkpoints * kept.params + encoded_bytes
 
 
-def test_outer_state_on_a_gpu_needs_room_for_the_encodings_too() -> None:
+def test_outer_state_on_a_gpu_needs_room_for_its_contribution_too() -> None:
     plain, on_gpu = needs_of(*DILOCO), needs_of(*DILOCO, "--outer.state-device", "cuda")
-    assert on_gpu.shared_bytes - plain.shared_bytes == 2 * FORMATS["int8"].encoded_size(plain.params)
+    assert on_gpu.shared_bytes - plain.shared_bytes == FORMATS["int8"].encoded_size(plain.params)
 
 
 @pytest.mark.parametrize(("preset", "vocab_size"), [("10B", 128_256), ("1B", 32_000)])

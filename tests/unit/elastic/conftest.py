@@ -21,8 +21,6 @@ from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Runnin
 from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.kernels.keyed_hash import PartHashes
-from zeroband.kernels.robust import Robustly
 
 HOST = "127.0.0.1"
 RUN = 7
@@ -129,13 +127,10 @@ class Net:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
-        robust: Robustly | None = None,
-        hashes: PartHashes | None = None,
+        **more: Any,
     ) -> Running:
         engine, place, how = self.engines[member], (operation, shape, member, range(self.world)), (source, result)
-        reduction = engine.start(
-            *place, *how, allowed=allowed, errors=errors, encoded=encoded, robust=robust, hashes=hashes
-        )
+        reduction = engine.start(*place, *how, allowed=allowed, errors=errors, encoded=encoded, **more)
         self.started.append(reduction)
         return reduction
 

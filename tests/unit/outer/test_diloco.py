@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zeroband.config.outer import ClipConfig, DilocoConfig, OuterSGDConfig, TrimmedConfig
 from zeroband.elastic.rounds.exchange import CONTRIBUTION
+from zeroband.kernels import host_passes
 from zeroband.node.mesh import LocalMesh, barrier
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
@@ -33,7 +34,11 @@ def test_round_ends_every_inner_steps_and_with_the_run(start_run: StartRun, nois
 
 
 @pytest.mark.defect(6)
-def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(start_run: StartRun, noise: Noise) -> None:
+@pytest.mark.parametrize("is_native", [True, False])
+def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
+    monkeypatch.setattr(host_passes, "is_native", lambda: is_native)
     run = start_run(diloco(), "a", "b", lanes=3)
     theta, velocity = run["a"].params, torch.zeros(22)
     for round in range(1, 6):
@@ -86,6 +91,17 @@ def test_member_that_pulls_against_the_others_counts_nothing_in_the_end(start_ru
         assert len({report.state_digest for report in reports.values()}) == 1
     assert all(trust["a"] == trust["b"] == trust["c"] == 1.0 for trust in trusts)
     assert [trust["d"] for trust in trusts][-1] == 0.0 and trusts[0]["d"] != 0.0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "int4"])
+def test_contribution_is_announced_as_large_as_it_is(start_run: StartRun, noise: Noise, codec: str) -> None:
+    """Also where what encoding took before comes to it after it was written."""
+    run = start_run(diloco(), "a", "b", codec=codec)
+    for round in range(1, 4):
+        run.round(a=noise(round), b=noise(10 + round))
+        for name in ("a", "b"):
+            sent = run[name].buffers[CONTRIBUTION]
+            assert run[name].outer.exchange.largest == float(sent.abs().max()), (name, round)
 
 
 def test_inner_parameters_restart_from_the_outer_ones(start_run: StartRun, noise: Noise) -> None:

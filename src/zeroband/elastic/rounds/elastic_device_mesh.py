@@ -196,8 +196,8 @@ class ElasticDeviceMesh:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
-        took_s, (sent_bytes, received_bytes, wide_bytes, borders, hashes) = time.monotonic() - started_at_s, moved
-        return Transfer(took_s, sent_bytes, received_bytes, wide_bytes, borders=borders, hashes=hashes)
+        took_s = time.monotonic() - started_at_s
+        return Transfer(took_s=took_s, **moved._asdict())
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._plane.leave_behind()

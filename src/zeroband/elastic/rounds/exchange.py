@@ -1,7 +1,7 @@
 """What the members of a round make together of what each of them contributes, and how the journal keeps it.
 
-The journal keeps a mean in its codec's encoding if decoding that gives the same bits. It does for a mean that
-travelled: it was decoded from such bytes, and encoding it again finds them.
+The journal keeps a mean that travelled as it travelled; any other one in its codec's encoding, if decoding that gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds.audit import Auditor, Findings, added, draw_lengths, new_draw
 from zeroband.elastic.rounds.carriage import Carriage, counts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
-from zeroband.elastic.rounds.journal import Allocator
+from zeroband.elastic.rounds.journal import Allocator, Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import RecoveryFailed
@@ -31,6 +31,8 @@ from zeroband.kernels.scan import largest
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, max_over_ranks
 from zeroband.observe.log import get_logger
 from zeroband.state.fragments import bounds_of
+
+_ENCODED_MEAN = "encoded-mean"
 
 _log = get_logger(__name__)
 
@@ -58,10 +60,13 @@ class Exchange(Protocol):
         """What fetches and keeps contributions of members with slow links; None: they cannot be carried."""
         ...
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         """Make this node's contribution to a round of what its ranks wrote into the contribution buffer.
 
         False on all local ranks, and said, where a value is not finite. `names`: parameters that this rank wrote.
+        `sizes`: the largest size of a value of each, as `scan.largest` has it, where it is known.
         """
         ...
 
@@ -91,8 +96,8 @@ class Exchange(Protocol):
         """Note that the round is over, and whether what this node contributed counts in it."""
         ...
 
-    def pack(self, result: Tensor, room: Allocator) -> Tensor:
-        """What the last round's result was made from: (nbytes,) uint8 in what `room` gives, the same on all members.
+    def pack(self, result: Tensor, keep: Keep) -> Tensor:
+        """Have kept what the last round's result was made from: (nbytes,) uint8, the same on all members.
 
         On local rank 0, in any thread, before the next `run`.
         """
@@ -137,6 +142,12 @@ class MeanExchange:
         self._codec = codec = parts.codec
         self._bounds = bounds_of(parts.fragments)
         self._encoded = encoded
+        self._encoded_mean = None if encoded is None else encoded.result
+        if encoded is None and not codec.is_exact:
+            parts.buffers.open_bytes(_ENCODED_MEAN, codec.encoded_size(parts.buffers.numel))
+            self._encoded_mean = parts.buffers.bytes_of(_ENCODED_MEAN)
+        self._travelled: Tensor | None = None
+        """The newest result as it travelled, on local rank 0; None: it did not."""
         self._rule = rule
         self._parts: Sequence[Tensor] = ()
         """The newest result by the members that made it, where it came directly from them."""
@@ -151,18 +162,22 @@ class MeanExchange:
     def is_robust(self) -> bool:
         return self._rule is not None
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
+    def load(
+        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
         contribution = self._buffers[CONTRIBUTION]
         self._feedback.add_to(contribution, names)
+        if self._feedback.residual is not None:
+            sizes = None  # they are others now
         written = self._feedback.shards.parts(contribution, names)
-        self.largest = largest_of(dict(written), self._mesh.local, round)
+        self.largest = largest_of(dict(written), self._mesh.local, round, sizes)
         return self.largest is not None
 
     def result_of(self, turn: int) -> Tensor:
         return self._buffers[RESULT][self._bounds[turn]]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        part, self._parts, self._found = self._bounds[turn], (), Findings()
+        part, self._parts, self._found, self._travelled = self._bounds[turn], (), Findings(), None
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
         own, all_count = counts_of(opening, self._mesh.member_id)
         residual = None if residual is None or (all_count > own == 0) else residual[part]
@@ -171,8 +186,12 @@ class MeanExchange:
         buffers, members = (contribution, self.result_of(turn), residual), len(opening.members)
         robust = None if self._rule is None or members == 1 else Robustly(self._rule, members)
         key = None if self._auditor is None else self._auditor.key
-        request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, key)
+        encoded_mean = self._encoded_mean
+        if encoded_mean is not None:
+            encoded_mean = encoded_mean[: self._codec.encoded_size(contribution.numel())]
+        request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, encoded_mean, key)
         moved = self._mesh.reduce_mean(request)
+        self._travelled = encoded_mean if moved.has_encoded_mean else None
         if residual is not None and all_count > own and self._mesh.local.rank == 0:
             residual.mul_(all_count / own)  # it is in units of what was sent; the next one has the node's own weight
         self._parts = parts_of(self.result_of(turn), moved.borders)
@@ -208,8 +227,8 @@ class MeanExchange:
     def conclude(self, *, counts: bool) -> None:
         """Do nothing: the residual has what the committed attempt left of the contribution."""
 
-    def pack(self, result: Tensor, room: Allocator) -> Tensor:
-        return pack_mean(result, self._codec, room)
+    def pack(self, result: Tensor, keep: Keep) -> Tensor:
+        return keep(pack_mean(result, self._codec) if self._travelled is None else self._travelled)
 
     def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
         result = self.result_of(turn)
@@ -224,9 +243,15 @@ class MeanExchange:
         barrier(self._mesh.local)
 
 
-def largest_of(written: Mapping[str, Tensor], local: LocalMesh, round: int) -> float | None:
-    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite."""
-    sizes = {name: largest(part) for name, part in written.items()}
+def largest_of(
+    written: Mapping[str, Tensor], local: LocalMesh, round: int, known: Mapping[str, float | None] | None = None
+) -> float | None:
+    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite.
+
+    `known`: of parameters, where it was seen before.
+    """
+    seen = known or {}
+    sizes = {name: largest(part) if (size := seen.get(name)) is None else size for name, part in written.items()}
     if not are_finite([name for name, size in sizes.items() if not math.isfinite(size)], local, round):
         return None
     return max_over_ranks(max(sizes.values(), default=0.0), local)
@@ -275,13 +300,13 @@ def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
     return codec.encoded_size(numel), 4 * numel
 
 
-def pack_mean(mean: Tensor, codec: Codec, room: Allocator) -> Tensor:
-    """(nbytes,) uint8 in what `room` gives. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
+def pack_mean(mean: Tensor, codec: Codec) -> Tensor:
+    """(nbytes,) uint8, which may be the mean's own. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
     if not codec.is_exact:
-        update = room(codec.encoded_size(mean.numel()))
+        update = torch.empty(codec.encoded_size(mean.numel()), dtype=torch.uint8)
         if all(_encode_exactly(part, codec, out) for part, out in _pieces(mean, update, codec)):
             return update
-    return room(4 * mean.numel()).copy_(mean.view(torch.uint8))
+    return mean.view(torch.uint8)
 
 
 def unpack_mean(update: Tensor, codec: Codec, mean: Tensor) -> None:

@@ -31,6 +31,8 @@ class Transfer:
     """As `Moved` has them."""
     hashes: PartHashes | None = None
     """As `Moved` has them."""
+    has_encoded_mean: bool = False
+    """As `Moved` has it."""
     is_refused: bool = False
     """Its audit contradicts it, on local rank 0."""
     agreement: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -60,6 +62,8 @@ class Moved(NamedTuple):
     """Borders of the parts of the result that each member made, where all come directly from there; else empty."""
     hashes: PartHashes | None = None
     """Hashes of what came for this node's shard, where they were asked for and parts come directly."""
+    has_encoded_mean: bool = False
+    """Whether the result was decoded from what `RoundRequest.encoded_mean` holds now."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -98,6 +102,8 @@ class RoundRequest:
     """How contributions are combined, where it is not their weighted mean; not at sites."""
     encoded: Encoded | None = None
     """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
+    encoded_mean: Tensor | None = None
+    """(nbytes,) uint8: gets the mean as it travelled, where it did; that of `encoded`, if there is one."""
     hash_key: HashKey | None = None
     """Asks for hashes of what comes for this node's shard."""
 

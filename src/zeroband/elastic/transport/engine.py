@@ -173,6 +173,7 @@ class Engine:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
+        encoded_mean: Tensor | None = None,
         robust: Robustly | None = None,
         hashes: PartHashes | None = None,
     ) -> Running:
@@ -183,15 +184,14 @@ class Engine:
         node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
-        took. Its result is what `result` was decoded from. `robust`: how this node combines what comes for its shard,
-        the same on all members; then `errors` leaves out what the encoding of the result took. All-to-all, without
-        sites. `hashes`: get those of the parts that come for this node's shard.
+        took. `encoded_mean`, and the result of `encoded`: get what `result` was decoded from. `robust`: how this node
+        combines what comes for its shard, the same on all members; then `errors` leaves out what the encoding of the
+        result took. All-to-all, without sites. `hashes`: get those of the parts that come for this node's shard.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         _require_values(buffers, shape.bounds[-1])
-        if encoded is not None:
-            _require_encodings(encoded, shape)
-            buffers = (*buffers, encoded.contribution, encoded.result)
+        contribution, mean = _encodings_of(encoded, encoded_mean, shape)
+        buffers = (*buffers, *(each for each in (contribution, mean) if each is not None))
         buffers = buffers if robust is None else (*buffers, robust.measured.values)
         buffers = buffers if hashes is None else (*buffers, hashes.key.words, hashes.values)
         *arrays, sizes = _arrays_of(shape, links)
@@ -211,8 +211,8 @@ class Engine:
             source.data_ptr(),
             result.data_ptr(),
             None if errors is None else errors.data_ptr(),
-            None if encoded is None else encoded.contribution.data_ptr(),
-            None if encoded is None else encoded.result.data_ptr(),
+            None if contribution is None else contribution.data_ptr(),
+            None if mean is None else mean.data_ptr(),
             allowed,
             sizes.ctypes.data if shape.largest else None,
             *((0, 0, 0.0, None) if robust is None else robust.as_fields()),
@@ -320,13 +320,18 @@ def _require_values(buffers: Iterable[Tensor], numel: int) -> None:
             raise ValueError(f"a reduction needs {numel} contiguous float32 values, not {tensor.shape}")
 
 
-def _require_encodings(encoded: Encoded, shape: Shape) -> None:
+def _encodings_of(
+    encoded: Encoded | None, encoded_mean: Tensor | None, shape: Shape
+) -> tuple[Tensor | None, Tensor | None]:
+    """The contribution as it comes encoded, and where the mean goes. Raises ValueError where a size is another one."""
+    found = (None, encoded_mean) if encoded is None else (encoded.contribution, encoded.result)
     needed = shape.codec.encoded_size(shape.bounds[-1])
-    for tensor in (encoded.contribution, encoded.result):
+    for tensor in (each for each in found if each is not None):
         if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != needed:
             raise ValueError(
                 f"{shape.bounds[-1]} values take {needed} contiguous bytes in {shape.codec.name}, not {tensor.shape}"
             )
+    return found
 
 
 class Running:

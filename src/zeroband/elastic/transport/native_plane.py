@@ -126,13 +126,14 @@ class NativePlane:
                 allowed=allowed,
                 errors=errors,
                 encoded=encoded,
+                encoded_mean=request.encoded_mean,
                 robust=robust,
                 hashes=hashes,
             )
 
         kind = (self._codec.encoded_size(numel),)
         moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
-        return moved._replace(hashes=hashes)
+        return moved._replace(hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         opening = request.opening

@@ -1,6 +1,7 @@
 // The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error, and
 // `zb_problem` says which. Every number is looked at, since what Python is given may come from other members.
 
+#include <cmath>
 #include <exception>
 #include <limits>
 #include <new>
@@ -10,6 +11,7 @@
 
 #include "codec.h"
 #include "engine.h"
+#include "outer.h"
 #include "seal.h"
 
 using namespace zeroband;
@@ -56,6 +58,13 @@ const Codec& variant_of(int codec, int variant) {
 }
 
 bool is_rule(int rule, double trim) { return rule >= PLAIN && rule < RULE_COUNT && trim >= 0 && trim < 0.5; }
+
+const char* problem_of_pass(int variant, int threads, uint64_t n, const void* first, const void* second, const void* third) {
+    if (variant >= variant_count()) return "there is no such variant";
+    if (threads < 1 || threads > MOST_THREADS) return "a pass has 1 to 1024 threads";
+    if (n > MOST_NUMEL) return "there are 2^40 values at most";
+    return n > 0 && (first == nullptr || second == nullptr || third == nullptr) ? "a buffer is missing" : nullptr;
+}
 
 Robust robust_of(int rule, double trim, uint32_t iterations) {
     return {static_cast<RobustRule>(rule), trim, iterations};
@@ -121,7 +130,8 @@ struct zb_link {
 static bool is_aligned(const ReduceSpec& spec) {
     const size_t block = block_of(spec.codec);
     bool is_whole = spec.chunk_numel % block == 0;
-    for (uint32_t shard = 0; shard < spec.world(); ++shard) is_whole = is_whole && spec.bounds[shard] % block == 0;
+    for (uint32_t shard = 0; shard < spec.world(); ++shard)
+        is_whole = is_whole && (spec.bounds[shard] % block == 0 || spec.bounds[shard] == spec.bounds[shard + 1]);
     return is_whole;
 }
 
@@ -157,7 +167,7 @@ static const char* problem_of_gather_buffers(const zb_gather_spec& spec, const G
     return nullptr;
 }
 
-int zb_abi() { return 16; }
+int zb_abi() { return 17; }
 // What was wrong with the last call of this thread that failed.
 const char* zb_problem() { return problem.c_str(); }
 
@@ -208,6 +218,25 @@ int zb_combine(int codec, int variant, int rule, double trim, uint32_t iteration
 // `key`: as many bytes as `data`, in whole stripes of 64.
 uint64_t zb_hash(int variant, const uint8_t* data, uint64_t bytes, const uint32_t* key) {
     return robust_kernels_of(variant < 0 || variant >= variant_count() ? variant_count() - 1 : variant).hash(data, bytes, key);
+}
+
+// As outer.h says of each. Give 0, or INVALID. `largest`: gets what `difference` gives.
+int zb_difference(int variant, int threads, const float* outer, const float* inner, uint64_t n, float* out, float* largest) {
+    if (refuses(problem_of_pass(variant, threads, n, outer, inner, out)) || largest == nullptr) return INVALID;
+    *largest = n == 0 ? 0.0f : difference(variant, threads, outer, inner, n, out);
+    return 0;
+}
+int zb_outer_sgd(int variant, int threads, float* params, float* momentum, const float* delta, uint64_t n, float lr,
+                 float factor, int is_nesterov) {
+    if (refuses(problem_of_pass(variant, threads, n, params, momentum, delta))) return INVALID;
+    if (!(std::isfinite(lr) && std::isfinite(factor)) && refuses("a learning rate and a momentum must be finite")) return INVALID;
+    if (n > 0) take_step(variant, threads, params, momentum, delta, n, {lr, factor, is_nesterov != 0});
+    return 0;
+}
+int zb_copy(int variant, int threads, const float* from, uint64_t n, float* to) {
+    if (refuses(problem_of_pass(variant, threads, n, from, to, to))) return INVALID;
+    if (n > 0) copy(variant, threads, from, n, to);
+    return 0;
 }
 
 const char* zb_sealing_problem() { return sealing_problem(); }

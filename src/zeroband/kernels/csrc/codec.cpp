@@ -50,6 +50,7 @@ inline uint64_t hash_stripes(const uint8_t* data, size_t stripes, const uint32_t
 
 #include "blocks.inl"
 #include "robust.inl"
+#include "outer.inl"
 }
 }  // namespace generic
 
@@ -70,6 +71,7 @@ inline void stored_away() { _mm_sfence(); }
 #include "keyed_hash_x86.inl"
 #include "blocks.inl"
 #include "robust.inl"
+#include "outer.inl"
 }
 }  // namespace avx2
 #if defined(__clang__)
@@ -90,6 +92,7 @@ inline void stored_away() { _mm_sfence(); }
 #include "keyed_hash_x86.inl"
 #include "blocks.inl"
 #include "robust.inl"
+#include "outer.inl"
 }
 }  // namespace avx512
 #if defined(__clang__)
@@ -166,6 +169,15 @@ const RobustKernels& robust_kernels_of(int variant) {
 #endif
     (void)variant;
     return generic::ROBUST;
+}
+
+const OuterKernels& outer_kernels_of(int variant) {
+#ifdef ZEROBAND_X86
+    if (variant == 2) return avx512::OUTER;
+    if (variant == 1) return avx2::OUTER;
+#endif
+    (void)variant;
+    return generic::OUTER;
 }
 
 const Codec& codec_of(CodecId codec) { return codec_of(codec, variant_count() - 1); }

@@ -38,6 +38,14 @@ struct RobustKernels {
     uint64_t (*hash)(const uint8_t* data, size_t bytes, const uint32_t* key);
 };
 
+// What the passes of an outer step are made of (outer.h); a variant for each instruction set, all equal in bits.
+struct OuterKernels {
+    float (*difference)(const float* outer, const float* inner, size_t n, float* out);
+    void (*nesterov)(float* params, float* momentum, const float* delta, size_t n, float lr, float factor);
+    void (*plain_momentum)(float* params, float* momentum, const float* delta, size_t n, float lr, float factor);
+    void (*copy)(const float* from, size_t n, float* to);
+};
+
 // Bytes that a hash takes at a time: a key has at most this many more than what is hashed.
 constexpr size_t HASH_STRIPE = 64;
 
@@ -58,6 +66,7 @@ const char* variant_name(int variant);
 const Codec& codec_of(CodecId codec, int variant);
 
 const RobustKernels& robust_kernels_of(int variant);
+const OuterKernels& outer_kernels_of(int variant);
 
 // Of the best variant.
 const Codec& codec_of(CodecId codec);

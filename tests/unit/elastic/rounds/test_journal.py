@@ -1,3 +1,4 @@
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from zeroband.elastic.rounds import journal as journal_module
-from zeroband.elastic.rounds.journal import Allocator, Journal, JournalBounds
+from zeroband.elastic.rounds.journal import Journal, JournalBounds, Keep
 from zeroband.state.round_state import RoundUpdate
 
 HOUR_S = 3600.0
@@ -96,6 +97,41 @@ def test_what_is_packed_lies_on_disk_and_its_place_is_given_back(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_entries_that_nobody_reads_take_no_memory_of_the_process(tmp_path: Path) -> None:
+    """As many after 10 rounds as after 3; what is read is there again, and read entries alone take memory."""
+    journal, found = Journal(tmp_path, JournalBounds(HOUR_S, MANY_BYTES)), dict[int, int]()
+    for round in range(1, 11):
+        recorded(journal, round, torch.full((1 << 20,), round, dtype=torch.uint8))
+        journal.settle()
+        fetched = journal.room(1 << 20).fill_(100 + round)
+        journal.add(RoundUpdate(100 + round, fetched, {}, "digest"))
+        found[round] = resident_bytes(tmp_path)
+    assert found[3] == found[10] == 0
+    for round in (4, 104):
+        kept = journal.await_entry(round)
+        assert kept is not None and kept.update.eq(round).all()
+    assert resident_bytes(tmp_path) == 2 << 20
+
+
+def test_entry_that_is_in_memory_stays_as_it_is(journal: Journal) -> None:
+    """Where the disk had no room for it: whole pages of memory, as those of a file are."""
+    pages = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    journal.add(RoundUpdate(1, torch.frombuffer(pages, dtype=torch.uint8).fill_(5), {}, "digest"))
+    kept = journal.await_entry(1)
+    assert kept is not None and kept.update.eq(5).all()
+
+
+def resident_bytes(folder: Path) -> int:
+    """Of what this process has mapped of files in a folder."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_ours = f" {folder}/" in line
+        elif is_ours and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
 def mapped_files(folder: Path) -> int:
     return sum(f" {folder}/" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
@@ -144,8 +180,8 @@ def test_journal_entry_that_is_forgotten_or_does_not_come_is_none(tmp_path: Path
 
 
 def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
-    def pack(room: Allocator) -> torch.Tensor:
-        return room(values.numel()).copy_(values)
+    def pack(keep: Keep) -> torch.Tensor:
+        return keep(values)
 
     journal.record(round, pack, {}, "digest", values=values.numel())
 

@@ -20,6 +20,7 @@ from tests.unit.elastic.conftest import (
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
+from zeroband.elastic.rounds.exchange import pack_mean
 from zeroband.elastic.transport.engine import Encoded, State
 from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
@@ -111,6 +112,25 @@ def test_mean_and_errors_are_those_of_plain_torch_bit_for_bit(
     for error, expected in zip(errors, taken, strict=True):
         assert torch.equal(error.isnan(), expected.isnan())
         assert torch.equal(error.nan_to_num(), expected.nan_to_num())
+
+
+@EACH_CODEC
+@EACH_SHAPE
+@pytest.mark.parametrize(("numel", "weights"), [(1, [1, 1]), (22, [1, 1]), (257, [1, 1, 1]), (NUMEL, [3, 0, 2])])
+def test_mean_is_had_as_it_travelled_in_the_bytes_that_encoding_it_again_finds(
+    kept_net: KeptNet, codec: Codec, is_ring: bool, numel: int, weights: list[int]
+) -> None:
+    net, sources = kept_net(len(weights), False), [noise(numel, seed=member) for member in range(len(weights))]
+    shape, operation = split_into(numel, codec, weights, is_ring=is_ring), net.next_operation()
+    results = [torch.empty(numel) for _ in sources]
+    means = [torch.full((codec.encoded_size(numel),), 77, dtype=torch.uint8) for _ in sources]
+    running = [
+        net.operate(operation, shape, m, sources[m], results[m], encoded_mean=means[m]) for m in range(len(weights))
+    ]
+    assert ends_of(running) == [State.DONE] * net.world
+    for result, mean in zip(results, means, strict=True):
+        assert torch.equal(mean, pack_mean(result, codec))
+        assert torch.equal(codec.decode(mean, numel).view(torch.int32), result.view(torch.int32))
 
 
 @pytest.mark.parametrize("change", [-1, 1])
