@@ -16,8 +16,8 @@ from evidence import count
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
-from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.demo import momentum_rule
+from zeroband.outer.sparse.residual import SparseResidual
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import FlatLayout, Slot
 

@@ -1,7 +1,7 @@
 """A run in virtual time: the rules, the store and the ledger of production, with models in place of work and bytes.
 
-One thread takes events in the order of their virtual times. What nodes decide, `membership.epoch` decides from a view
-of a store; what is read by whom, `membership.progress`. So thousands of rounds of a large run take seconds.
+One thread takes events in the order of their virtual times. What nodes decide, `membership.round_rules` decides from a
+view of a store; what is read by whom, `membership.progress`. So thousands of rounds of a large run take seconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,6 @@ from tests.memory_store import MemoryRecord, MemoryStore
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
 from zeroband.elastic.membership import claims
-from zeroband.elastic.membership.epoch import (
-    ElapsedWaits,
-    Rules,
-    Wait,
-    has_quorum,
-    must_leave,
-    next_opening,
-    next_verdict,
-)
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
@@ -42,6 +33,15 @@ from zeroband.elastic.membership.records import (
     Ready,
     Verdict,
     View,
+)
+from zeroband.elastic.membership.round_rules import (
+    ElapsedWaits,
+    Rules,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
 )
 from zeroband.elastic.rounds.background import LOOK_S
 

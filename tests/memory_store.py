@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Attempt,
@@ -27,6 +26,7 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
+from zeroband.elastic.membership.round_rules import Wait
 from zeroband.elastic.membership.succession import HandoverState, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal

@@ -17,7 +17,7 @@ LAYERS = (
     {"config", "kernels", "observe"},
     {"data", "node"},
     {"elastic.membership", "model", "state"},
-    {"elastic.transport", "outer.compression"},
+    {"elastic.transport", "outer.sparse"},
     {"elastic.store"},
     {"elastic.guardian", "elastic.recovery"},
     {"checkpoint", "elastic.rounds"},

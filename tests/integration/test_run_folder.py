@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.checkpoint.folder import require_place
+from zeroband.checkpoint.ownership import require_place
 from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError

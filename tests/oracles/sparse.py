@@ -9,8 +9,8 @@ import torch
 from tests.oracles.problem import LAYOUT, SHAPES, Problem
 from torch import Tensor
 
-from zeroband.outer.compression.bits import ALIGNMENT
-from zeroband.outer.compression.sparse_codec import SparseCodec
+from zeroband.outer.sparse.bits import ALIGNMENT
+from zeroband.outer.sparse.sparse_codec import SparseCodec
 
 Chunk = list[list[float]]
 Coefficient = tuple[int, int]

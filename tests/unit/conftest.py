@@ -28,9 +28,9 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoCon
 from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh

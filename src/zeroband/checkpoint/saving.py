@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
-from zeroband.checkpoint.folder import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -37,6 +36,7 @@ from zeroband.checkpoint.layout import (
 )
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
+from zeroband.checkpoint.ownership import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.peers import Peers, Shares, WriterLine
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zeroband.checkpoint.folder import require_place
+from zeroband.checkpoint.ownership import require_place
 from zeroband.checks.disk import disks
 from zeroband.checks.extras import missing_packages, unknown_protocols
 from zeroband.checks.finding import Finding

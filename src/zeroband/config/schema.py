@@ -475,8 +475,8 @@ class RunConfig(Section):
     def _gloo_dials_both_ways(self) -> RunConfig:
         if not self.node.dialable and self.comm.backend == "gloo":
             raise ValueError(
-                'node.dialable=False needs comm.backend = "native": with gloo each two nodes dial one another; open a '
-                "port here, or change comm.backend on all nodes"
+                'node.dialable=False needs comm.backend = "native": with gloo each two nodes dial one another; '
+                "open a port here, or change comm.backend on all nodes"
             )
         return self
 

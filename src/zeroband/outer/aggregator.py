@@ -21,9 +21,9 @@ from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, s
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
 from zeroband.observe.log import get_logger
-from zeroband.outer.compression.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
-from zeroband.outer.compression.sparse_codec import Payload, SparseCodec
 from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.sparse.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
+from zeroband.outer.sparse.sparse_codec import Payload, SparseCodec
 
 _LENGTH_BYTES = 8
 

@@ -19,8 +19,8 @@ from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.exchange import Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.kernels.host_passes import write_difference
+from zeroband.outer.custom_compression import UNSENT, Compression, exchange_of
 from zeroband.outer.merge import Merge, build_merge
-from zeroband.outer.own_compression import UNSENT, Compression, exchange_of
 from zeroband.outer.robust import rule_of
 from zeroband.state.flat import gradient_shards
 

@@ -27,11 +27,11 @@ from zeroband.node.mesh import clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
 from zeroband.outer.algorithm import PARAMS, StepAlgorithm
-from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.scoring import PayloadScores
+from zeroband.outer.sparse.residual import SparseResidual
+from zeroband.outer.sparse.sparse_codec import SparseCodec, SparseRule
 from zeroband.state.flat import FlatLayout, gradient_shards, parameter_shards
 
 MOMENTUM = "momentum"

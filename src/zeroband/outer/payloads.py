@@ -26,9 +26,9 @@ from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.kernels.robust import Measured
 from zeroband.node.mesh import add_up, all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
-from zeroband.outer.compression.combine import MOST_SOURCES
-from zeroband.outer.compression.sparse_codec import Divisor, Payload
 from zeroband.outer.local_memory import LocalMemory
+from zeroband.outer.sparse.combine import MOST_SOURCES
+from zeroband.outer.sparse.sparse_codec import Divisor, Payload
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 

@@ -21,11 +21,11 @@ from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.outer.algorithm import PARAMS, Algorithm
-from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import Divisor, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.scoring import PayloadScores
+from zeroband.outer.sparse.residual import SparseResidual
+from zeroband.outer.sparse.sparse_codec import Divisor, SparseCodec, SparseRule
 from zeroband.state.flat import FlatLayout
 from zeroband.state.fragments import arranged
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.own_state import OWN_FILE, gather_random_states
+from zeroband.checkpoint.ownership import Owner, claim
 from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import WriterSpec

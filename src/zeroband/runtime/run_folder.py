@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from zeroband.checkpoint.folder import read_owner
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.render import render_toml
 from zeroband.config.schema import RunConfig

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from zeroband.config.outer import DdpConfig, DemoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.phase import PhaseLength
 

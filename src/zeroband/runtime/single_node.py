@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zeroband.checkpoint.folder import read_owner
+from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.checkpoint.writer_process import PeerWriters

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.folder import Owner, claim
 from zeroband.checkpoint.layout import OWNER, plan_outer
 from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.ownership import Owner, claim
 from zeroband.checkpoint.peers import PeerWord, WriterLine
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage, Storage

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zeroband.kernels import dct_kernels
 from zeroband.kernels.dct_kernels import DctKernels
-from zeroband.outer.compression import sparse_codec as codec_module
-from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
+from zeroband.outer.sparse import sparse_codec as codec_module
+from zeroband.outer.sparse.residual import SparseResidual
+from zeroband.outer.sparse.sparse_codec import SparseCodec, SparseRule
 from zeroband.state.flat import FlatLayout, Slot
 
 SHAPES = [(5, 64, 64, 4), (3, 52, 64, 32), (9, 1, 64, 4), (2, 1, 13, 13), (3, 16, 1, 3), (2, 7, 5, 1)]

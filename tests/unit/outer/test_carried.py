@@ -16,7 +16,7 @@ from tests.unit.outer.test_late import Average, Nesterov, audit_of, diloco
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
-from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION
 from zeroband.elastic.transport.base import Rates
 from zeroband.kernels.codec import CODECS

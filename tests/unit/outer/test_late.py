@@ -504,7 +504,7 @@ def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
         assert view.committed is not None
         return frozenset({"c"} & view.ready.keys()) if view.committed.round < passed else frozenset()
 
-    monkeypatch.setattr("zeroband.elastic.membership.epoch._kept_apart", kept_apart)
+    monkeypatch.setattr("zeroband.elastic.membership.round_rules._kept_apart", kept_apart)
     run = start_run(config, "a", "b", "c", model=Oracle, total_steps=24, journal_rounds=30)
     generator = torch.Generator().manual_seed(0)
     update = {name: [0.1 * torch.randn(LAYOUT.numel, generator=generator) for _ in range(60)] for name in "abc"}

@@ -12,11 +12,11 @@ from torch import Tensor
 from zeroband.config.outer import DemoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.config.stability import largest_stable_lr
 from zeroband.model.optim import sign_step
-from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.merge import EagerView
 from zeroband.outer.outer_optimizer import OuterSGD
+from zeroband.outer.sparse.residual import SparseResidual
+from zeroband.outer.sparse.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.sparseloco import error_rule
 
 ROUNDS, INNER_STEPS = 20, 4

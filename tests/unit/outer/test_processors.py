@@ -16,7 +16,7 @@ from tests.unit.outer.test_torch_optimizer import TAKEN
 from torch import Tensor
 
 from zeroband.kernels.one_rounding import OneRounding, exact_sqrt
-from zeroband.outer.compression.sparse_codec import clip_scales
+from zeroband.outer.sparse.sparse_codec import clip_scales
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 from zeroband.state.flat import digest_of
 

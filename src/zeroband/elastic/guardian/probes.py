@@ -28,7 +28,7 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
-from zeroband.elastic.transport.meeting import meet
+from zeroband.elastic.transport.hole_punching import meet
 from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8

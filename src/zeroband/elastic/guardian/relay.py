@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.handshake import new_session
-from zeroband.elastic.transport.meeting import sight_of
+from zeroband.elastic.transport.hole_punching import sight_of
 
 MOST_PASSED_ON = 256
 """Connections that pass here at one time."""

@@ -14,7 +14,10 @@ from dataclasses import fields, replace
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.claims import standing
-from zeroband.elastic.membership.epoch import (
+from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
+from zeroband.elastic.membership.resume_rules import restarts_with
+from zeroband.elastic.membership.round_rules import (
     NOT_THERE,
     OfMembers,
     Rules,
@@ -24,9 +27,6 @@ from zeroband.elastic.membership.epoch import (
     of_members,
     trust_in,
 )
-from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
-from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.errors import ConfigError
 
 MOST_OPENINGS = 1 << 20

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.records import Claim, Evidence, Opening, Ready, Verdict, from_json, to_json
+from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
 from zeroband.errors import (

@@ -20,18 +20,6 @@ from zeroband.elastic.membership import claims
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars, is_refusal
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import (
-    ElapsedWaits,
-    Rules,
-    Wait,
-    expected_in,
-    has_quorum,
-    knows_enough_to_open,
-    may_open,
-    must_leave,
-    next_opening,
-    next_verdict,
-)
 from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
 from zeroband.elastic.membership.progress import ledgers_after
@@ -47,9 +35,21 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
+from zeroband.elastic.membership.round_rules import (
+    ElapsedWaits,
+    Rules,
+    Wait,
+    expected_in,
+    has_quorum,
+    knows_enough_to_open,
+    may_open,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
-from zeroband.elastic.rounds.hearing import Hearing
+from zeroband.elastic.rounds.fault_inquiry import Hearing
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox

@@ -19,7 +19,7 @@ from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
-from zeroband.elastic.transport.meeting import SIGHT_BYTES, may_meet, meet, note_met, share_port
+from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port
 from zeroband.errors import HandshakeFailed
 
 _T = TypeVar("_T")

@@ -169,8 +169,8 @@ def require_soak(options: ChaosOptions) -> None:
         )
     if not 0 <= options.behind < options.nodes:
         raise ConfigError(
-            f"--behind={options.behind} must be 0 or more, and fewer than --nodes={options.nodes}: somebody must be "
-            "there who can be dialled"
+            f"--behind={options.behind} must be 0 or more, and fewer than --nodes={options.nodes}: "
+            "somebody must be there who can be dialled"
         )
     possible = kinds_of(stores=options.stores, behind=options.behind)
     if impossible := [kind.value for kind in options.kinds if kind not in possible]:

@@ -24,7 +24,7 @@ from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
-from zeroband.outer.compression.sizes import HEADER, combined_size, records_size
+from zeroband.outer.sparse.sizes import HEADER, combined_size, records_size
 
 STORE_TRIPS = 4
 """Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready

@@ -20,7 +20,7 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.reach import HEARD, Way
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport import dial as dial_module
-from zeroband.elastic.transport import meeting as meeting_module
+from zeroband.elastic.transport import hole_punching
 from zeroband.elastic.transport.dial import reach
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, Purpose
@@ -70,7 +70,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(meeting_module, "_in_vain", {})
+    monkeypatch.setattr(hole_punching, "_in_vain", {})
     made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
 
     async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
@@ -182,7 +182,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
     def dial() -> Connection:
         """Another program may have a connection from the very port: then the ends stay with the relay."""
         for _ in range(5):
-            meeting_module.note_met(HIDDEN, is_met=True)
+            hole_punching.note_met(HIDDEN, is_met=True)
             scene.seen, end = b"", scene.dial()
             if met.is_set():
                 return end
@@ -191,7 +191,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
 
     met = threading.Event()
     monkeypatch.setattr(probes_module, "meet", listen)
-    monkeypatch.setattr(meeting_module, "_REFUSED", 1 << 30)
+    monkeypatch.setattr(hole_punching, "_REFUSED", 1 << 30)
     end = dial()
     until(lambda: not scene.relay.relay.passed_on)
     with contextlib.closing(end), end.makefile("rb") as file:

@@ -10,10 +10,10 @@ import pytest
 
 from zeroband.data.ledger import SHARED, Ledger, count, take
 from zeroband.elastic.membership.claims import choose, dealt_to, standing
-from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, must_leave, next_opening
 from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Claim, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_opening
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 LEDGERS = {SHARED: Ledger(100, ((4, 8),), {A: ((80, 90),), B: ((90, 100),)})}

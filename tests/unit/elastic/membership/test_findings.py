@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, refusal
-from zeroband.elastic.membership.epoch import Heard, Rules, Wait, next_opening
 from zeroband.elastic.membership.findings import found_before, objection
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.round_rules import Heard, Rules, Wait, next_opening
 
 A, B, C, D = FOUR = ("a#1", "b#1", "c#1", "d#1")
 READY = Ready(3, 10, "s", 4, 6)

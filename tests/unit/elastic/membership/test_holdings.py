@@ -7,7 +7,6 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.holdings import (
     Held,
     Holding,
@@ -19,6 +18,7 @@ from zeroband.elastic.membership.holdings import (
     together,
     why_none,
 )
+from zeroband.elastic.membership.round_rules import Wait
 from zeroband.errors import ConfigError
 
 OLD, NEW = Held(200, 20, "d200", "x"), Held(630, 63, "d630", "x")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, Wait, next_opening
 from zeroband.elastic.membership.limits import MOST_OPENINGS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Carry, Opening, Ready, Verdict, View, from_json, to_json
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, Wait, next_opening
 
 A, B, C = "a#1", "b#1", "c#1"
 SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=32)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.epoch import mean_loss
 from zeroband.elastic.membership.loss_record import LossRecord, loss_of, reason_to_go_back
 from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.membership.round_rules import mean_loss
 
 ON = RollbackConfig(on_spike=2.0)
 LOSSES = st.floats(0.01, 20.0)

@@ -27,7 +27,6 @@ from tests.contract.test_records import (
 )
 
 from zeroband.elastic.membership.ballots import electors
-from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, must_leave, next_opening
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.loss_record import LossRecord
@@ -46,6 +45,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_opening
 from zeroband.elastic.membership.succession import MemberReport, legacy_of
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.transport.shape import route_of, shape_of

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.epoch import Rules, Wait, next_opening
 from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, from_json, to_json
 from zeroband.elastic.membership.resume_rules import (
     begins_on_checkpoint,
@@ -17,6 +16,7 @@ from zeroband.elastic.membership.resume_rules import (
     rounds_since,
     way_in,
 )
+from zeroband.elastic.membership.round_rules import Rules, Wait, next_opening
 
 A, B, C = "a#1", "b#1", "c#1"
 ALIVE = st.frozensets(st.sampled_from([A, B, C]))

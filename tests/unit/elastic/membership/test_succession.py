@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.epoch import ElapsedWaits, Rules, next_opening, next_verdict
 from zeroband.elastic.membership.records import Opening, Peer, Ready, StoreTerm, Verdict, View
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, next_opening, next_verdict
 from zeroband.elastic.membership.succession import (
     Begin,
     Enter,

@@ -21,7 +21,6 @@ import redis
 from tests.memberships import a_member
 
 from zeroband.data.ledger import SHARED, Range, take
-from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
@@ -34,6 +33,7 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
+from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost

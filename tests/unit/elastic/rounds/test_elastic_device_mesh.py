@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds import elastic_device_mesh as module
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.errors import Fenced

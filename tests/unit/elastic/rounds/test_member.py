@@ -21,9 +21,9 @@ from zeroband.elastic.guardian.link_report import LinkSeen, LinkWriter
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import drain, go_on, pause
 from zeroband.elastic.membership.records import Evidence, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store

@@ -18,9 +18,9 @@ from typing import Any, cast
 import redis
 from tests.memberships import a_member
 
-from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import Orders, go_on, pause
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost

@@ -15,8 +15,8 @@ from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
 from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
 from zeroband.kernels.codec import CODECS
-from zeroband.outer.compression.combine import combined_bytes
 from zeroband.outer.demo import momentum_rule
+from zeroband.outer.sparse.combine import combined_bytes
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import FlatLayout, Slot
 from zeroband.tools.arguments import parse_count, parse_rate, parse_size

@@ -13,8 +13,8 @@ from torch import Tensor
 from zeroband.config.outer import ValueCodingName
 from zeroband.kernels import reference
 from zeroband.kernels.scan import all_finite
-from zeroband.outer.compression.bits import has_clean_ends, pack, unpack
-from zeroband.outer.compression.sizes import LEVEL_BYTES, has_zeros, values_size
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.sizes import LEVEL_BYTES, has_zeros, values_size
 
 
 class ValueCoding(Protocol):

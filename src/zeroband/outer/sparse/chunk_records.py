@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import ValueCodingName
-from zeroband.outer.compression.bits import has_clean_ends, pack, unpack
-from zeroband.outer.compression.sizes import ALIGNMENT, index_bits, packed_size, record_size, records_size
-from zeroband.outer.compression.values import ValueCoding, coding_of
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.sizes import ALIGNMENT, index_bits, packed_size, record_size, records_size
+from zeroband.outer.sparse.values import ValueCoding, coding_of
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.problem import layout_of
-from tests.unit.outer.compression.layouts import LAYOUT, codec_of, noise
+from tests.unit.outer.sparse.layouts import LAYOUT, codec_of, noise
 from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
 from zeroband.errors import ConfigError, MalformedPayload
-from zeroband.outer.compression import sparse_codec as module
-from zeroband.outer.compression.bits import pack
-from zeroband.outer.compression.combine import check_combined, combine, decode_combined
-from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import HEADER, Divisor, SparseCodec, SparseRule, norm_of
+from zeroband.outer.sparse import sparse_codec as module
+from zeroband.outer.sparse.bits import pack
+from zeroband.outer.sparse.combine import check_combined, combine, decode_combined
+from zeroband.outer.sparse.residual import SparseResidual
+from zeroband.outer.sparse.sparse_codec import HEADER, Divisor, SparseCodec, SparseRule, norm_of
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import ShardMap
 

@@ -6,7 +6,7 @@ import torch
 from tests.oracles.problem import layout_of
 from torch import Tensor
 
-from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
+from zeroband.outer.sparse.sparse_codec import SparseCodec, SparseRule
 
 SHAPES = {
     "bias": (97,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroband.outer.compression.sizes import ALIGNMENT, packed_size
+from zeroband.outer.sparse.sizes import ALIGNMENT, packed_size
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

@@ -17,9 +17,9 @@ from zeroband.errors import MalformedPayload
 from zeroband.kernels import reference
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import place
-from zeroband.outer.compression.bits import has_clean_ends, pack, unpack
-from zeroband.outer.compression.sizes import HEADER, combined_fields, combined_size, most_entries, packed_size
-from zeroband.outer.compression.sparse_codec import Divisor, Payload, PayloadSection, SparseCodec, mean_over_senders
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.sizes import HEADER, combined_fields, combined_size, most_entries, packed_size
+from zeroband.outer.sparse.sparse_codec import Divisor, Payload, PayloadSection, SparseCodec, mean_over_senders
 
 MOST_SOURCES = (1 << 15) - 1
 """Sums of so many signs fit into 16 bits."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zeroband.elastic.membership.epoch import Heard
 from zeroband.elastic.membership.findings import found_before, objection
 from zeroband.elastic.membership.records import Attempt, Evidence, Opening, Verdict, View
+from zeroband.elastic.membership.round_rules import Heard
 from zeroband.elastic.store.interface import Store
 
 _SLACK = 0.9

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, tcp_pair
 
-from zeroband.elastic.transport import meeting
+from zeroband.elastic.transport import hole_punching
 from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.meeting import SIGHT_BYTES, may_meet, meet, note_met, share_port, sight_of
+from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port, sight_of
 
 OWN_HOST = "127.84.3.1"
 
@@ -31,7 +31,7 @@ def padded(sight: str) -> bytes:
 
 
 def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_MEET_S", DEADLINE_S)
+    monkeypatch.setattr(hole_punching, "_MEET_S", DEADLINE_S)
     with socket.create_server((HOST, 0)) as other:
         met = asyncio.run(meet(relayed.getsockname(), padded(f"{HOST} {other.getsockname()[1]}"), keep_alive))
         assert met is not None
@@ -68,8 +68,8 @@ def test_end_that_does_not_dial_is_given_up(relayed: socket.socket) -> None:
 
 def test_member_that_was_not_met_is_left_alone_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(meeting, "_in_vain", {})
-    monkeypatch.setattr(meeting.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(hole_punching, "_in_vain", {})
+    monkeypatch.setattr(hole_punching.time, "monotonic", lambda: now_s)
     assert may_meet("a#1")
     note_met("a#1", is_met=False)
     assert not may_meet("a#1") and may_meet("b#1")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeroband.config.outer import Uneven
-from zeroband.outer.compression.sizes import ALIGNMENT
+from zeroband.outer.sparse.sizes import ALIGNMENT
 from zeroband.state.flat import FlatLayout
 from zeroband.state.slot import Slot
 

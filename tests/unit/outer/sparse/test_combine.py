@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.oracles.problem import layout_of
-from tests.unit.outer.compression.layouts import LAYOUT, codec_of, noise
+from tests.unit.outer.sparse.layouts import LAYOUT, codec_of, noise
 
 from zeroband.errors import MalformedPayload
-from zeroband.outer.compression.bits import pack
-from zeroband.outer.compression.combine import check_combined, combine, combined_bytes, decode_combined
-from zeroband.outer.compression.sparse_codec import HEADER, Divisor, Payload, SparseCodec, SparseRule
+from zeroband.outer.sparse.bits import pack
+from zeroband.outer.sparse.combine import check_combined, combine, combined_bytes, decode_combined
+from zeroband.outer.sparse.sparse_codec import HEADER, Divisor, Payload, SparseCodec, SparseRule
 
 
 def payloads_of(codec: SparseCodec, count: int) -> list[Payload]:

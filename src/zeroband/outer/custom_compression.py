@@ -18,9 +18,9 @@ from zeroband.errors import MalformedPayload
 from zeroband.kernels.one_rounding import OneRounding
 from zeroband.kernels.robust import Measured
 from zeroband.kernels.scan import all_finite, largest
-from zeroband.outer.compression.sparse_codec import Divisor, Payload
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.sparse.sparse_codec import Divisor, Payload
 from zeroband.state.fragments import Fragment
 
 UNSENT = "unsent"

@@ -25,9 +25,9 @@ from zeroband.kernels.one_rounding import exact_sqrt
 from zeroband.kernels.robust import Measured
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
-from zeroband.outer.compression.chunk_records import Chosen, RecordFormat
-from zeroband.outer.compression.chunks import ChunkGroup, ChunkLayout, share_of
-from zeroband.outer.compression.sizes import ALIGNMENT, HEADER
+from zeroband.outer.sparse.chunk_records import Chosen, RecordFormat
+from zeroband.outer.sparse.chunks import ChunkGroup, ChunkLayout, share_of
+from zeroband.outer.sparse.sizes import ALIGNMENT, HEADER
 from zeroband.state.flat import FlatLayout
 
 MAGIC, VERSION = b"ZBSP", 1

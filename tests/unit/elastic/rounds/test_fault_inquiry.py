@@ -13,9 +13,9 @@ import redis
 from tests.memberships import UNWATCHED, a_member
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.findings import Findings, found_after
 from zeroband.elastic.membership.records import Blame, Evidence, Opening, Ready
+from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.member import Member, Rule
 from zeroband.elastic.store.interface import Store

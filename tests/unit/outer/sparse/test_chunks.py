@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.oracles.problem import layout_of
 from tests.oracles.sparse import cosine, smaller_divisor
 from tests.oracles.sparse import dct as plain_dct
-from tests.unit.outer.compression.layouts import LAYOUT, noise
+from tests.unit.outer.sparse.layouts import LAYOUT, noise
 from torch import Tensor
 
 from zeroband.kernels import dct
 from zeroband.kernels.select import largest, place
-from zeroband.outer.compression.bits import has_clean_ends, pack, packed_size, unpack
-from zeroband.outer.compression.chunks import ChunkLayout, chunk_length, share_of
+from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
+from zeroband.outer.sparse.chunks import ChunkLayout, chunk_length, share_of
 
 
 @given(bits=st.integers(0, 16), rows=st.integers(0, 3), count=st.integers(0, 40), seed=st.integers(0, 999))

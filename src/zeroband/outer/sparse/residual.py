@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeroband.outer.compression.sparse_codec import EncodedPayload, Part, SparseCodec
+from zeroband.outer.sparse.sparse_codec import EncodedPayload, Part, SparseCodec
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""

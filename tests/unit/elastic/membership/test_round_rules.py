@@ -12,18 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.blame import refusal
-from zeroband.elastic.membership.epoch import (
-    LEAST_GRACE_S,
-    ElapsedWaits,
-    Heard,
-    Hearing,
-    Rules,
-    Wait,
-    has_quorum,
-    must_leave,
-    next_opening,
-    next_verdict,
-)
 from zeroband.elastic.membership.findings import Findings
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
@@ -42,6 +30,18 @@ from zeroband.elastic.membership.records import (
     from_record,
     to_json,
     to_record,
+)
+from zeroband.elastic.membership.round_rules import (
+    LEAST_GRACE_S,
+    ElapsedWaits,
+    Heard,
+    Hearing,
+    Rules,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
 )
 from zeroband.elastic.membership.topology import all_to_all_time
 
