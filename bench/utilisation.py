@@ -26,7 +26,7 @@ from wan import Wan
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
 from zeroband.tools.compare.methods import Arm, flags_of, known_presets
-from zeroband.tools.compare.results import Measured, measured
+from zeroband.tools.compare.results import RunMeasurements, measured
 from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
 
 STEP_S = 0.2
@@ -84,7 +84,7 @@ class Links:
         return self._wan.address(self._number(node))
 
 
-def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, int]:
+def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[RunMeasurements, int]:
     """What the nodes counted once they had met, up to the last round, and the model's size."""
     per_step = preset in PER_STEP
     round_steps, warm, rounds = (1, WARM_STEPS, STEPS) if per_step else (INNER_STEPS, WARM_ROUNDS, ROUNDS)
@@ -133,7 +133,7 @@ def predict(preset: str, step_s: float, params: int, mbit: float, rtt_ms: float,
     return next(f for f in forecasts(job, link) if (f.method, f.codec) == PREDICTED[preset])
 
 
-def row(preset: str, mbit: float, found: Measured, said: Forecast) -> str:
+def row(preset: str, mbit: float, found: RunMeasurements, said: Forecast) -> str:
     """A line of the table."""
     ours, theirs = 100 * found.compute_utilisation, 100 * said.compute_utilisation
     still = (found.blocked_s / found.steps * said.round_steps, said.own_s + said.waits_s)

@@ -93,7 +93,7 @@ class Attacker:
             return start(engine, of, shape, at, links, source, *result, **more)
 
         rounds.follows = lambda *_: None  # it takes its own forgery for good
-        rounds.Hearing.objection = lambda *_: None  # type: ignore[method-assign]
+        rounds.FaultInquiry.objection = lambda *_: None  # type: ignore[method-assign]
         Member.announce_ready = announce_ready  # type: ignore[method-assign]
         RedisStore.propose_opening = propose_opening  # type: ignore[method-assign]
         Engine.start = reduce  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from zeroband.tools.cluster import RedisServer
 from zeroband.tools.doctor import outside, pairs
 from zeroband.tools.doctor.command import main
 from zeroband.tools.doctor.outside import folder_check
-from zeroband.tools.doctor.pairs import Meeting, PairFinding
+from zeroband.tools.doctor.pairs import PairExamination, PairFinding
 
 Examine = Callable[[str, str], list[PairFinding]]
 
@@ -41,7 +41,7 @@ def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
         store = RedisStore(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
         try:
             key = RunKey.of(token, "run")
-            with Meeting(store, node_id, ListenAddress("127.0.0.1"), key, is_sealed=True) as meeting:
+            with PairExamination(store, node_id, ListenAddress("127.0.0.1"), key, is_sealed=True) as meeting:
                 assert len(meeting.gather(3, 10.0)) == 3
                 return meeting.measure(meeting.probe())
         finally:

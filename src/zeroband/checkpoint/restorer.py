@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumeSource:
     """What `--resume` asks for."""
 
     own: Storage
@@ -52,7 +52,7 @@ class SavedState(RoundState):
     """Why newer ones were not taken."""
 
 
-def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None, step: int | None) -> Source:
+def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None, step: int | None) -> ResumeSource:
     """Where to look. `path`: ckpt.path; `other`: resume.path, a run's folder of checkpoints or one of them.
 
     Raises ConfigError.
@@ -60,7 +60,7 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
     if path is None:
         raise ConfigError("--resume needs ckpt.path: the folder or URL below which this run keeps its checkpoints")
     if other is None:
-        return Source(open_storage(path, run_id, node_id), step=step)
+        return ResumeSource(open_storage(path, run_id, node_id), step=step)
     place, _, last = other.rstrip("/").rpartition("/")
     named = step_of(last)
     if named is not None:
@@ -69,10 +69,10 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
             raise ConfigError(f"resume.path={other!r} names step {named}, resume.step={step} another one")
     if not last or re.fullmatch(r"[A-Za-z0-9._-]+", last) is None:
         raise ConfigError(f"resume.path={other!r} is not <ckpt.path>/<run.id>, nor a step_N folder in it")
-    return Source(open_storage(path, run_id, node_id), open_storage(place or ".", last, node_id), named or step)
+    return ResumeSource(open_storage(path, run_id, node_id), open_storage(place or ".", last, node_id), named or step)
 
 
-def source_for(config: RunConfig, node_id: str) -> Source:
+def source_for(config: RunConfig, node_id: str) -> ResumeSource:
     """Where a node of this configuration looks. Raises ConfigError."""
     resume, token = config.resume or ResumeConfig(), config.run.token
     source = source_of(config.ckpt.path, config.run.id, node_id, other=resume.path, step=resume.step)
@@ -90,7 +90,7 @@ class Restorer:
 
     def __init__(
         self,
-        source: Source,
+        source: ResumeSource,
         node_id: str,
         layout: FlatLayout,
         faults: FaultPoints,

@@ -31,7 +31,7 @@ _TOKEN_BYTES = 2
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WrittenFolder:
     """A folder that the run writes to."""
 
     key: str
@@ -43,7 +43,7 @@ class _Place:
 
 def disks(needs: Needs) -> Iterator[Finding]:
     """A finding for each file system that the run writes to."""
-    by_device: dict[int, list[_Place]] = defaultdict(list)
+    by_device: dict[int, list[_WrittenFolder]] = defaultdict(list)
     for place in _places(needs):
         folder = _existing(place.folder)
         try:
@@ -56,7 +56,7 @@ def disks(needs: Needs) -> Iterator[Finding]:
     yield from (_room(places) for places in by_device.values())
 
 
-def _room(places: list[_Place]) -> Finding:
+def _room(places: list[_WrittenFolder]) -> Finding:
     """Whether one file system holds all that these places need."""
     folder = _existing(places[0].folder)
     free, needed = shutil.disk_usage(folder).free, sum(place.needed for place in places)
@@ -71,25 +71,25 @@ def _room(places: list[_Place]) -> Finding:
     )
 
 
-def _places(needs: Needs) -> Iterator[_Place]:
+def _places(needs: Needs) -> Iterator[_WrittenFolder]:
     config = needs.config
-    yield _Place("run.dir", node_dir_of(config), _FILES_BYTES, "start")
+    yield _WrittenFolder("run.dir", node_dir_of(config), _FILES_BYTES, "start")
     if needs.journal_bytes:
-        yield _Place(_JOURNAL, node_dir_of(config), needs.journal_bytes, "finish")
+        yield _WrittenFolder(_JOURNAL, node_dir_of(config), needs.journal_bytes, "finish")
     parts = config.data.parts.values()
     if corpus_bytes := sum(_corpus_bytes(data, config.run.seed) for data in parts):
-        yield _Place("data.cache_dir", _cache_of(config.data), corpus_bytes, "start")
+        yield _WrittenFolder("data.cache_dir", _cache_of(config.data), corpus_bytes, "start")
     if any(
         isinstance(data.source, TokensSource) and "://" in data.source.path.removeprefix("file://") for data in parts
     ):
         folder = _cache_of(config.data)
-        yield _Place(_FETCHED, folder, max(0, int(config.data.cache_gb * 1e9) - cached_bytes(folder)), "finish")
+        yield _WrittenFolder(_FETCHED, folder, max(0, int(config.data.cache_gb * 1e9) - cached_bytes(folder)), "finish")
     if config.ckpt.path is not None and "://" not in config.ckpt.path.removeprefix("file://"):
         folder = Path(config.ckpt.path.removeprefix("file://")) / config.run.id
         missing = max(1, needs.kept_checkpoints - _checkpoints_in(folder))
-        yield _Place("ckpt.path", folder, missing * needs.checkpoint_bytes, "finish")
+        yield _WrittenFolder("ckpt.path", folder, missing * needs.checkpoint_bytes, "finish")
     if config.export is not None:
-        yield _Place("export.path", config.export.path or node_dir_of(config), needs.export_bytes, "finish")
+        yield _WrittenFolder("export.path", config.export.path or node_dir_of(config), needs.export_bytes, "finish")
 
 
 def _cache_of(data: DataConfig) -> Path:

@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One value that can be set, or a section. Those of several variants of the section above may share a path."""
 
     path: Path
@@ -60,8 +60,8 @@ class Key:
 class SchemaKeys:
     """Everything that can be set, in the order of the schema."""
 
-    keys: Mapping[Path, tuple[Key, ...]]
-    sections: Mapping[Path, Key]
+    keys: Mapping[Path, tuple[ConfigKey, ...]]
+    sections: Mapping[Path, ConfigKey]
 
     def __contains__(self, path: Path) -> bool:
         return path in self.keys or path in self.sections
@@ -94,8 +94,8 @@ class SchemaKeys:
 @cache
 def schema_keys() -> SchemaKeys:
     """The keys and sections of a run's configuration."""
-    keys: dict[Path, tuple[Key, ...]] = {}
-    sections: dict[Path, Key] = {}
+    keys: dict[Path, tuple[ConfigKey, ...]] = {}
+    sections: dict[Path, ConfigKey] = {}
     for key in _walk(RunConfig, (), None):
         if key.variants:
             sections[key.path] = key
@@ -147,9 +147,9 @@ def _is_union(annotation: Any) -> bool:
     return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
 
-def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[Key]:
+def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[ConfigKey]:
     for name, field in model.model_fields.items():
-        key = Key((*path, name), field, variant, variants_of(field))
+        key = ConfigKey((*path, name), field, variant, variants_of(field))
         yield key
         for tag, section in key.variants.items():
             yield from _walk(section, key.path, Variant(key.path, tag) if tag else variant)

@@ -16,7 +16,7 @@ from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import TAG
-from zeroband.config.sources import Settings, Source, Text, TomlFile, config_file, variables
+from zeroband.config.sources import Settings, SettingsSource, Text, TomlFile, config_file, variables
 from zeroband.config.token_file import read_token
 from zeroband.errors import ConfigError
 
@@ -37,7 +37,7 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     *,
     defaults: Sequence[str] = (),
-    over: Sequence[Source] = (),
+    over: Sequence[SettingsSource] = (),
 ) -> RunConfig:
     """The configuration that the arguments, and the environment below them, ask for.
 

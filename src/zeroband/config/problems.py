@@ -18,7 +18,7 @@ from zeroband.config.sources import Settings
 
 
 @dataclass(frozen=True)
-class _Place:
+class _KeyLocation:
     """What a location of pydantic's means."""
 
     name: str
@@ -66,7 +66,7 @@ def _lines(detail: ErrorDetails, settings: Settings) -> Iterator[str]:
             yield f"{at.name}={shown}{origin}: {said}"
 
 
-def _objection(kind: str, detail: ErrorDetails, at: _Place) -> str | None:
+def _objection(kind: str, detail: ErrorDetails, at: _KeyLocation) -> str | None:
     """What is wrong with a value, where our own words say more than pydantic's."""
     value, section = detail["input"], schema_keys().sections.get(at.path)
     if kind == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
@@ -82,7 +82,7 @@ def _objection(kind: str, detail: ErrorDetails, at: _Place) -> str | None:
     return f"{at.name} is a section; set its keys, such as {at.name}.{'KEY' if '' in section.variants else TAG}"
 
 
-def _place_of(location: Sequence[int | str]) -> _Place:
+def _place_of(location: Sequence[int | str]) -> _KeyLocation:
     name, path = "", Path()
     section: type[Section] | None = RunConfig
     table: type[Section] | None = None
@@ -103,7 +103,7 @@ def _place_of(location: Sequence[int | str]) -> _Place:
             section = variants.get("")
         elif field and dict in kinds_of(field):  # else it names one of several types that a value may have
             name = f"{name}.{part}"
-    return _Place(name, path, tuple(variants), table)
+    return _KeyLocation(name, path, tuple(variants), table)
 
 
 def _from(path: Path, settings: Settings) -> str:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.keys import Key, Path, Variant, dotted, schema_keys, tables_of
+from zeroband.config.keys import ConfigKey, Path, Variant, dotted, schema_keys, tables_of
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import MASK, NONE, TAG, Section
 from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
@@ -94,13 +94,13 @@ _USAGE = f"""
 """
 
 
-def _section_help(section: Key) -> list[str]:
+def _section_help(section: ConfigKey) -> list[str]:
     doc = section.field.description or ""
     default = f" (default: {NONE})" if NoneType in section.kinds else ""
     return ["", f"[{dotted(section.path)}]{default}", *_wrapped(doc, indent=2)]
 
 
-def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
+def _key_help(path: Path, keys: Sequence[ConfigKey]) -> list[str]:
     first = keys[0]
     mark = "" if first.is_shared else " *"
     type_name = _type_name(first.field.annotation, first.field.metadata)
@@ -118,7 +118,7 @@ def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
     return lines
 
 
-def _tag_help(path: Path, section: Key) -> list[str]:
+def _tag_help(path: Path, section: ConfigKey) -> list[str]:
     default = f"(default: {section.default_tag})" if section.default_tag else "(required in this section)"
     return [
         f"  --{dotted(path)}  {' | '.join(section.variants)}",

@@ -31,7 +31,7 @@ _RENAMED = {"outer.clip_to_median": 'outer.robust.type = "clip"'}
 """What stands for keys that are no more."""
 
 
-class Source(Protocol):
+class SettingsSource(Protocol):
     """What one place sets, as nested tables."""
 
     def __call__(self) -> dict[str, Any]: ...
@@ -177,7 +177,7 @@ class Settings:
     switched off drops all of them, and a later key switches it on again.
     """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, sources: Iterable[SettingsSource]) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[Path, str] = {}
         unknown: list[str] = []
@@ -196,7 +196,7 @@ class Settings:
             value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
         return value
 
-    def _merge(self, into: dict[str, Any], table: dict[str, Any], path: Path, source: Source) -> Iterator[str]:
+    def _merge(self, into: dict[str, Any], table: dict[str, Any], path: Path, source: SettingsSource) -> Iterator[str]:
         """Put one table over another. Yields a message for each key that the schema does not have."""
         schema = schema_keys()
         if TAG in table and (*path, TAG) in schema and table[TAG] != into.get(TAG):

@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceSamples:
     """One source, and its samples."""
 
     name: str
@@ -47,7 +47,7 @@ class Source:
 class Dataset:
     """The endless list of samples of a run, and the samples held out of it."""
 
-    def __init__(self, sources: Sequence[Source], mixture: Mixture | None = None) -> None:
+    def __init__(self, sources: Sequence[SourceSamples], mixture: Mixture | None = None) -> None:
         self.sources = tuple(sources)
         self.seq_length = sources[0].index.seq_length
         self.end_of_document = sources[0].store.end_of_document
@@ -131,11 +131,11 @@ def open_dataset(
     Called by all local ranks. `evaluates`: nothing is trained, and all samples are held out.
     Raises: ConfigError as `prepare` does, and where a source is shorter than a sample; with the name of the source.
     """
-    opened: list[Source] = []
+    opened: list[SourceSamples] = []
     for name, part in sorted(data.parts.items()):
         try:
             store = prepare(part, seed, on_progress, local_rank=local_rank, local_world_size=local_world_size)
-            opened.append(Source(name, store, index_of(store, part, seed, evaluates=evaluates)))
+            opened.append(SourceSamples(name, store, index_of(store, part, seed, evaluates=evaluates)))
         except ConfigError as error:
             if not name:
                 raise
@@ -143,7 +143,7 @@ def open_dataset(
     return Dataset(opened, _mixture_of(data, opened) if data.sources else None)
 
 
-def _mixture_of(data: DataConfig, opened: Sequence[Source]) -> Mixture:
+def _mixture_of(data: DataConfig, opened: Sequence[SourceSamples]) -> Mixture:
     settings = {one.name: one for one in data.sources}
     shares = [
         SourceShare(one.name, settings[one.name].weight, one.index.n_train, settings[one.name].max_passes)

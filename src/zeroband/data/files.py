@@ -140,7 +140,7 @@ class SourceFile:
         """
         ending = next((ending for ending in COMPRESSED if self.path.casefold().endswith(ending)), None)
         try:
-            with cast(BinaryIO, io.BufferedReader(Reading(self, self.client.run), _BUFFER_BYTES)) as raw:
+            with cast(BinaryIO, io.BufferedReader(FileReader(self, self.client.run), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
         except OSError as e:  # of what makes sense of the bytes
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
@@ -230,7 +230,7 @@ def _refuse(error: OSError) -> None:
     raise ConfigError(f"the Python standard library, which data.source.paths = [] names, cannot be read: {error}")
 
 
-class Reading(io.RawIOBase):
+class FileReader(io.RawIOBase):
     """The bytes of a file, whose storage may fail in the middle of it. `run`: of its client; raises what that does."""
 
     def __init__(self, file: SourceFile, run: Callable[[Callable[[FileSystem], bytes], str], bytes]) -> None:

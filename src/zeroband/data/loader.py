@@ -114,7 +114,7 @@ class Loader:
         self._even_micro_batches = even_micro_batches
         self._pins = pins
         self._ranges: tuple[Range, ...] = ()
-        self._forecast = Forecast(_EXPECTED)
+        self._forecast = AssignmentForecast(_EXPECTED)
         self._arrays = _Arrays()
         self._targets: tuple[int, ...] = ()
         self._passes: tuple[float, ...] = ()
@@ -286,7 +286,7 @@ class Loader:
         ]
 
 
-class Forecast:
+class AssignmentForecast:
     """What a node was dealt, and behind it what it will be if each assignment lies as far from the last as this one.
 
     `samples`: how far it reaches. A guess that is wrong costs what was fetched for it, and nothing else.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Span(NamedTuple):
+class DocumentPart(NamedTuple):
     """A part of a document, half open; the whole of it where it fits into a bin."""
 
     document: int
@@ -32,7 +32,7 @@ def fill_bins(
         yield [*parts, np.full(size - sum(map(len, parts)), end, dtype=ids.dtype)]
 
 
-def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -> list[list[Span]]:
+def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -> list[list[DocumentPart]]:
     """Put documents into bins of `size` ids: the longest first, each where the least room is left that holds it.
 
     lengths: ids of each document with the end-of-document id behind it, at least 1. One that is longer than a bin fills
@@ -40,13 +40,13 @@ def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -
     the order of their first documents, and documents within a bin in their own.
     Source: best-fit decreasing, as in "Fewer Truncations Improve Language Modeling", arXiv:2404.10830.
     """
-    bins: list[list[Span]] = []
+    bins: list[list[DocumentPart]] = []
     room = _Room(size)
-    full: dict[int, list[list[Span]]] = {}  # the bins that stand before the one of a long document's rest
+    full: dict[int, list[list[DocumentPart]]] = {}  # the bins that stand before the one of a long document's rest
     for document in np.flatnonzero(np.asarray(lengths) > size).tolist():
         length, rest = int(lengths[document]), int(lengths[document]) % size
-        pieces = [[Span(document, start, start + size)] for start in range(0, length - rest, size)]
-        opened = [Span(document, length - rest, length)] if rest else pieces.pop()[:]
+        pieces = [[DocumentPart(document, start, start + size)] for start in range(0, length - rest, size)]
+        opened = [DocumentPart(document, length - rest, length)] if rest else pieces.pop()[:]
         full[len(bins)] = pieces
         bins.append(opened)
         room.offer(len(bins) - 1, size - (rest or size))
@@ -58,13 +58,13 @@ def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -
         if number is None:
             number = len(bins)
             bins.append([])
-        bins[number].append(Span(document, 0, length))
+        bins[number].append(DocumentPart(document, 0, length))
         room.offer(number, left - length)
     packed = ([*full.get(number, []), sorted(spans, key=_rest_first)] for number, spans in enumerate(bins))
     return [spans for group in sorted(packed, key=lambda group: group[0][0].document) for spans in group]
 
 
-def _rest_first(span: Span) -> tuple[bool, int]:
+def _rest_first(span: DocumentPart) -> tuple[bool, int]:
     return span.start == 0, span.document
 
 

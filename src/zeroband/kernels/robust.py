@@ -42,16 +42,16 @@ class RobustRule:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OwnerMeasurements:
     """What an owner saw of the members' contributions to its shard, written by the native library."""
 
     values: Tensor
     """(2 * members + 1,) float64: products with the result, squares of each contribution, squares of the result."""
 
     @staticmethod
-    def of(members: int) -> Measured:
+    def of(members: int) -> OwnerMeasurements:
         """Return zeros, with which measuring begins."""
-        return Measured(torch.zeros(2 * members + 1, dtype=torch.float64))
+        return OwnerMeasurements(torch.zeros(2 * members + 1, dtype=torch.float64))
 
     def cosines(self) -> list[float | None]:
         """Cosine of each member's contribution and the result; -1 where it was not finite, None where there is none."""
@@ -87,10 +87,10 @@ class Robustly:
 
     rule: RobustRule
     members: int
-    measured: Measured = field(init=False)
+    measured: OwnerMeasurements = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "measured", Measured.of(self.members))
+        object.__setattr__(self, "measured", OwnerMeasurements.of(self.members))
 
     def as_fields(self) -> tuple[int, int, float, int]:
         """The last fields of `native.ReduceSpec`."""
@@ -99,7 +99,7 @@ class Robustly:
 
 def combine(
     rule: RobustRule, codec: Codec, parts: Sequence[Tensor], shares: Sequence[float], n: int, *, variant: int = -1
-) -> tuple[Tensor, Measured]:
+) -> tuple[Tensor, OwnerMeasurements]:
     """What the owner of n values makes of contributions, times the sum of their shares.
 
     Shapes: parts (codec.encoded_size(n),) uint8 each; gives (n,) float32. `shares`: those of 0 do not count.
@@ -107,7 +107,7 @@ def combine(
     """
     if any(part.numel() != codec.encoded_size(n) or not part.is_contiguous() for part in parts):
         raise ValueError(f"{n} values take {codec.encoded_size(n)} contiguous bytes in {codec.name}")
-    out, measured = torch.zeros(n), Measured.of(len(parts))
+    out, measured = torch.zeros(n), OwnerMeasurements.of(len(parts))
     pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
     counts = (ctypes.c_float * len(parts))(*shares)
     problem = native.load().zb_combine(

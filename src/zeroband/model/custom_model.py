@@ -29,9 +29,9 @@ from zeroband.config.model import CustomModelConfig
 from zeroband.errors import ConfigError
 from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
-    Answer,
     ForeignBlueprint,
     ForeignModel,
+    ModelOutput,
     emptied,
     layers_of,
     positions_of,
@@ -68,7 +68,7 @@ class CustomModel(ForeignModel):
         self.needs_targets = "targets" in parameters and parameters["targets"].default is inspect.Parameter.empty
         self.knows_documents = bool(self.taken & {"positions", "cu_seqlens"})
 
-    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
+    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> ModelOutput:
         offered = {"cu_seqlens": cu_seqlens, "targets": targets}
         if "positions" in self.taken:
             offered["positions"] = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
@@ -81,19 +81,19 @@ class CustomModel(ForeignModel):
         return sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in counted)
 
 
-def _read(result: Any) -> Answer:
+def _read(result: Any) -> ModelOutput:
     """Logits and loss of whatever a module returned."""
     if isinstance(result, Tensor):
-        return Answer(loss=result) if result.ndim == 0 else Answer(logits=result)
+        return ModelOutput(loss=result) if result.ndim == 0 else ModelOutput(logits=result)
     if isinstance(result, tuple | list):
         tensors = [part for part in result if isinstance(part, Tensor)]
-        return Answer(
+        return ModelOutput(
             next((part for part in tensors if part.ndim == 3), None),
             next((part for part in tensors if part.ndim == 0), None),
         )
     if isinstance(result, Mapping):
-        return Answer(result.get("logits"), result.get("loss"))
-    return Answer(getattr(result, "logits", None), getattr(result, "loss", None))
+        return ModelOutput(result.get("logits"), result.get("loss"))
+    return ModelOutput(getattr(result, "logits", None), getattr(result, "loss", None))
 
 
 class CustomBlueprint(ForeignBlueprint):
@@ -133,7 +133,7 @@ class CustomBlueprint(ForeignBlueprint):
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 learned = model.answer(tokens, borders, tokens)
-                plain = Answer() if model.needs_targets else model.answer(tokens, borders, None)
+                plain = ModelOutput() if model.needs_targets else model.answer(tokens, borders, None)
         except Exception as error:
             raise ConfigError(
                 f"{self._what}: the module raised {error!r} when it was called with tokens of shape (1, {length})"

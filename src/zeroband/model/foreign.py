@@ -24,7 +24,7 @@ from zeroband.node.mesh import LocalMesh, broadcast_json
 from zeroband.node.sharding import NamedParameters, fingerprint_of
 
 
-class Answer(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a module made of a micro-batch; it has one of the first two at least."""
 
     logits: Tensor | None = None
@@ -114,7 +114,7 @@ class ForeignModel(LanguageModel):
                 block.forward = partial(_recomputed, how, block.forward)
 
     @abstractmethod
-    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
+    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> ModelOutput:
         """Call the module. Shapes as in `forward`."""
         ...
 

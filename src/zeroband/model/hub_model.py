@@ -19,10 +19,10 @@ from zeroband.data.hub import hub_hint, hub_options
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
-    Answer,
     FirstValues,
     ForeignBlueprint,
     ForeignModel,
+    ModelOutput,
     Values,
     emptied,
     layers_of,
@@ -54,7 +54,7 @@ class HubModel(ForeignModel):
         self._config: Any = module.config
         self.is_flash = "flash" in (getattr(self._config, "_attn_implementation", None) or "")
 
-    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
+    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> ModelOutput:
         positions = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
         shape = tokens.shape
         if positions is not None and self.is_flash:  # which sees borders in one row only
@@ -62,7 +62,7 @@ class HubModel(ForeignModel):
         found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
         balance = getattr(found, "aux_loss", None)
         share = getattr(self._config, "router_aux_loss_coef", 0.0)
-        return Answer(found.logits.view(*shape, -1), auxiliary=None if balance is None else share * balance)
+        return ModelOutput(found.logits.view(*shape, -1), auxiliary=None if balance is None else share * balance)
 
     def flops_per_token(self, seq_length: int) -> int:
         """6 for each parameter that a token is multiplied with, 4 for a frozen one, and attention in full.

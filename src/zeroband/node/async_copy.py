@@ -1,7 +1,7 @@
 """Copies that go on during training: from host memory in a thread, from a GPU on a separate stream.
 
 Who begins one leaves its sources as they are until `finish`; forward and backward passes do, they only read parameters.
-A few numbers that a device has still to compute are read with `Reading`.
+A few numbers that a device has still to compute are read with `PendingNumbers`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _pieces_of(ranges: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield start, min(start + PIECE_BYTES, last)
 
 
-class Reading:
+class PendingNumbers:
     """Numbers of a device, on their way to the host behind what it was given before: to ask late is not to wait.
 
     `values`: (n,) of any float type.

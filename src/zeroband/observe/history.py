@@ -31,7 +31,7 @@ from zeroband.observe.guarantees import (
     divergence,
     ledger,
 )
-from zeroband.observe.lines import NEWEST_ROUNDS, Line, NodeRound, Round, RoundView
+from zeroband.observe.lines import NEWEST_ROUNDS, LineSummary, NodeRound, Round, RoundView
 from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, Stay
 from zeroband.observe.view import (
     AT_WORK,
@@ -80,7 +80,7 @@ _NOT_SHOWN = ("round_committed", "payload_scored", "join_state", "join_progress"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StateSpan:
     """A stretch of time in which a node was in a state; `to_s` None: it still is."""
 
     from_s: float
@@ -90,7 +90,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """A curve of the run. y: None where it was not a number."""
 
     key: str
@@ -109,7 +109,7 @@ class RunHistory:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._nodes: dict[str, NodeHistory] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, LineSummary] = {}
         self._lost: dict[str, tuple[str, float]] = {}
         """Who said first that a membership was lost, and when."""
         self._gone: dict[str, tuple[str, float]] = {}
@@ -127,9 +127,9 @@ class RunHistory:
         self._offsets: dict[str, float] = {}
         self._has_new_anchors = False
         self._ordered_events: tuple[EventView, ...] | None = None
-        self._own: Sequence[Line] | None = None
+        self._own: Sequence[LineSummary] | None = None
         self._links: Mapping[str, tuple[LinkView, ...]] | None = None
-        self._spans: dict[str, tuple[Span, ...]] = {}
+        self._spans: dict[str, tuple[StateSpan, ...]] = {}
         """Where nodes stood, as far as somebody asked since it changed."""
         self.turns = 0
         """Grows whenever a node comes to stand elsewhere."""
@@ -170,13 +170,13 @@ class RunHistory:
             self._nodes[node_id] = NodeHistory(node_id)
         return self._nodes[node_id]
 
-    def _line(self, node: NodeHistory, node_id: str, at_s: float) -> Line:
+    def _line(self, node: NodeHistory, node_id: str, at_s: float) -> LineSummary:
         """The line of rounds that a node is in."""
         founding = node.newest.founding or ""
         if founding not in self._lines:
             if len(self._lines) >= KEPT_LINES:
                 del self._lines[min(self._lines, key=lambda name: self._began_at_s(self._lines[name]))]
-            self._lines[founding] = Line()
+            self._lines[founding] = LineSummary()
         line = self._lines[founding]
         if at_s < line.first_at_s.get(node_id, math.inf):
             line.first_at_s[node_id] = at_s
@@ -366,7 +366,7 @@ class RunHistory:
                 found.append(view if span is None or span.state == view.state else replace(view, state=span.state))
         return RunView(self._run_id, tuple(found), disagreements=self.diverged_rounds() if at_s is None else ())
 
-    def membership(self, at_s: float | None = None) -> dict[str, tuple[Span, ...]]:
+    def membership(self, at_s: float | None = None) -> dict[str, tuple[StateSpan, ...]]:
         """Where each node stood when, oldest first, up to a moment; the oldest of very many are forgotten."""
         spans = {node_id: self._spans_of(node_id, self._nodes[node_id]) for node_id in sorted(self._nodes)}
         if at_s is None:
@@ -380,30 +380,30 @@ class RunHistory:
         up = [span for node_id in node_ids for span in membership.get(node_id, ()) if span.state not in ENDED]
         return sum(max(0.0, (span.to_s or shown_s or span.from_s) - span.from_s) for span in up) / 3600
 
-    def standing(self, node_id: str, at_s: float | None = None) -> Span | None:
+    def standing(self, node_id: str, at_s: float | None = None) -> StateSpan | None:
         """Where a node stands, or stood then; None: it was not there yet."""
         node = self._nodes.get(node_id)
         spans = () if node is None else self._spans_of(node_id, node)
         return next((span for span in reversed(spans) if at_s is None or span.from_s <= at_s), None)
 
-    def _spans_of(self, node_id: str, node: NodeHistory) -> tuple[Span, ...]:
+    def _spans_of(self, node_id: str, node: NodeHistory) -> tuple[StateSpan, ...]:
         self.offsets()
         if node_id not in self._spans:
             self._spans[node_id] = self._all_spans(node_id, node)
         return self._spans[node_id]
 
-    def _all_spans(self, node_id: str, node: NodeHistory) -> tuple[Span, ...]:
-        spans: list[Span] = []
+    def _all_spans(self, node_id: str, node: NodeHistory) -> tuple[StateSpan, ...]:
+        spans: list[StateSpan] = []
         lates = self._late_spans(node, node_id)
         for stay, after in zip(node.stays, chain(islice(node.stays, 1, None), [None]), strict=False):
             from_s = self._time(node_id, stay.from_s)
             to_s = None if after is None else max(from_s, self._time(node_id, after.from_s))
             lost_s = self._lost_at_s(stay, after, from_s)
             if stay.member_id is not None and lost_s < (math.inf if to_s is None else to_s):
-                spans += _with_lates(Span(from_s, lost_s, stay.state, stay.why), lates)
-                spans.append(Span(lost_s, to_s, "lost", f"{self._lost[stay.member_id][0]} went on without it"))
+                spans += _with_lates(StateSpan(from_s, lost_s, stay.state, stay.why), lates)
+                spans.append(StateSpan(lost_s, to_s, "lost", f"{self._lost[stay.member_id][0]} went on without it"))
             else:
-                spans += _with_lates(Span(from_s, to_s, stay.state, stay.why), lates)
+                spans += _with_lates(StateSpan(from_s, to_s, stay.state, stay.why), lates)
         return tuple(spans)
 
     def _lost_at_s(self, stay: Stay, after: Stay | None, from_s: float) -> float:
@@ -561,10 +561,10 @@ class RunHistory:
         known = [one for one in moved if at_s is None or one.at_s <= at_s]
         return max(known, key=lambda one: one.at_s, default=None)
 
-    def _began_at_s(self, line: Line) -> float:
+    def _began_at_s(self, line: LineSummary) -> float:
         return min(self._time(*first) for first in line.first_at_s.items())
 
-    def _own_lines(self) -> Sequence[Line]:
+    def _own_lines(self) -> Sequence[LineSummary]:
         """The lines that go back to the same one as the newest, in the order in which they began.
 
         Others are those of another run of this name.
@@ -579,7 +579,7 @@ class RunHistory:
 
     # -- curves -------------------------------------------------------------------------------------------------
 
-    def series(self, by: Axis = "tokens", *, points: int = 400) -> tuple[Series, ...]:
+    def series(self, by: Axis = "tokens", *, points: int = 400) -> tuple[Curve, ...]:
         """Curves of the run, each of about `points` points at most; extremes of the loss are kept.
 
         Axis: tokens of the whole run, seconds since 1970, bytes that all nodes sent, or inner steps. What a rollback
@@ -588,7 +588,7 @@ class RunHistory:
         lines = self._cuts()
         sent = _sent_so_far([line for line, _ in lines])
 
-        def drawn(buckets_of: Callable[[Line], Iterable[Bucket]]) -> Drawn:
+        def drawn(buckets_of: Callable[[LineSummary], Iterable[Bucket]]) -> Drawn:
             return [
                 (self._x(by, bucket, sent[line]), bucket)
                 for line, until in lines
@@ -602,18 +602,20 @@ class RunHistory:
             _mean_series("tokens_per_s", "Tokens per second, all nodes", "tokens/s", curve, points),
             _mean_series("mfu", "Model FLOP utilisation", "ratio", curve, points),
             _mean_series("nodes", "Nodes", "nodes", curve, points),
-            _loss_series("held_out", "Held-out loss", drawn(Line.held_out_by_step), points),
+            _loss_series("held_out", "Held-out loss", drawn(LineSummary.held_out_by_step), points),
             *(
-                _loss_series(f"loss/{name}", f"Loss of {name}", drawn(partial(Line.of_source, name=name)), points)
+                _loss_series(
+                    f"loss/{name}", f"Loss of {name}", drawn(partial(LineSummary.of_source, name=name)), points
+                )
                 for name in sorted({name for line, _ in lines for name in line.sources})
             ),
         )
 
-    def _cuts(self) -> list[tuple[Line, int | None]]:
+    def _cuts(self) -> list[tuple[LineSummary, int | None]]:
         """The lines that led to the newest state, and the step up to which each counts."""
         lines = self._own_lines()
         line = lines[-1] if lines else None
-        chosen: list[tuple[Line, int | None]] = []
+        chosen: list[tuple[LineSummary, int | None]] = []
         until: int | None = None
         while line is not None and all(line is not known for known, _ in chosen):
             chosen.insert(0, (line, until))
@@ -718,9 +720,9 @@ Drawn = Sequence[tuple[float, Bucket]]
 """Parts of a curve, each with where it is drawn."""
 
 
-def _sent_so_far(lines: Sequence[Line]) -> dict[Line, list[tuple[int, int]]]:
+def _sent_so_far(lines: Sequence[LineSummary]) -> dict[LineSummary, list[tuple[int, int]]]:
     """Bytes that all nodes had sent after each stretch of each line, with the stretch's first step."""
-    found: dict[Line, list[tuple[int, int]]] = {}
+    found: dict[LineSummary, list[tuple[int, int]]] = {}
     sent_bytes = 0
     for line in lines:
         found[line] = []
@@ -730,7 +732,7 @@ def _sent_so_far(lines: Sequence[Line]) -> dict[Line, list[tuple[int, int]]]:
     return found
 
 
-def _loss_series(key: str, title: str, drawn: Drawn, points: int) -> Series:
+def _loss_series(key: str, title: str, drawn: Drawn, points: int) -> Curve:
     """A loss; of neighbours that become one point the lowest and the highest."""
     group = -(-len(drawn) // max(1, points // 2)) if len(drawn) > points // 2 else 1
     found: list[tuple[float, float | None]] = []
@@ -741,14 +743,14 @@ def _loss_series(key: str, title: str, drawn: Drawn, points: int) -> Series:
             merged.merge(bucket)
         ys = merged.points()
         found += zip(xs[-1:] if len(ys) == 1 else (xs[0], xs[-1]), ys, strict=False)
-    return Series(key, title, "nats/token", *_ascending(found))
+    return Curve(key, title, "nats/token", *_ascending(found))
 
 
 def _mean_series(
     key: Literal["tokens_per_s", "mfu", "nodes"], title: str, unit: str, drawn: Drawn, points: int
-) -> Series:
+) -> Curve:
     known = [(x, mean) for x, bucket in drawn if (mean := bucket.mean(key)) is not None]
-    return Series(key, title, unit, *_ascending([known[i] for i in thin(len(known), points)]))
+    return Curve(key, title, unit, *_ascending([known[i] for i in thin(len(known), points)]))
 
 
 def _usual_fields(kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -763,26 +765,28 @@ def _remember(table: dict[Any, Any], key: object, value: object) -> None:
         del table[next(iter(table))]
 
 
-def _with_lates(span: Span, lates: Sequence[tuple[float, float | None, int]]) -> list[Span]:
+def _with_lates(span: StateSpan, lates: Sequence[tuple[float, float | None, int]]) -> list[StateSpan]:
     """A span of training, with the stretches in it in which the node was late."""
     if span.state != "training":
         return [span]
-    found: list[Span] = []
+    found: list[StateSpan] = []
     at_s, end_s = span.from_s, math.inf if span.to_s is None else span.to_s
     for from_s, to_s, number in sorted(lates, key=lambda late: late[0]):
         begin, stop = max(at_s, from_s), min(end_s, math.inf if to_s is None else to_s)
         if begin >= stop:
             continue
         if begin > at_s:
-            found.append(Span(at_s, begin, "training", span.why))
-        found.append(Span(begin, stop if math.isfinite(stop) else None, "late", f"round {number} went on without it"))
+            found.append(StateSpan(at_s, begin, "training", span.why))
+        found.append(
+            StateSpan(begin, stop if math.isfinite(stop) else None, "late", f"round {number} went on without it")
+        )
         at_s = stop
     if at_s < end_s:
-        found.append(Span(at_s, span.to_s, "training", span.why))
+        found.append(StateSpan(at_s, span.to_s, "training", span.why))
     return found
 
 
-def _until(spans: Sequence[Span], at_s: float) -> tuple[Span, ...]:
+def _until(spans: Sequence[StateSpan], at_s: float) -> tuple[StateSpan, ...]:
     """Spans as they were known at a moment."""
     return tuple(
         span if span.to_s is not None and span.to_s <= at_s else replace(span, to_s=None)

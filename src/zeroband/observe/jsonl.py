@@ -108,7 +108,7 @@ def _finite(value: object) -> object:
     return value
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """How far a file was read, wherever it lies."""
 
     file: str = ""
@@ -130,14 +130,14 @@ class LineTail:
         self.has_more = False
         """Whether the last call stopped at its bound."""
         self._most_behind = most_behind
-        self._place = Place()
+        self._place = FilePlace()
         self._inode = 0
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: FilePlace) -> None:
         """Have the next call read what is behind this place, if it is one of the file that is there."""
         self._place, self._inode = place, 0
 
-    def lines(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[Place, bytes | None]]:
+    def lines(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[FilePlace, bytes | None]]:
         """The next lines, each with its end; `most_bytes`: of the file, for this call.
 
         Of a longer line: None, or without `skips_long` all of it. Raises OSError where the file is there and cannot be
@@ -162,29 +162,29 @@ class LineTail:
                 return False
             name = hashlib.blake2b(head, digest_size=8).hexdigest()
             is_known = name == self._place.file and self._place.offset <= status.st_size
-            self._inode, self._place = status.st_ino, self._place if is_known else Place(name)
+            self._inode, self._place = status.st_ino, self._place if is_known else FilePlace(name)
         if self._most_behind is not None and status.st_size - self._place.offset > self._most_behind:
             file.seek(status.st_size - self._most_behind)
             if not _skip_line(file):
                 return False
-            self._place = Place(self._place.file, file.tell())
+            self._place = FilePlace(self._place.file, file.tell())
         file.seek(self._place.offset)
         return True
 
-    def _next(self, file: IO[bytes], most_bytes: int | None, skips_long: bool) -> list[tuple[Place, bytes | None]]:
+    def _next(self, file: IO[bytes], most_bytes: int | None, skips_long: bool) -> list[tuple[FilePlace, bytes | None]]:
         name, end = self._place
         data = file.read(most_bytes if most_bytes is not None else -1)
         self.has_more = len(data) == most_bytes
         if not skips_long and b"\n" not in data:
             data += file.readline()
-        found: list[tuple[Place, bytes | None]] = []
+        found: list[tuple[FilePlace, bytes | None]] = []
         for line in data.split(b"\n")[:-1]:
             end += len(line) + 1
-            found.append((Place(name, end), line))
+            found.append((FilePlace(name, end), line))
         if not found and self.has_more and _skip_line(file):
             end = file.tell()
-            found.append((Place(name, end), None))
-        self._place = Place(name, end)
+            found.append((FilePlace(name, end), None))
+        self._place = FilePlace(name, end)
         return found
 
 

@@ -117,7 +117,7 @@ class Rounds:
         return chain(newest, reversed(list(self._older)))
 
 
-class Line:
+class LineSummary:
     """What is kept of a line of rounds."""
 
     def __init__(self) -> None:

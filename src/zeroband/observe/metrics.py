@@ -196,7 +196,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 @dataclass(frozen=True)
-class Series:
+class PrometheusSeries:
     """What Prometheus finds in addition to METRICS."""
 
     type: Literal["gauge", "counter", "histogram"]
@@ -208,50 +208,54 @@ class Series:
 NODE_STATES = ("starting", "joining", "training", "left", "failed", "finished")
 """States that a node has by its own word."""
 
-SERIES: Mapping[str, Series] = {
-    "zeroband_build_info": Series(
+SERIES: Mapping[str, PrometheusSeries] = {
+    "zeroband_build_info": PrometheusSeries(
         "gauge",
         "Always 1; its labels say what runs here: git: the commit of its clone (-dirty: with changes; unknown: it is "
         "none); config_hash: of what all nodes of a run share, equal on them.",
         ("version", "git", "torch", "config_hash"),
     ),
-    "zeroband_started_timestamp_seconds": Series("gauge", "When this trainer started."),
-    "zeroband_step": Series("gauge", "Inner steps of the run that this node has finished."),
-    "zeroband_steps_total": Series("counter", "Inner steps of this trainer since it started."),
-    "zeroband_tokens_total": Series("counter", "Tokens that they trained on; absent with zeroband.DiLoCoOptimizer."),
-    "zeroband_last_step_timestamp_seconds": Series("gauge", "When it finished its newest inner step."),
-    "zeroband_last_round_timestamp_seconds": Series("gauge", "When its newest round was committed."),
-    "zeroband_last_checkpoint_timestamp_seconds": Series(
+    "zeroband_started_timestamp_seconds": PrometheusSeries("gauge", "When this trainer started."),
+    "zeroband_step": PrometheusSeries("gauge", "Inner steps of the run that this node has finished."),
+    "zeroband_steps_total": PrometheusSeries("counter", "Inner steps of this trainer since it started."),
+    "zeroband_tokens_total": PrometheusSeries(
+        "counter", "Tokens that they trained on; absent with zeroband.DiLoCoOptimizer."
+    ),
+    "zeroband_last_step_timestamp_seconds": PrometheusSeries("gauge", "When it finished its newest inner step."),
+    "zeroband_last_round_timestamp_seconds": PrometheusSeries("gauge", "When its newest round was committed."),
+    "zeroband_last_checkpoint_timestamp_seconds": PrometheusSeries(
         "gauge",
         "When it completed its newest checkpoint, or its share of one; until then when it started; absent without "
         "ckpt.path.",
     ),
-    "zeroband_outer_step_seconds": Series(
+    "zeroband_outer_step_seconds": PrometheusSeries(
         "histogram", "Duration of its outer steps: waiting, transfer and applying, which may overlap training."
     ),
-    "zeroband_recovery_seconds": Series("histogram", "How long it took to come by the state of the run (`recovered`)."),
-    "zeroband_comm_bytes_total": Series(
+    "zeroband_recovery_seconds": PrometheusSeries(
+        "histogram", "How long it took to come by the state of the run (`recovered`)."
+    ),
+    "zeroband_comm_bytes_total": PrometheusSeries(
         "counter",
         "Payload between this node and the others. dir: `sent` or `received`; kind: `round`, or `state` for what it "
         "fetched to join.",
         ("dir", "kind"),
     ),
-    "zeroband_events_total": Series("counter", "Events of this trainer since it started.", ("kind",)),
-    "zeroband_log_warnings_total": Series(
+    "zeroband_events_total": PrometheusSeries("counter", "Events of this trainer since it started.", ("kind",)),
+    "zeroband_log_warnings_total": PrometheusSeries(
         "counter", "Lines of its log that are warnings or worse, by the part of the package that speaks.", ("part",)
     ),
-    "zeroband_node_state": Series(
+    "zeroband_node_state": PrometheusSeries(
         "gauge",
         f"1 for the state that the node is in, 0 for the others: {', '.join(NODE_STATES)} (a member that is late, "
         "paused or about to leave is training).",
         ("state",),
     ),
-    "zeroband_node_up": Series("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
-    "zeroband_node_ready": Series("gauge", "1 where it trains as a member of its run (/readyz), else 0."),
-    "zeroband_disk_free_bytes": Series(
+    "zeroband_node_up": PrometheusSeries("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
+    "zeroband_node_ready": PrometheusSeries("gauge", "1 where it trains as a member of its run (/readyz), else 0."),
+    "zeroband_disk_free_bytes": PrometheusSeries(
         "gauge", "Free for this user where run.dir, data.cache_dir and ckpt.path lie.", ("key",)
     ),
-    "zeroband_disk_size_bytes": Series("gauge", "Size of that file system.", ("key",)),
+    "zeroband_disk_size_bytes": PrometheusSeries("gauge", "Size of that file system.", ("key",)),
 }
 
 

@@ -25,7 +25,7 @@ from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.events import EVENTS
 from zeroband.observe.hardware import disk_space
 from zeroband.observe.log import ROOT, get_logger
-from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, Series, metric_of, prometheus_name
+from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, PrometheusSeries, metric_of, prometheus_name
 from zeroband.observe.node_history import NodeHistory
 
 TARGETS_FOLDER = ".prometheus"
@@ -49,9 +49,9 @@ _FETCHED = ("received", "state")
 """Labels of what comes in outside of rounds."""
 _SAVED = ("checkpoint_committed", "checkpoint_share_written")
 _IDENTITY = ("run", "node")
-_ROWS: Mapping[str, Series] = {
+_ROWS: Mapping[str, PrometheusSeries] = {
     **{
-        prometheus_name(name): Series(
+        prometheus_name(name): PrometheusSeries(
             "counter" if row.adds_up else "gauge",
             f"{row.meaning} ({row.unit})",
             ("source",) if name.endswith("/<source>") else (),

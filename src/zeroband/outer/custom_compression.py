@@ -16,7 +16,7 @@ from torch import Tensor
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import MalformedPayload
 from zeroband.kernels.one_rounding import OneRounding
-from zeroband.kernels.robust import Measured
+from zeroband.kernels.robust import OwnerMeasurements
 from zeroband.kernels.scan import all_finite, largest
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
@@ -47,7 +47,7 @@ class Compression(Protocol):
         ...
 
 
-class OwnCodec:
+class CustomCodec:
     """A compression as `PayloadExchange` has payloads decoded, for one fragment."""
 
     def __init__(self, compression: Compression, numel: int) -> None:
@@ -73,7 +73,7 @@ class OwnCodec:
         parts: Sequence[float] | None = None,
         divisor: Divisor = "none",
         clips: bool = False,
-        measured: Measured | None = None,
+        measured: OwnerMeasurements | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -99,7 +99,7 @@ class OwnCodec:
         return values
 
 
-class OwnMemoryRule:
+class CustomMemoryRule:
     """What encoding a fragment leaves out stays in the memory. Local rank 0 packs for all."""
 
     def __init__(self, compression: Compression, fragment: Fragment) -> None:
@@ -128,8 +128,8 @@ class OwnMemoryRule:
             part.add_(of_part)
 
 
-def exchange_of(parts: OuterParts, compression: Compression) -> PayloadExchange[OwnCodec]:
+def exchange_of(parts: OuterParts, compression: Compression) -> PayloadExchange[CustomCodec]:
     """An exchange of payloads that are made by a compression, one for each fragment."""
-    memory = LocalMemory(parts, UNSENT, [OwnMemoryRule(compression, fragment) for fragment in parts.fragments])
-    codecs = [OwnCodec(compression, fragment.numel) for fragment in parts.fragments]
+    memory = LocalMemory(parts, UNSENT, [CustomMemoryRule(compression, fragment) for fragment in parts.fragments])
+    codecs = [CustomCodec(compression, fragment.numel) for fragment in parts.fragments]
     return PayloadExchange(parts, memory, codecs, counts_tokens=True)

@@ -34,7 +34,7 @@ _ENCODED, _ENCODED_RESULT = "encoded", "encoded-result"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ShardPlace:
     """Where a shard lies in the flat state, and its copy on the GPU. Whole blocks are [first, last)."""
 
     start: int
@@ -99,11 +99,11 @@ class DeviceState(Merge):
         self.encoded = Encoded(buffers.bytes_of(_ENCODED), buffers.bytes_of(_ENCODED_RESULT))
         self._sent, self._came = _halves(self.encoded.contribution, numel), _halves(self.encoded.result, numel)
         self._borders = _between(shards.all_ranges(), numel)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ShardPlace] = {}
         for name, (start, stop) in shards.ranges().items():
             first, last = _whole_blocks(start, stop)
             room = [torch.empty(stop - start, dtype=torch.float32, device=device) for _ in range(2)]
-            self._places[name] = _Place(start, stop, first, last, *room)
+            self._places[name] = _ShardPlace(start, stop, first, last, *room)
         with ExitStack() as stack:
             self._pinned = self._pin(stack)
             self._load()
@@ -154,7 +154,7 @@ class DeviceState(Merge):
         flags: list[int] = has_bad.tolist()  # waits for the GPU, and so for the copies too
         return [n for n, is_bad in zip(self._places, flags, strict=True) if is_bad or n in spoilt_borders]
 
-    def _encode(self, place: _Place, inner: Tensor, has_bad: Tensor) -> None:
+    def _encode(self, place: _ShardPlace, inner: Tensor, has_bad: Tensor) -> None:
         first, last, blocks = place.first, place.last, (place.last - place.first) // BLOCK
         if blocks == 0:
             return
@@ -165,7 +165,7 @@ class DeviceState(Merge):
         for part, encoded in zip(_encoded_parts(self._sent, first, last), (scales, codes), strict=True):
             self._pinned.store(part, encoded)
 
-    def _write_borders(self, place: _Place, inner: Tensor) -> bool:
+    def _write_borders(self, place: _ShardPlace, inner: Tensor) -> bool:
         """Differences outside whole blocks, as they are; False if one is not finite."""
         is_finite = True
         for start, stop in ((place.start, place.first), (place.last, place.stop)):

@@ -23,7 +23,7 @@ from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator, Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
-from zeroband.kernels.robust import Measured
+from zeroband.kernels.robust import OwnerMeasurements
 from zeroband.node.mesh import add_up, all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
 from zeroband.outer.local_memory import LocalMemory
@@ -66,7 +66,7 @@ class PayloadCodec(Protocol):
         parts: Sequence[float] | None = None,
         divisor: Divisor = "none",
         clips: bool = False,
-        measured: Measured | None = None,
+        measured: OwnerMeasurements | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -253,7 +253,7 @@ class PayloadExchange(Generic[_C]):
         elif payloads and opening.trust:
             trust = dict(zip(opening.members, opening.trust, strict=True))
             counted = ([trust[member] for member in payloads],)
-        measured = Measured.of(len(payloads)) if self._clips else None
+        measured = OwnerMeasurements.of(len(payloads)) if self._clips else None
         is_decoded, self._senders = self._decode(list(payloads.values()), counted, measured), list(payloads)
         if measured is not None:
             add_up(measured.values, self._mesh.local)
@@ -286,7 +286,7 @@ class PayloadExchange(Generic[_C]):
             is_finite = False
         return all_ok(is_finite, local)
 
-    def _decode(self, payloads: Sequence[Payload], counted: Counted, measured: Measured | None = None) -> bool:
+    def _decode(self, payloads: Sequence[Payload], counted: Counted, measured: OwnerMeasurements | None = None) -> bool:
         """Whether their update was written; as `_is_decoded`. `measured`: gets what this rank saw of its chunks."""
         local, is_finite = self._mesh.local, True
         self._decoded = payloads, counted

@@ -82,7 +82,7 @@ _EVENT_OF: Mapping[type[ZerobandError], JoinEvent] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JoinOutcome:
     """What came of a step on the way in."""
 
     event: JoinEvent
@@ -116,14 +116,14 @@ class Joiner:
         Raises ConfigError where another machine is in the run under this node's name, RecoveryFailed where it came no
         nearer to a state for too long, RunOver, Leaving, StoreLost.
         """
-        return self._go(JoinState.OUTSIDE, Outcome(JoinEvent.STARTED))
+        return self._go(JoinState.OUTSIDE, JoinOutcome(JoinEvent.STARTED))
 
     def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
         """Become a member again: the run went on without this node, or went back to a checkpoint. As `enter`."""
         event = JoinEvent.FENCED if isinstance(why, Fenced) else JoinEvent.ROLLED_BACK
-        return self._go(JoinState.MEMBER, Outcome(event, why))
+        return self._go(JoinState.MEMBER, JoinOutcome(event, why))
 
-    def _go(self, state: JoinState, outcome: Outcome) -> Sequence[RoundReport]:
+    def _go(self, state: JoinState, outcome: JoinOutcome) -> Sequence[RoundReport]:
         self._since, self._said = f"{datetime.now(UTC):%H:%M:%SZ}", {}
         while True:
             state = next_state(state, outcome.event)
@@ -137,19 +137,19 @@ class Joiner:
                 time.sleep(_RETRY_S)
             outcome = self._step(state, outcome.cause)
 
-    def _step(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+    def _step(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
         """Take a step; what it raises is an outcome, too."""
         if state in HOLDS_NOTHING and broadcast_json(self._departure.is_asked, self._local):
-            return Outcome(JoinEvent.LEAVING, Leaving("left as asked, before it was a member"))
+            return JoinOutcome(JoinEvent.LEAVING, Leaving("left as asked, before it was a member"))
         try:
             return self._steps.take(state, cause)
         except Fenced as fence:
             is_passed_over = JoinEvent.PASSED_OVER in TABLE[state] and not self._steps.is_fenced()
-            return Outcome(JoinEvent.PASSED_OVER if is_passed_over else JoinEvent.FENCED, fence)
+            return JoinOutcome(JoinEvent.PASSED_OVER if is_passed_over else JoinEvent.FENCED, fence)
         except tuple(_EVENT_OF) as error:
-            return Outcome(next(event for kind, event in _EVENT_OF.items() if isinstance(error, kind)), error)
+            return JoinOutcome(next(event for kind, event in _EVENT_OF.items() if isinstance(error, kind)), error)
 
-    def _say(self, state: JoinState, outcome: Outcome) -> None:
+    def _say(self, state: JoinState, outcome: JoinOutcome) -> None:
         """Write an event for what is new, and for the state after it, so that the newest one is where the node stands.
 
         A state is new where it comes for the first time, or for another reason than at the last time.
@@ -182,7 +182,7 @@ class NodeRuntimeSteps:
         self._local = node.local
         self._restart = Restart(node, run, events)
         self._patience = JoinTimeouts(node.config.elastic.start_timeout_s)
-        self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
+        self._steps: Mapping[JoinState, Callable[[ZerobandError | None], JoinOutcome]] = {
             JoinState.WAIT_OLD_LEASE: self._outlast,
             JoinState.RESTORE_LOCAL: self._recall,
             JoinState.DISCOVER: self._look,
@@ -207,7 +207,7 @@ class NodeRuntimeSteps:
         """The round of the state that this attempt took over."""
         self._said = ""
 
-    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+    def take(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
         """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
         outcome = self._steps[state](cause)
         if outcome.event in _VERIFIED:
@@ -220,20 +220,20 @@ class NodeRuntimeSteps:
 
     # -- with what this node has --------------------------------------------------------------------------------
 
-    def _outlast(self, _cause: ZerobandError | None) -> Outcome:
+    def _outlast(self, _cause: ZerobandError | None) -> JoinOutcome:
         def outlast() -> None:
             self._run.mesh.member.outlast_duplicates()
             self._restart.forget()
             self._restart.exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._node.resumes)
 
         on_first_rank(self._local, outlast)
-        return Outcome(JoinEvent.FREE)
+        return JoinOutcome(JoinEvent.FREE)
 
-    def _recall(self, _cause: ZerobandError | None) -> Outcome:
+    def _recall(self, _cause: ZerobandError | None) -> JoinOutcome:
         from_s, run = time.monotonic(), self._run
         found = state_on_all(self._local, RoundState, lambda: run.memory.recall(run.buffers.numel))
         if found is None:
-            return Outcome(JoinEvent.NOTHING)
+            return JoinOutcome(JoinEvent.NOTHING)
         try:
             digest = take_over(run.outer, found, "what this node had in memory", self._local)
         finally:  # what does not verify is not taken again after a fence
@@ -242,7 +242,7 @@ class NodeRuntimeSteps:
         took_s = round(time.monotonic() - from_s, 3)
         on_first_rank(self._local, lambda: self._tell_of(found))
         self._events.emit("recovered", round=found.round, digest=digest, took_s=took_s, source="memory")
-        return Outcome(JoinEvent.RECALLED)
+        return JoinOutcome(JoinEvent.RECALLED)
 
     def _tell_of(self, found: RoundState) -> None:
         """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
@@ -263,7 +263,7 @@ class NodeRuntimeSteps:
             progress=found.record["progress"],
         )
 
-    def _go_back(self, cause: ZerobandError | None) -> Outcome:
+    def _go_back(self, cause: ZerobandError | None) -> JoinOutcome:
         assert isinstance(cause, RolledBack)
         report = cause.report
         digest = self._run.outer.adopt(report.round, cause.record, self._staged())
@@ -274,8 +274,8 @@ class NodeRuntimeSteps:
         self._events.emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self._restorer.point_latest(cause.step))
         if report.progress.is_complete or self._run.outer.upcoming():
-            return Outcome(JoinEvent.GONE_BACK, rounds=(report,))
-        return Outcome(JoinEvent.IDLE)  # it asked for no samples, since the run was about to end
+            return JoinOutcome(JoinEvent.GONE_BACK, rounds=(report,))
+        return JoinOutcome(JoinEvent.IDLE)  # it asked for no samples, since the run was about to end
 
     @property
     def _restorer(self) -> Restorer:
@@ -288,13 +288,13 @@ class NodeRuntimeSteps:
 
     # -- which way ----------------------------------------------------------------------------------------------
 
-    def _look(self, cause: ZerobandError | None) -> Outcome:
+    def _look(self, cause: ZerobandError | None) -> JoinOutcome:
         event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
         if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
             self._founding_round = FOUNDING_ROUND
             self._is_fetching = False  # a checkpoint will be read into the same buffers
             self._restart.begin()
-        return Outcome(event)
+        return JoinOutcome(event)
 
     def _choose(self, cause: ZerobandError | None) -> JoinEvent:
         """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state.
@@ -364,20 +364,20 @@ class NodeRuntimeSteps:
 
     # -- with the founders --------------------------------------------------------------------------------------
 
-    def _agree(self, _cause: ZerobandError | None) -> Outcome:
+    def _agree(self, _cause: ZerobandError | None) -> JoinOutcome:
         event, round = self._restart.agree()
         if event is JoinEvent.AGREED:
             self._founding_round = round
-        return Outcome(event)
+        return JoinOutcome(event)
 
-    def _found(self, _cause: ZerobandError | None) -> Outcome:
+    def _found(self, _cause: ZerobandError | None) -> JoinOutcome:
         report = self._run.outer.found(self._founding_round)
         self.verified_at_s = None
         return self._takes_part(JoinEvent.FOUNDED, report.round, report)
 
     # -- with the members ---------------------------------------------------------------------------------------
 
-    def _fetch(self, _cause: ZerobandError | None) -> Outcome:
+    def _fetch(self, _cause: ZerobandError | None) -> JoinOutcome:
         outer, recovery = self._run.outer, self._run.recovery
         if not self._is_fetching:
             self._is_fetching = True
@@ -385,7 +385,7 @@ class NodeRuntimeSteps:
             self._events.emit("recovering", round=outer.round)
             on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=isinstance(outer, ManySteps)))
             if self._takes_checkpoint():
-                return Outcome(JoinEvent.FETCHED)
+                return JoinOutcome(JoinEvent.FETCHED)
         self._had_bytes, self._taken = recovery.verified_bytes, None
         fetched = state_on_all(self._local, FetchedState, recovery.fetch_state)
         newest = max((later[2] for later in fetched.later), default=fetched.round)
@@ -403,7 +403,7 @@ class NodeRuntimeSteps:
         self._taken = newest
         place = {"round": newest, "digest": digest}
         self._events.emit("recovered", **place, took_s=fetched.took_s, source="members")
-        return Outcome(JoinEvent.FETCHED)
+        return JoinOutcome(JoinEvent.FETCHED)
 
     def _takes_checkpoint(self) -> bool:
         """Take over the newest durable checkpoint and replay the rounds since, where that is less to fetch."""
@@ -443,23 +443,23 @@ class NodeRuntimeSteps:
         is_taken = begins_on_checkpoint(missed, entry_bytes=entry_bytes, state_bytes=run.state_bytes)
         return {"step": stamp.inner_step, "newest": stamp.round + missed} if is_taken else None
 
-    def _announce(self, _cause: ZerobandError | None) -> Outcome:
+    def _announce(self, _cause: ZerobandError | None) -> JoinOutcome:
         outer = self._run.outer
         report = outer.join()
         if report is None and not outer.upcoming():
-            return Outcome(JoinEvent.WAIT)  # only rounds without steps are left
+            return JoinOutcome(JoinEvent.WAIT)  # only rounds without steps are left
         outcome = self._takes_part(JoinEvent.ADMITTED, outer.round + 1 if report is None else report.round, report)
         progress = outer.progress if report is None else report.progress
         if (newer := on_first_rank(self._local, lambda: self._newer_than(progress))) is not None:
             self._events.emit("newer_checkpoint", step=newer, at=progress.inner_step)
         return outcome
 
-    def _takes_part(self, event: JoinEvent, round: int, report: RoundReport | None) -> Outcome:
+    def _takes_part(self, event: JoinEvent, round: int, report: RoundReport | None) -> JoinOutcome:
         """This node trains with the others. `round`: the first that it can count in. `report`: made it a member."""
         self._forget_attempts()
         self._events.emit("joined", member_id=self._run.mesh.member_id, round=round)
         self._tell_of_other_documents(self._run.outer.progress if report is None else report.progress)
-        return Outcome(event, rounds=() if report is None else (report,))
+        return JoinOutcome(event, rounds=() if report is None else (report,))
 
     def _newer_than(self, progress: Progress) -> int | None:
         """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""
@@ -474,18 +474,18 @@ class NodeRuntimeSteps:
                 fields = {"before": corpus, "owed": count(ledger.owed), "now": self._node.corpus}
                 _log.warning("other documents than before: their samples are counted from 0", extra={"fields": fields})
 
-    def _catch_up(self, cause: ZerobandError | None) -> Outcome:
+    def _catch_up(self, cause: ZerobandError | None) -> JoinOutcome:
         assert isinstance(cause, RoundsMissed)
         outer = self._run.outer
         on_first_rank(self._local, lambda: self._run.recovery.judge(outer.round, outer.state_digest))
         outer.catch_up(cause.round)
-        return Outcome(JoinEvent.CAUGHT_UP)
+        return JoinOutcome(JoinEvent.CAUGHT_UP)
 
-    def _return(self, cause: ZerobandError | None) -> Outcome:
+    def _return(self, cause: ZerobandError | None) -> JoinOutcome:
         self._events.emit("fenced", reason=str(cause))
         self._forget_attempts()
         self._run.membership.replace_member()
-        return Outcome(JoinEvent.RETURNED)
+        return JoinOutcome(JoinEvent.RETURNED)
 
     def _forget_attempts(self) -> None:
         """Whatever failed on the way so far is no reason to give up on the next."""

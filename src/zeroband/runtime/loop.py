@@ -31,7 +31,7 @@ from zeroband.export.directory import (
 )
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
-from zeroband.node.async_copy import Reading
+from zeroband.node.async_copy import PendingNumbers
 from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
@@ -393,7 +393,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         norm = torch.full((), common_norm, dtype=widest, device=passed.nats.device)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = Reading(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
+    shown = PendingNumbers(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
     return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, shown=shown)
 
 

@@ -29,7 +29,7 @@ from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import sum_known
 from zeroband.errors import DISTRIBUTION, ConfigError, Leaving, RunOver
-from zeroband.node.async_copy import Reading
+from zeroband.node.async_copy import PendingNumbers
 from zeroband.node.page import SharedPage
 from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import free_ratio, peak_flops_of_all, resident_bytes
@@ -103,7 +103,7 @@ class InnerStep:
     lr_muon: float | None = None
     """Learning rate of the matrices; None: they have none apart."""
     passed: PassResult
-    shown: Reading
+    shown: PendingNumbers
     """Norm of the gradient; cross entropy of the targets in nats, summed up: of all, and of each source where known."""
     blocked_s: float = 0.0
     """In which training stood still for the outer algorithm."""

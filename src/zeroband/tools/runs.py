@@ -30,7 +30,7 @@ _COLUMNS = ("run", "state", "step", "loss", "nodes", "newest line")
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class RunRow:
     """A run in a line. None where its files do not say."""
 
     run_id: str
@@ -69,7 +69,7 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def runs_in(directory: Path, *, now_s: float) -> list[RunSummary]:
+def runs_in(directory: Path, *, now_s: float) -> list[RunRow]:
     """The runs of a folder, newest first; folders in which no node has written are none. Raises ConfigError."""
     found = [_summary(path, nodes, now_s) for path, nodes in _run_folders(directory)]
     return sorted(found, key=lambda run: (run.written_at_s, run.run_id), reverse=True)
@@ -116,14 +116,14 @@ def _written_at_s(node_dir: Path) -> float:
     return max(times)
 
 
-def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSummary:
+def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunRow:
     history = RunHistory(run_dir.name)
     for path in node_dirs:
         records = _newest_records(path / EVENTS_FILE) + _newest_records(path / METRICS_FILE)
         history.take([path.name], [Fact(path.name, record) for record in sorted(records, key=at_s_of)])
     run = history.view()
     written_at_s = max(map(_written_at_s, node_dirs))
-    return RunSummary(
+    return RunRow(
         run_id=run_dir.name,
         path=str(run_dir),
         state=_state(run, now_s - written_at_s),
@@ -154,12 +154,12 @@ def _newest_records(path: Path) -> list[dict[str, Any]]:
     return [record for line in lines if (record := decode_line(line)) is not None]
 
 
-def render(runs: Sequence[RunSummary], *, now: Callable[[], float]) -> str:
+def render(runs: Sequence[RunRow], *, now: Callable[[], float]) -> str:
     """The runs as a table for a terminal."""
     return "\n".join(aligned([_COLUMNS, *(_row(run, now()) for run in runs)]))
 
 
-def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
+def _row(run: RunRow, now_s: float) -> tuple[str, ...]:
     return (
         run.run_id,
         run.state,

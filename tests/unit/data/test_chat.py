@@ -12,7 +12,7 @@ import pytest
 
 from zeroband.config.data import ChatSource, DataConfig, MixtureSource, TextSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, EncodedChat, pack, prompt_of
-from zeroband.data.dataset import Dataset, Source
+from zeroband.data.dataset import Dataset, SourceSamples
 from zeroband.data.index import FlatPlaces, SampleIndex
 from zeroband.data.loader import IGNORED, Loader
 from zeroband.data.sources import Conversation, conversations
@@ -341,7 +341,7 @@ def config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Loader:
     return Loader(
-        Dataset([Source("", store, SampleIndex(FlatPlaces(len(store), T), 0, 0.0))]),
+        Dataset([SourceSamples("", store, SampleIndex(FlatPlaces(len(store), T), 0, 0.0))]),
         batch_size=batch_size,
         micro_bs=2,
         local_rank=rank,

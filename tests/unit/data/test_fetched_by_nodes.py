@@ -11,7 +11,7 @@ import pytest
 
 from zeroband.data.index import BlockPlaces, SampleIndex
 from zeroband.data.ledger import Ledger, allocate, settle
-from zeroband.data.loader import Forecast
+from zeroband.data.loader import AssignmentForecast
 from zeroband.data.shard_set import BLOCK_TOKENS
 
 SEQ_LENGTH, MIXED = 1024, 64
@@ -31,7 +31,7 @@ def block_of() -> npt.NDArray[np.int64]:
 def fetched(block_of: npt.NDArray[np.int64], nodes: int, per_round: int) -> float:
     """Tokens that the first node fetches for each that it trains on, where all train so many samples a round."""
     each = {f"node{number}": per_round for number in range(nodes)}
-    corpora, forecast, blocks = dict.fromkeys(each, ""), Forecast(STRETCH // 8), set[int]()
+    corpora, forecast, blocks = dict.fromkeys(each, ""), AssignmentForecast(STRETCH // 8), set[int]()
     ledgers: dict[str, Ledger] = {}
     rounds = STRETCHES * STRETCH // (nodes * per_round)
     for _ in range(rounds):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from zeroband.data.loader import Forecast
+from zeroband.data.loader import AssignmentForecast
 
 
-def told_two(samples: int, *first: tuple[int, int]) -> Forecast:
+def told_two(samples: int, *first: tuple[int, int]) -> AssignmentForecast:
     """A forecast that reaches so far, after these assignments, which was asked once."""
-    forecast = Forecast(samples)
+    forecast = AssignmentForecast(samples)
     for ranges in first:
         forecast.assign([ranges])
     forecast.tell()
@@ -13,7 +13,7 @@ def told_two(samples: int, *first: tuple[int, int]) -> Forecast:
 
 
 def test_first_assignment_is_all_that_is_known_wherever_it_lies() -> None:
-    forecast = Forecast(100)
+    forecast = AssignmentForecast(100)
     assert not forecast.is_due
     forecast.assign([(5000, 5010)])
     assert forecast.is_due and forecast.tell() == ((5000, 5010),)

@@ -22,7 +22,7 @@ from zeroband.data.sources import documents, source_identity
 from zeroband.data.token_storage import TokenStorage
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.errors import ConfigError
-from zeroband.tools.data.plan import Options, make_plan
+from zeroband.tools.data.plan import PrepareOptions, make_plan
 
 NOBODY = 65534
 STORED = {
@@ -279,12 +279,12 @@ def test_glob_of_a_store_or_a_server_leaves_out_nothing_in_silence(
     assert [Path(name).name for name, *_ in source_identity(source, 0)[1]] == ["B.JSONL", "a.jsonl", "c.jsonl", "g.md"]
     assert told(caplog) == {FOLDERS: (1, "d.jsonl"), EMPTY: (1, "c.jsonl")}
     caplog.clear()
-    plan = make_plan([f"{url}/*.jsonl"], "byte", ByteTokenizer(), Options(), Files())
+    plan = make_plan([f"{url}/*.jsonl"], "byte", ByteTokenizer(), PrepareOptions(), Files())
     assert [Path(origin.name).name for origin in plan.origins] == ["a.jsonl", "c.jsonl"]
     assert told(caplog) == {OTHER_CASE: (1, "B.JSONL"), FOLDERS: (1, "d.jsonl"), EMPTY: (1, "c.jsonl")}
     if place == "bucket":  # nothing tells a folder of a server from a file
         caplog.clear()
-        plan = make_plan([url], "byte", ByteTokenizer(), Options(), Files())
+        plan = make_plan([url], "byte", ByteTokenizer(), PrepareOptions(), Files())
         assert [Path(one.name).name for one in plan.origins] == ["B.JSONL", "a.jsonl", "c.jsonl", "e.jsonl", "f.jsonl"]
         assert told(caplog) == {OTHER_ENDINGS: (1, "g.md"), EMPTY: (2, "c.jsonl")}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.data.dataset import Dataset, Source
+from zeroband.data.dataset import Dataset, SourceSamples
 from zeroband.data.index import FlatPlaces, SampleIndex
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.data.token_store import TokenStore
@@ -29,7 +29,7 @@ def store(make_store: Callable[..., TokenStore]) -> TokenStore:
 
 
 def dataset_of(store: TokenStore, seq_length: int, hold_out: float) -> Dataset:
-    return Dataset([Source("", store, SampleIndex(FlatPlaces(len(store), seq_length), 0, hold_out))])
+    return Dataset([SourceSamples("", store, SampleIndex(FlatPlaces(len(store), seq_length), 0, hold_out))])
 
 
 def loader(store: TokenStore, *, hold_out: float = 0.0, **options: Any) -> Loader:

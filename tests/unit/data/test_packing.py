@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.data.packing import Span, pack_best_fit
+from zeroband.data.packing import DocumentPart, pack_best_fit
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
@@ -31,7 +31,7 @@ def test_long_document_lies_in_one_piece(lengths: list[int], size: int) -> None:
     for first, second in itertools.pairwise(bins):
         last = first[-1]
         if last.stop < lengths[last.document]:
-            assert second[0] == Span(last.document, last.stop, min(last.stop + size, lengths[last.document]))
+            assert second[0] == DocumentPart(last.document, last.stop, min(last.stop + size, lengths[last.document]))
 
 
 @settings(max_examples=50)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroband.node import async_copy as copying
-from zeroband.node.async_copy import GpuCopier, HostCopier, PinnedMemory, Reading, copier_for
+from zeroband.node.async_copy import GpuCopier, HostCopier, PendingNumbers, PinnedMemory, copier_for
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -254,7 +254,7 @@ def test_gpu_copies_straight_into_pinned_memory_what_was_computed_before(stack: 
 
 def test_reading_gives_what_was_computed_before_it_was_begun() -> None:
     values = torch.tensor([1.5, float("inf")], dtype=torch.float64)
-    reading = Reading(values)
+    reading = PendingNumbers(values)
     assert reading.read() == reading.read() == [1.5, float("inf")]
 
 
@@ -266,7 +266,7 @@ def test_reading_of_a_gpu_waits_for_it_when_it_is_asked_and_not_before() -> None
     try:
         for _ in range(20):
             busy = busy @ busy * 1e-3
-        reading = Reading(torch.stack([busy.isfinite().all().double()]))
+        reading = PendingNumbers(torch.stack([busy.isfinite().all().double()]))
         begun_at_s = reading.ready_at_s
     finally:
         torch.cuda.set_sync_debug_mode("default")

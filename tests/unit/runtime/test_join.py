@@ -21,24 +21,28 @@ from zeroband.errors import (
     ZerobandError,
 )
 from zeroband.node.mesh import LocalMesh
-from zeroband.runtime.join import Joiner, Outcome
+from zeroband.runtime.join import Joiner, JoinOutcome
 
 S, E = JoinState, JoinEvent
 REPORT: Any = SimpleNamespace(round=7)
-ADMITTED = Outcome(E.ADMITTED, rounds=(REPORT,))
-ENTERS = [(S.WAIT_OLD_LEASE, Outcome(E.FREE)), (S.RESTORE_LOCAL, Outcome(E.NOTHING)), (S.DISCOVER, Outcome(E.JOIN))]
-FETCHES = [(S.FETCHING, Outcome(E.FETCHED)), (S.ANNOUNCING, ADMITTED)]
+ADMITTED = JoinOutcome(E.ADMITTED, rounds=(REPORT,))
+ENTERS = [
+    (S.WAIT_OLD_LEASE, JoinOutcome(E.FREE)),
+    (S.RESTORE_LOCAL, JoinOutcome(E.NOTHING)),
+    (S.DISCOVER, JoinOutcome(E.JOIN)),
+]
+FETCHES = [(S.FETCHING, JoinOutcome(E.FETCHED)), (S.ANNOUNCING, ADMITTED)]
 
 
 class Script:
     """Steps that come to what was written down, in this order."""
 
-    def __init__(self, *acts: tuple[JoinState, Outcome | ZerobandError], is_fenced: bool = False) -> None:
+    def __init__(self, *acts: tuple[JoinState, JoinOutcome | ZerobandError], is_fenced: bool = False) -> None:
         self._acts = list(acts)
         self._is_fenced = is_fenced
         self.causes: list[str] = []
 
-    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+    def take(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
         expected, came = self._acts.pop(0)
         assert state is expected
         self.causes.append(str(cause) if cause else "")
@@ -80,8 +84,8 @@ def test_node_that_joins_goes_from_state_to_state_and_says_each(local: LocalMesh
 
 
 def test_node_waits_where_there_is_nothing_to_do_yet_and_says_so_once(local: LocalMesh, pauses: list[float]) -> None:
-    waits = [(S.DISCOVER, Outcome(E.WAIT))] * 3
-    founds = [(S.DISCOVER, Outcome(E.FOUND)), (S.FOUNDING, Outcome(E.FOUNDED))]
+    waits = [(S.DISCOVER, JoinOutcome(E.WAIT))] * 3
+    founds = [(S.DISCOVER, JoinOutcome(E.FOUND)), (S.FOUNDING, JoinOutcome(E.FOUNDED))]
     way = Way(local, Script(*ENTERS[:2], *waits, *founds))
     assert way.joiner.enter() == ()
     assert pauses == [0.5] * 3
@@ -89,7 +93,7 @@ def test_node_waits_where_there_is_nothing_to_do_yet_and_says_so_once(local: Loc
 
 
 def test_rounds_that_were_missed_are_caught_up_with_and_the_node_announces_itself_again(local: LocalMesh) -> None:
-    missed = [(S.ANNOUNCING, RoundsMissed(9)), (S.CATCHING_UP, Outcome(E.CAUGHT_UP)), (S.ANNOUNCING, ADMITTED)]
+    missed = [(S.ANNOUNCING, RoundsMissed(9)), (S.CATCHING_UP, JoinOutcome(E.CAUGHT_UP)), (S.ANNOUNCING, ADMITTED)]
     steps = Script(*ENTERS, FETCHES[0], *missed)
     assert Way(local, steps).joiner.enter() == (REPORT,)
     assert steps.causes[-2:] == ["round 9 was committed without this node", ""]
@@ -112,8 +116,8 @@ def test_failure_that_comes_again_and_again_is_said_once(local: LocalMesh) -> No
 
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_founder_without_whom_the_run_began_joins_it_or_comes_back(local: LocalMesh, is_fenced: bool) -> None:
-    founds = [(S.DISCOVER, Outcome(E.FOUND)), (S.FOUNDING, Fenced("2 others founded the run"))]
-    back = [(S.REJOIN, Outcome(E.RETURNED)), *ENTERS] if is_fenced else []
+    founds = [(S.DISCOVER, JoinOutcome(E.FOUND)), (S.FOUNDING, Fenced("2 others founded the run"))]
+    back = [(S.REJOIN, JoinOutcome(E.RETURNED)), *ENTERS] if is_fenced else []
     way = Way(local, Script(*ENTERS[:2], *founds, *back, *FETCHES, is_fenced=is_fenced))
     assert way.joiner.enter() == (REPORT,)
     assert ("rejoin" in way.states) == is_fenced
@@ -122,12 +126,12 @@ def test_founder_without_whom_the_run_began_joins_it_or_comes_back(local: LocalM
 def test_joiner_that_is_left_behind_in_the_rounds_it_closes_with_comes_back(local: LocalMesh) -> None:
     """It was admitted, and late for a closing round that nobody keeps; its lease is still its own."""
     late = (S.ANNOUNCING, Fenced("this node was late and cannot catch up"))
-    steps = Script(*ENTERS, FETCHES[0], late, (S.REJOIN, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    steps = Script(*ENTERS, FETCHES[0], late, (S.REJOIN, JoinOutcome(E.RETURNED)), *ENTERS, *FETCHES)
     assert Way(local, steps).joiner.enter() == (REPORT,)
 
 
 def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
-    steps = Script((S.REJOIN, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    steps = Script((S.REJOIN, JoinOutcome(E.RETURNED)), *ENTERS, *FETCHES)
     assert Way(local, steps).joiner.come_back(Fenced("its lease ran out")) == (REPORT,)
     assert steps.causes[0] == "its lease ran out"
 
@@ -136,14 +140,14 @@ def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
 def test_member_goes_back_with_the_run_and_joins_a_round_where_it_has_no_samples(
     local: LocalMesh, is_idle: bool
 ) -> None:
-    announces = [(S.ROLL_BACK, Outcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
-    trains_on = [(S.ROLL_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    announces = [(S.ROLL_BACK, JoinOutcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
+    trains_on = [(S.ROLL_BACK, JoinOutcome(E.GONE_BACK, rounds=(REPORT,)))]
     steps = Script(*(announces if is_idle else trains_on))
     assert Way(local, steps).joiner.come_back(RolledBack(4, REPORT, {})) == (REPORT,)
 
 
 def test_joiner_goes_back_with_the_run_that_it_is_about_to_enter(local: LocalMesh) -> None:
-    goes_back = [(S.ANNOUNCING, RolledBack(4, REPORT, {})), (S.ROLL_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    goes_back = [(S.ANNOUNCING, RolledBack(4, REPORT, {})), (S.ROLL_BACK, JoinOutcome(E.GONE_BACK, rounds=(REPORT,)))]
     assert Way(local, Script(*ENTERS, FETCHES[0], *goes_back)).joiner.enter() == (REPORT,)
 
 
@@ -172,7 +176,7 @@ def test_joiner_that_is_asked_to_leave_does_so_before_it_fetches(local: LocalMes
 
 
 def test_node_that_holds_a_state_enters_with_it_although_it_is_asked_to_leave(local: LocalMesh) -> None:
-    way = Way(local, Script(ENTERS[0], (S.RESTORE_LOCAL, Outcome(E.RECALLED)), (S.ANNOUNCING, ADMITTED)))
+    way = Way(local, Script(ENTERS[0], (S.RESTORE_LOCAL, JoinOutcome(E.RECALLED)), (S.ANNOUNCING, ADMITTED)))
     way.departure.drain()
     assert way.joiner.enter() == (REPORT,)
 

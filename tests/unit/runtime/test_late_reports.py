@@ -21,7 +21,7 @@ from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.errors import Leaving
 from zeroband.node import mesh
-from zeroband.node.async_copy import Reading
+from zeroband.node.async_copy import PendingNumbers
 from zeroband.node.mesh import clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
@@ -118,14 +118,14 @@ def train(node: TrainerParts, steps: int = STEPS) -> Rows:
 def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
     alone: Build, monkeypatch: pytest.MonkeyPatch, dtype: str, sources: Sequence[int]
 ) -> None:
-    node, read, made = alone(**{"train.dtype": dtype}), Reading.read, list[int]()
+    node, read, made = alone(**{"train.dtype": dtype}), PendingNumbers.read, list[int]()
     node = mixed(node, sources) if sources else node
 
-    def note(reading: Reading) -> list[float]:
+    def note(reading: PendingNumbers) -> list[float]:
         made.append(node.inner.step_count)
         return read(reading)
 
-    monkeypatch.setattr(Reading, "read", note)
+    monkeypatch.setattr(PendingNumbers, "read", note)
     with Reads() as reads:
         report = train(node)
     assert reads.count == 0

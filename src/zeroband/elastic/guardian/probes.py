@@ -91,7 +91,7 @@ class LinkMonitor:
         self.probe_s = min(0.5, detect_s / 5)
         """Pause between two probes of a member."""
         self._on_gone = on_gone
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _ProbedMember] = {}
         self._measure = measure
         self._take = take
         self._heard = SeenCalls()
@@ -316,11 +316,11 @@ class LinkMonitor:
             self._links.pop(member).end()
         for member, ways in members.items():
             if member not in self._links:
-                link = self._links[member] = _Link(ways, time.monotonic() - silent_s.get(member, 0.0))
+                link = self._links[member] = _ProbedMember(ways, time.monotonic() - silent_s.get(member, 0.0))
                 if ways != HEARD:
                     link.task = self._loop.create_task(self._probe(member, link))
 
-    async def _probe(self, member: str, link: _Link) -> None:
+    async def _probe(self, member: str, link: _ProbedMember) -> None:
         """Ask for as long as it is watched.
 
         A connection that its other end closed is made anew at once, since a machine that is only cut off does not
@@ -351,7 +351,7 @@ class LinkMonitor:
         finally:
             noting.cancel()
 
-    async def _note_undialled(self, member: str, link: _Link) -> None:
+    async def _note_undialled(self, member: str, link: _ProbedMember) -> None:
         """A member that asks here and is not reached at its own address can only dial out."""
         await asyncio.sleep(max(self.doubt_s, _LEAST_CALL_S))
         while member not in self._askers:
@@ -359,7 +359,7 @@ class LinkMonitor:
         if not link.ways[0].relay:
             self._undialled.add(member)
 
-    async def _ask(self, member: str, link: _Link, connection: socket.socket, way: Way) -> tuple[bool, bool]:
+    async def _ask(self, member: str, link: _ProbedMember, connection: socket.socket, way: Way) -> tuple[bool, bool]:
         """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
         loop, was_answered, words = asyncio.get_running_loop(), False, _Words(connection)
         limit_s = self.doubt_s if way.relay else self._detect_s  # another relay may have the time to answer
@@ -404,7 +404,9 @@ class LinkMonitor:
             self._picking_up.add(task)
             task.add_done_callback(self._picking_up.discard)
 
-    async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Ways], Awaitable[int]]) -> None:
+    async def _learn_rate(
+        self, member: str, link: _ProbedMember, measure: Callable[[str, Ways], Awaitable[int]]
+    ) -> None:
         self._unmeasured += 1
         try:
             await self._bursts.acquire()
@@ -417,7 +419,7 @@ class LinkMonitor:
             self._is_measuring = False
 
 
-class _Link:
+class _ProbedMember:
     """One member as seen from here."""
 
     def __init__(self, ways: Ways, answered_at_s: float) -> None:

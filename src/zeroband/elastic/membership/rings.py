@@ -19,7 +19,7 @@ EXACT_UP_TO = 16
 """So many members are ordered by looking at all rings; more by improving one."""
 
 
-def plan(
+def plan_links(
     members: Sequence[str],
     seen: Sequence[LinkObservation],
     before: LinkTable,

@@ -36,9 +36,9 @@ from zeroband.elastic.membership.records import (
     Wait,
 )
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
-from zeroband.elastic.membership.rings import plan
+from zeroband.elastic.membership.rings import plan_links
 from zeroband.elastic.membership.scoring import ScoringRule, gains_told
-from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, speakers
+from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import trust_of
@@ -113,7 +113,7 @@ class ElapsedWaits:
 
 
 @dataclass(frozen=True)
-class Heard:
+class AttemptFindings:
     """What is known so far of an opening that was not committed."""
 
     attempt: Attempt
@@ -123,7 +123,7 @@ class Heard:
     """Members that have not testified are waited for no more."""
 
 
-Hearing = Callable[[View], Heard]
+Inquiry = Callable[[View], AttemptFindings]
 """What is known of the current opening of a view."""
 
 
@@ -133,13 +133,13 @@ def next_opening(
     rules: Rules,
     patience: ElapsedWaits = ElapsedWaits(),
     links: Callable[[], Mapping[str, LinkRates]] = dict,
-    hearing: Hearing | None = None,
+    inquiry: Inquiry | None = None,
     claims: Callable[[], Mapping[str, Claim]] = dict,
 ) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
-    members know of their links, if there is to be another one. `hearing`: asked where the current one was not
+    members know of their links, if there is to be another one. `inquiry`: asked where the current one was not
     committed; None: culprits are not looked for. `claims`: asked for the samples that joiners train on that no round
     lists, if there are such joiners.
     """
@@ -159,7 +159,7 @@ def next_opening(
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
-    found = _found(view, round, hearing)
+    found = _found(view, round, inquiry)
     if isinstance(found, Wait):
         return found
     members = _that_can_reduce(view, expected, found.blames)
@@ -221,22 +221,22 @@ def _hindrance(view: View, round: int) -> Wait | None:
     return None
 
 
-def _found(view: View, round: int, hearing: Hearing | None) -> Findings | Wait:
+def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
     """What is known of earlier attempts up to now: all that counts of it, with what is new."""
     current = view.opening
     if current is None:
         return Findings()
-    if hearing is None or (view.committed is not None and current == view.committed.opening):
+    if inquiry is None or (view.committed is not None and current == view.committed.opening):
         attempt = Attempt(current, view.votes, failed=view.failed or "")
-        heard = Heard(attempt, Findings(current.blames, current.retries), is_over=True)
+        heard = AttemptFindings(attempt, Findings(current.blames, current.retries), is_over=True)
     else:
-        heard = hearing(view)
+        heard = inquiry(view)
     if not _has_failed(view, round):
         return found_after(heard.before, heard.attempt, round, None)
     silent = tuple(m for m in current.members if m in view.alive and m not in heard.attempt.said)
     if silent and not heard.is_over:
         return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
-    return found_after(heard.before, heard.attempt, round, () if hearing is None else silent)
+    return found_after(heard.before, heard.attempt, round, () if inquiry is None else silent)
 
 
 def _has_failed(view: View, round: int) -> bool:
@@ -295,7 +295,7 @@ def _opening_to(
         is_flat=found.is_flat,
         silent=found.silent,
         blames=found.blames,
-        network=plan(
+        network=plan_links(
             members,
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
@@ -395,8 +395,8 @@ def _behind(members: Sequence[str], view: View) -> frozenset[str]:
     return frozenset(m for m in members if m in view.peers and view.peers[m].lines)
 
 
-def _links(rates: Mapping[str, LinkRates]) -> Links:
-    return Links.of({m: told.mbit for m, told in rates.items()})
+def _links(rates: Mapping[str, LinkRates]) -> LinkSpeeds:
+    return LinkSpeeds.of({m: told.mbit for m, told in rates.items()})
 
 
 def expected_in(view: View) -> tuple[str, ...]:

@@ -30,13 +30,13 @@ WIDE_MBIT = 500
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """Mbit/s between two members, in the faster direction; what is not known is not in it."""
 
     between: Mapping[frozenset[str], int]
 
     @staticmethod
-    def of(told: Mapping[str, Mapping[str, int]]) -> Links:
+    def of(told: Mapping[str, Mapping[str, int]]) -> LinkSpeeds:
         """What members tell of their rates to others."""
         between: dict[frozenset[str], int] = {}
         for one, rates in told.items():
@@ -44,12 +44,12 @@ class Links:
                 if mbit > 0 and one != other:
                     pair = frozenset((one, other))
                     between[pair] = max(mbit, between.get(pair, 0))
-        return Links(between)
+        return LinkSpeeds(between)
 
-    def among(self, members: Iterable[str]) -> Links:
+    def among(self, members: Iterable[str]) -> LinkSpeeds:
         """Those between these members."""
         asked = set(members)
-        return Links({pair: mbit for pair, mbit in self.between.items() if pair <= asked})
+        return LinkSpeeds({pair: mbit for pair, mbit in self.between.items() if pair <= asked})
 
     def uplinks(self, groups: Groups) -> dict[str, int]:
         """The most that each member's links to other sites carry; nothing where that is not known."""
@@ -61,7 +61,7 @@ class Links:
         return found
 
 
-def group(names: Mapping[str, str | None], links: Links, before: Mapping[str, str], rule: SitesRule) -> Groups:
+def group(names: Mapping[str, str | None], links: LinkSpeeds, before: Mapping[str, str], rule: SitesRule) -> Groups:
     """All members by sites. Where all are of one site nothing leaves it, and each is its own.
 
     `names`: of the site of each member, None where it names none. `before`: who spoke for each member in the opening
@@ -89,7 +89,7 @@ def _by_key(members: Sequence[str], key: Mapping[str, str]) -> Groups:
     return tuple(tuple(found) for found in groups.values())
 
 
-def _by_links(members: Sequence[str], links: Links, before: Mapping[str, str]) -> Groups:
+def _by_links(members: Sequence[str], links: LinkSpeeds, before: Mapping[str, str]) -> Groups:
     """Those that links join which are much faster than all the others; nobody where that is not clear."""
     rates = sorted(set(links.between.values()))
     for slower, faster in pairwise(rates):  # the widest gap between two sites has the slowest links
@@ -102,7 +102,7 @@ def _by_links(members: Sequence[str], links: Links, before: Mapping[str, str]) -
     return kept if _is_apart(kept, links, STILL_FASTER) else _each_alone(members)
 
 
-def _joined(members: Sequence[str], links: Links, least_mbit: int) -> Groups:
+def _joined(members: Sequence[str], links: LinkSpeeds, least_mbit: int) -> Groups:
     """Members that fast links join, over others if need be."""
     leader = {member: member for member in members}
 
@@ -118,7 +118,7 @@ def _joined(members: Sequence[str], links: Links, least_mbit: int) -> Groups:
     return _by_key(members, {member: lead(member) for member in members})
 
 
-def _is_apart(groups: Groups, links: Links, factor: int) -> bool:
+def _is_apart(groups: Groups, links: LinkSpeeds, factor: int) -> bool:
     """Whether all known links inside are so many times faster than those from one to another, and there are both."""
     inside = {frozenset(pair) for found in groups for pair in combinations(found, 2)}
     fast = [mbit for pair, mbit in links.between.items() if pair in inside]

@@ -44,7 +44,7 @@ class _Section:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _ManifestText:
     """A manifest as it crosses the wire."""
 
     round: Round
@@ -55,7 +55,7 @@ class _Said:
     sections: dict[str, _Section]
 
 
-_WIRE = TypeAdapter(_Said)
+_WIRE = TypeAdapter(_ManifestText)
 
 
 @dataclass(frozen=True, order=True)

@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class AuditedRange:
     """Values [start, stop) of a result, and the place of the member that owns them."""
 
     owner: int
@@ -105,16 +105,16 @@ def hits(draw: Tensor, chance: float, drawers: int) -> bool:
     return lot < 1 - (1 - chance) ** (1 / drawers)
 
 
-def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> Stretch:
+def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> AuditedRange:
     """The stretch with the value at this position: a piece of a chunk, which a reduction encodes by itself."""
     owner = bisect_right(borders, position) - 1
     chunk = borders[owner] + (position - borders[owner]) // chunk_numel * chunk_numel
     start = chunk + (position - chunk) // PIECE * PIECE
-    return Stretch(owner, start, min(start + PIECE, chunk + chunk_numel, borders[owner + 1]))
+    return AuditedRange(owner, start, min(start + PIECE, chunk + chunk_numel, borders[owner + 1]))
 
 
 @dataclass(frozen=True)
-class Findings:
+class AuditFindings:
     """What an audit came to, on local rank 0; empty where there was none."""
 
     drawn: Sequence[Tensor] = ()
@@ -154,7 +154,7 @@ class Auditor:
 
     def audit(
         self, request: RoundRequest, moved: Transfer, drawn: Sequence[Tensor] | None = None
-    ) -> tuple[Transfer, Findings]:
+    ) -> tuple[Transfer, AuditFindings]:
         """Audit a mean that this node got and has not voted for; nothing where parts came through others.
 
         `drawn`: what each member drew, by `draw_lengths`, when it held the whole result; None: that is still to be
@@ -162,7 +162,7 @@ class Auditor:
         """
         opening, hashes = request.opening, moved.hashes
         if not self._mesh.is_so(hashes is not None and any(opening.shares)):
-            return moved, Findings()
+            return moved, AuditFindings()
         own = opening.members.index(request.member_id)
         if drawn is None:
             lengths = draw_lengths(opening, request.result.numel())
@@ -170,14 +170,14 @@ class Auditor:
             moved = added(moved, told)
         chance, draws = self._chance(opening, request.result.numel()), [one for one in drawn if one.numel()]
         if not self._mesh.is_so(any(hits(one, chance, len(draws)) for one in draws)):
-            return moved, Findings()
+            return moved, AuditFindings()
         stretches = [] if hashes is None else _stretches(drawn, moved.borders, hashes)
         size = len(draws) * self._size(request)
         payload = (
             self._parts_of(request, stretches, size) if opening.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
         )
         again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in opening.shares], _SHOWS)
-        found = Findings() if hashes is None else self._compare(request, hashes, stretches, drawn, shown)
+        found = AuditFindings() if hashes is None else self._compare(request, hashes, stretches, drawn, shown)
         return replace(added(moved, again), is_refused=bool(found.wrong or found.denied)), found
 
     def _gather(
@@ -194,7 +194,7 @@ class Auditor:
         """Bytes that are shown of each stretch: as many of a shorter one, so that nobody who draws changes lengths."""
         return self._codec.encoded_size(min(PIECE, request.result.numel()))
 
-    def _parts_of(self, request: RoundRequest, stretches: Sequence[Stretch], nbytes: int) -> Tensor:
+    def _parts_of(self, request: RoundRequest, stretches: Sequence[AuditedRange], nbytes: int) -> Tensor:
         """This node's parts of the stretches, as it sent them: (nbytes,) uint8."""
         shown, size, encoded = torch.zeros(nbytes, dtype=torch.uint8), self._size(request), request.encoded
         for place, stretch in enumerate(stretches):
@@ -209,10 +209,10 @@ class Auditor:
         self,
         request: RoundRequest,
         hashes: PartHashes,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[AuditedRange],
         drawn: Sequence[Tensor],
         shown: Sequence[Tensor],
-    ) -> Findings:
+    ) -> AuditFindings:
         """Sum up again what was shown, and hold it against the result and, of the own shard, against what was sent."""
         opening, wrong, denied = request.opening, set[int](), set[int]()
         own = opening.members.index(request.member_id)
@@ -222,22 +222,24 @@ class Auditor:
             if stretch.owner == own:
                 denied |= {p for p, part in parts.items() if p != own and not hashes.is_of(p, stretch.start, part)}
         names = opening.members
-        found = Findings(drawn, shown, tuple(names[p] for p in sorted(wrong)), tuple(names[p] for p in sorted(denied)))
+        found = AuditFindings(
+            drawn, shown, tuple(names[p] for p in sorted(wrong)), tuple(names[p] for p in sorted(denied))
+        )
         if wrong or denied:
             fields = {"round": opening.round, "wrong": list(found.wrong), "denied": list(found.denied)}
             _log.warning("the audit of a round contradicts its result, which is not taken", extra={"fields": fields})
         return found
 
     def _by_stretch(
-        self, request: RoundRequest, stretches: Sequence[Stretch], shown: Sequence[Tensor]
-    ) -> Iterator[tuple[Stretch, dict[int, Tensor]]]:
+        self, request: RoundRequest, stretches: Sequence[AuditedRange], shown: Sequence[Tensor]
+    ) -> Iterator[tuple[AuditedRange, dict[int, Tensor]]]:
         """The stretches with the parts that were shown of each, by the places of the members that contribute."""
         size = self._size(request)
         for number, stretch in enumerate(stretches):
             part = slice(number * size, number * size + self._codec.encoded_size(stretch.numel))
             yield stretch, {place: data[part] for place, data in enumerate(shown) if data.numel()}
 
-    def _is_sum(self, request: RoundRequest, stretch: Stretch, parts: Mapping[int, Tensor]) -> bool:
+    def _is_sum(self, request: RoundRequest, stretch: AuditedRange, parts: Mapping[int, Tensor]) -> bool:
         """Whether the result of a stretch is what its owner had to make of these parts, by their members' places."""
         opening, codec, n = request.opening, self._codec, stretch.numel
         if self._rule is None:
@@ -268,7 +270,7 @@ def added(moved: Transfer, more: Transfer) -> Transfer:
     )
 
 
-def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], hashes: PartHashes) -> list[Stretch]:
+def _stretches(drawn: Sequence[Tensor], borders: Sequence[int], hashes: PartHashes) -> list[AuditedRange]:
     """What the members drew, in their order. Any bytes draw a stretch."""
     positions = [int.from_bytes(bytes(draw.numpy()), "little") for draw in drawn if draw.numel()]
     return [stretch_at(position % borders[-1], borders, hashes.chunk_numel) for position in positions]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Evidence, Opening
-from zeroband.elastic.rounds.audit import Auditor, Findings, added, draw_lengths, new_draw
+from zeroband.elastic.rounds.audit import AuditFindings, Auditor, added, draw_lengths, new_draw
 from zeroband.elastic.rounds.carriage import Carriage, counts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator, Keep
@@ -152,7 +152,7 @@ class MeanExchange:
         self._parts: Sequence[Tensor] = ()
         """The newest result by the members that made it, where it came directly from them."""
         self._auditor = Auditor(mesh, codec, rule) if audits else None
-        self._found = Findings()
+        self._found = AuditFindings()
         """What its audit came to."""
         self.largest: float | None = None
         may_carry = rule is None and encoded is None and len(self._bounds) == 1
@@ -177,7 +177,7 @@ class MeanExchange:
         return self._buffers[RESULT][self._bounds[turn]]
 
     def run(self, opening: Opening, turn: int) -> Transfer:
-        part, self._parts, self._found, self._travelled = self._bounds[turn], (), Findings(), None
+        part, self._parts, self._found, self._travelled = self._bounds[turn], (), AuditFindings(), None
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
         own, all_count = counts_of(opening, self._mesh.member_id)
         residual = None if residual is None or (all_count > own == 0) else residual[part]

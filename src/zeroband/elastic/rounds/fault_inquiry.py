@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from zeroband.elastic.membership.findings import found_before, objection
 from zeroband.elastic.membership.records import Attempt, Evidence, Opening, Verdict, View
-from zeroband.elastic.membership.round_rules import Heard
+from zeroband.elastic.membership.round_rules import AttemptFindings
 from zeroband.elastic.store.interface import Store
 
 _SLACK = 0.9
 """Two machines' clocks count the same wait; one may go slower by so much."""
 
 
-class _Word(NamedTuple):
+class _Testimony(NamedTuple):
     """What this member testified on an opening, and when it began to say so."""
 
     opening: Opening
@@ -22,7 +22,7 @@ class _Word(NamedTuple):
     since_s: float
 
 
-class Hearing:
+class FaultInquiry:
     """One member's part in finding out who was at fault.
 
     `limit_s`: so long after the newest word those who have not testified are waited for no more.
@@ -36,7 +36,7 @@ class Hearing:
         self._clock = clock
         self._limit_s = limit_s
         self._saw: tuple[Opening | None, Evidence] = None, Evidence()
-        self._said: dict[str, _Word] = {}
+        self._said: dict[str, _Testimony] = {}
         """Words that the store took, since the newest verdict, by opening."""
         self._heard: tuple[str, int] | None = None
         self._since_s = 0.0
@@ -52,7 +52,7 @@ class Hearing:
         """Say what this member saw of an opening that failed."""
         self._saw, since_s = (opening, evidence), self._clock()
         if self._store.testify(opening, self._member_id, evidence):
-            self._said.setdefault(opening.id, _Word(opening, evidence, since_s))
+            self._said.setdefault(opening.id, _Testimony(opening, evidence, since_s))
 
     def begin(self, opening: Opening) -> None:
         """Have this member's own word be there."""
@@ -70,7 +70,7 @@ class Hearing:
 
     # -- what it hears ------------------------------------------------------------------------------------------
 
-    def __call__(self, view: View) -> Heard:
+    def __call__(self, view: View) -> AttemptFindings:
         """What is known of the current opening, which was not committed."""
         opening, now_s = view.opening, self._clock()
         assert opening is not None
@@ -81,7 +81,7 @@ class Hearing:
         if self._heard != (opening.id, len(said)):
             self._heard, self._since_s = (opening.id, len(said)), now_s
         before = found_before(opening, self._attempts_before(opening, view.committed), view.committed)
-        return Heard(attempt, before, now_s - self._since_s > self._limit_s)
+        return AttemptFindings(attempt, before, now_s - self._since_s > self._limit_s)
 
     def _attempts_before(self, opening: Opening, committed: Verdict | None) -> tuple[Attempt, ...]:
         """The attempts since the newest verdict that an opening follows on, oldest first, if not lost."""

@@ -49,7 +49,7 @@ from zeroband.elastic.membership.round_rules import (
 )
 from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
-from zeroband.elastic.rounds.fault_inquiry import Hearing
+from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
@@ -197,7 +197,7 @@ class Member:
         """As of the last look."""
         self._told_links = LinkRates()
         self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
-        self._hearing = Hearing(run.store, self.member_id, run.clock, time_outs.detect_s)
+        self._inquiry = FaultInquiry(run.store, self.member_id, run.clock, time_outs.detect_s)
         self._told_blames = set[Blame]()
         """Findings that were said as events."""
         self._claim: tuple[int, Claim] | None = None
@@ -347,7 +347,7 @@ class Member:
             believed = view if self._why_unfounded(view) is None else replace(view, opening=None)
             self._require_not_barred(believed)
             if view.opening is not None and view.opening.round == round and view.failed is not None:
-                self._hearing.begin(view.opening)
+                self._inquiry.begin(view.opening)
             claim = self._claim_unless_dealt(view)
             excluded = must_leave(believed, self.member_id, round, claim) if is_member else None
             if excluded is not None:
@@ -389,7 +389,7 @@ class Member:
         if opening is None or (committed is not None and committed.round >= opening.round):
             return None
         if self._judged[0] != opening.id:
-            why = self._hearing.objection(opening, committed)
+            why = self._inquiry.objection(opening, committed)
             if why is not None and view.is_settling:
                 return "the store lost its record; members are given time to bring it back"
             self._judged = opening.id, why
@@ -440,7 +440,7 @@ class Member:
 
     def _decide_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
         """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
-        current, hearing = view.opening, self._hearing
+        current, inquiry = view.opening, self._inquiry
         if current is not None and current.round == round and view.can_finish(current):
             why = self._why_refused(current, view, rules)
             return self._turn_in(current) if why is None else Wait(why)
@@ -448,14 +448,14 @@ class Member:
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
             return self._decide_opening(self._proven(round, rules), round, rules, patience)
-        decision = next_opening(view, round, rules, patience, self.store.links, hearing, self.store.claims)
+        decision = next_opening(view, round, rules, patience, self.store.links, inquiry, self.store.claims)
         if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
             return self._decide_opening(self._proven(round, rules), round, rules, patience)
         if isinstance(decision, Wait):
             return decision
         before = "" if current is None else current.id
         decision = self.store.signed(replace(decision, before=before), self.member_id)
-        heard = hearing.attempt if view.failed is not None and hearing.is_of(current) else None
+        heard = inquiry.attempt if view.failed is not None and inquiry.is_of(current) else None
         if not self.store.propose_opening(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
         return self._turn_in(decision)
@@ -480,7 +480,7 @@ class Member:
 
     def testify(self, opening: Opening, evidence: Evidence) -> None:
         """Say what this member saw of an opening that failed."""
-        self._hearing.testify(opening, evidence)
+        self._inquiry.testify(opening, evidence)
 
     def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record`: as in `vote`.

@@ -19,7 +19,7 @@ from zeroband.elastic.store.redis_run import FACTS_BYTES, Appended, FactEntry
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.jsonl import LineTail, Place, decode_line
+from zeroband.observe.jsonl import FilePlace, LineTail, decode_line
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS_FILE
 
@@ -56,12 +56,12 @@ class NodeFacts:
         self._tails: Mapping[str, LineTail] = tails
         self._ahead: dict[str, deque[tuple[int, FactLine]]] = {}
         """Lines that were read and not given yet, with their bytes."""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, FilePlace] = {}
         self.go_to({})
 
-    def go_to(self, places: Mapping[str, Place]) -> None:
+    def go_to(self, places: Mapping[str, FilePlace]) -> None:
         """Go on behind these places; from the beginning in a file that is none of them."""
-        self._places = {name: places.get(name, Place()) for name in self._tails}
+        self._places = {name: places.get(name, FilePlace()) for name in self._tails}
         for name, tail in self._tails.items():
             tail.go_to(self._places[name])
             self._ahead[name] = deque()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from zeroband.observe.events import EVENTS
-from zeroband.observe.jsonl import Place
+from zeroband.observe.jsonl import FilePlace
 
 SHORT_LINE_BYTES = 4096
 """A longer line is told without its long values that are not always part of its kind of event."""
@@ -19,7 +19,7 @@ class FactLine(NamedTuple):
 
     name: str
     """Name of the file."""
-    place: Place
+    place: FilePlace
     """Its end."""
     record: Mapping[str, Any] | None
     """None: it is no record."""
@@ -30,7 +30,7 @@ class FactBatch:
     """What is told at once: lines of one node, in the order of their times."""
 
     lines: Sequence[FactLine] = ()
-    places: Mapping[str, Place] = field(default_factory=dict[str, Place])
+    places: Mapping[str, FilePlace] = field(default_factory=dict[str, FilePlace])
     """How far each of the node's files is told when these lines are."""
 
     def to_text(self) -> str:
@@ -51,10 +51,10 @@ class FactBatch:
             raise ValueError(f"no facts: {text:.200}") from error
 
 
-def _place(file: object, offset: object) -> Place:
+def _place(file: object, offset: object) -> FilePlace:
     if not isinstance(file, str) or type(offset) is not int or offset < 0:
         raise ValueError(f"no place of a file: {file!r:.100}, {offset!r:.100}")
-    return Place(file, offset)
+    return FilePlace(file, offset)
 
 
 def _record(value: object) -> dict[str, Any] | None:

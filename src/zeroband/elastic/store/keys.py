@@ -55,7 +55,7 @@ def rehearsal_of(run_id: str) -> str:
     return f"{run_id}.doctor"
 
 
-class Key:
+class StoreKey:
     """A key of which a run has one. Its kind is Redis' own word; of an instance of `Keys`, it is the key's name."""
 
     def __init__(self, kind: str, name: str = "") -> None:
@@ -66,12 +66,12 @@ class Key:
         self.name, self._attribute = self.name or name, name
 
     @overload
-    def __get__(self, keys: None, owner: type[Keys]) -> Key: ...
+    def __get__(self, keys: None, owner: type[Keys]) -> StoreKey: ...
 
     @overload
     def __get__(self, keys: Keys, owner: type[Keys]) -> str: ...
 
-    def __get__(self, keys: Keys | None, owner: type[Keys]) -> Key | str:
+    def __get__(self, keys: Keys | None, owner: type[Keys]) -> StoreKey | str:
         if keys is None:
             return self
         made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # the next look finds it there
@@ -85,37 +85,37 @@ class Keys:
     ends with `_at` beside another one tells with which change each member's word came.
     """
 
-    run = Key("string")  # what all nodes must share
-    leases = Key("zset")  # member -> when its lease ends, in ms of the store's clock
-    clock = Key("hash")  # last renewal, end of settling
-    peers = Key("hash")  # member -> where it is and whom it does not reach
-    peers_at = Key("zset")
-    opening = Key("string")  # the current opening
-    opening_patch = Key("string", "opening:patch")  # what of it is another than in the one before it
-    votes = Key("hash")  # member -> the result that it holds for the current opening
-    votes_at = Key("zset")
-    last_votes = Key("hash")  # those for the newest verdict, while another round is open
-    failed = Key("string")  # why the current opening cannot be finished
-    committed = Key("string")  # the newest verdict
-    committed_patch = Key("string", "committed:patch")  # the same of the newest verdict
-    leaving = Key("hash")  # members that are on their way out
-    restart_point = Key("string")  # on which checkpoint the run is to begin again
-    orders = Key("string")  # what operators want of the run
-    history = Key("list")  # the newest verdicts, newest first
-    holdings = Key("hash")  # member -> which checkpoints it has, and whose folder it sees
-    claims = Key("hash")  # joiner -> samples that it trains on before a round dealt it any
-    links = Key("hash")  # member -> what its links to the others carry
-    links_at = Key("zset")
-    measuring = Key("zset")  # member -> when its measurement of a link is over
-    changes = Key("hash")  # numbers all that a look shows
-    news = Key("stream")  # the numbers of the changes for which members wait
-    generation = Key("string")  # the generation that began here last, of several stores
-    store_id = Key("string")  # by which several stores, and lives of one, are told apart
-    accounts = Key("hash")  # member -> what it tells, since the run may go to this store
-    told_at = Key("hash")  # member -> when
-    meeting = Key("string")  # two lines of history that met
-    elsewhere = Key("string")  # where the run goes on that does not use this store
-    recorders = Key("hash")  # name of a node, with its key -> what a late reader has to know of it
+    run = StoreKey("string")  # what all nodes must share
+    leases = StoreKey("zset")  # member -> when its lease ends, in ms of the store's clock
+    clock = StoreKey("hash")  # last renewal, end of settling
+    peers = StoreKey("hash")  # member -> where it is and whom it does not reach
+    peers_at = StoreKey("zset")
+    opening = StoreKey("string")  # the current opening
+    opening_patch = StoreKey("string", "opening:patch")  # what of it is another than in the one before it
+    votes = StoreKey("hash")  # member -> the result that it holds for the current opening
+    votes_at = StoreKey("zset")
+    last_votes = StoreKey("hash")  # those for the newest verdict, while another round is open
+    failed = StoreKey("string")  # why the current opening cannot be finished
+    committed = StoreKey("string")  # the newest verdict
+    committed_patch = StoreKey("string", "committed:patch")  # the same of the newest verdict
+    leaving = StoreKey("hash")  # members that are on their way out
+    restart_point = StoreKey("string")  # on which checkpoint the run is to begin again
+    orders = StoreKey("string")  # what operators want of the run
+    history = StoreKey("list")  # the newest verdicts, newest first
+    holdings = StoreKey("hash")  # member -> which checkpoints it has, and whose folder it sees
+    claims = StoreKey("hash")  # joiner -> samples that it trains on before a round dealt it any
+    links = StoreKey("hash")  # member -> what its links to the others carry
+    links_at = StoreKey("zset")
+    measuring = StoreKey("zset")  # member -> when its measurement of a link is over
+    changes = StoreKey("hash")  # numbers all that a look shows
+    news = StoreKey("stream")  # the numbers of the changes for which members wait
+    generation = StoreKey("string")  # the generation that began here last, of several stores
+    store_id = StoreKey("string")  # by which several stores, and lives of one, are told apart
+    accounts = StoreKey("hash")  # member -> what it tells, since the run may go to this store
+    told_at = StoreKey("hash")  # member -> when
+    meeting = StoreKey("string")  # two lines of history that met
+    elsewhere = StoreKey("string")  # where the run goes on that does not use this store
+    recorders = StoreKey("hash")  # name of a node, with its key -> what a late reader has to know of it
 
     def __init__(self, run_id: str) -> None:
         self.prefix = f"zeroband:{{{run_id}}}"
@@ -123,7 +123,7 @@ class Keys:
     @classmethod
     def names(cls) -> list[str]:
         """Attributes with a key of which a run has one."""
-        return [name for name, key in vars(cls).items() if isinstance(key, Key)]
+        return [name for name, key in vars(cls).items() if isinstance(key, StoreKey)]
 
     def scratch(self) -> list[str]:
         """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""

@@ -71,7 +71,7 @@ _WHOLE_LEASES, _WHOLE_MEMBERS = 6, 64
 members than so many: what somebody damages without a trace is seen by then."""
 
 
-class _Said(NamedTuple):
+class _OwnRecord(NamedTuple):
     """What a member writes for itself: that it is ready, or with an opening its vote."""
 
     word: str
@@ -317,7 +317,7 @@ class RedisStore(StoreInUse, Store):
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         self._own = member_id
-        said = _Said(self.judge.seal_ready(member_id, ready))
+        said = _OwnRecord(self.judge.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
     def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
@@ -347,7 +347,7 @@ class RedisStore(StoreInUse, Store):
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own, self._voted_on = member_id, opening.id
-        said = _Said(self.judge.seal_vote(member_id, opening, digest), opening)
+        said = _OwnRecord(self.judge.seal_vote(member_id, opening, digest), opening)
         enough, stamp = len(opening.members), stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
@@ -371,7 +371,7 @@ class RedisStore(StoreInUse, Store):
     def _look(
         self,
         round: int,
-        said: _Said | None = None,
+        said: _OwnRecord | None = None,
         *,
         whole: bool = True,
         enough_ready: int = _NEVER,

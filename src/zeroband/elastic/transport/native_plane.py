@@ -117,7 +117,7 @@ class NativePlane:
             start_at, stop_at = borders[place], borders[place + 1]
             hashes = PartHashes.of(request.hash_key, len(opening.members), start_at, stop_at, shape.chunk_numel)
 
-        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
             where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
             errors, encoded, robust = request.residual, request.encoded, request.robust
             return engine.start(
@@ -151,7 +151,7 @@ class NativePlane:
             turn=opening.retries,  # one that altered what it passed on is not asked again
         )
 
-        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
             return engine.gather(
                 at.operation,
                 gathering.lengths,
@@ -172,7 +172,7 @@ class NativePlane:
     def _operate(
         self,
         reach: Reach,
-        start: Callable[[Engine, _Place, float], Running],
+        start: Callable[[Engine, _OperationPlace, float], Running],
         request: RoundRequest,
         kind: Kind | None,
         partners: Iterable[int],
@@ -194,7 +194,9 @@ class NativePlane:
         links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         points = self._faults.transfer(opening.round)
-        running = start(reach.links.engine, _Place(operation, at, links), points.stops[0] if points.stops else 1.0)
+        running = start(
+            reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
+        )
         try:
             wide = frozenset(member for member in others if not opening.is_near(member_id, member))
             run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
@@ -369,7 +371,7 @@ class NativePlane:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OperationPlace:
     """This node in an operation."""
 
     operation: Operation

@@ -29,7 +29,7 @@ def chunk_length(length: int, most: int, uneven: Uneven) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkedParameter:
     """One parameter as a matrix of chunks."""
 
     name: str
@@ -70,7 +70,7 @@ class ChunkGroup:
 
     chunk_rows: int
     chunk_columns: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkedParameter, ...]
 
     @property
     def numel(self) -> int:
@@ -156,7 +156,7 @@ class ChunkLayout:
 
         A parameter of more than two dimensions is a matrix whose rows are its first dimension.
         """
-        pieces: dict[tuple[int, int], list[Piece]] = {}
+        pieces: dict[tuple[int, int], list[ChunkedParameter]] = {}
         for slot in layout.slots:
             rows, columns = _as_matrix(slot)
             if rows * columns == 0:
@@ -165,7 +165,7 @@ class ChunkLayout:
             shape = chunk_length(rows, chunk, uneven), chunk_length(columns, most, uneven)
             same = pieces.setdefault(shape, [])
             before = same[-1].first_chunk + same[-1].chunks if same else 0
-            same.append(Piece(slot.name, slot.start, rows, columns, before, *shape))
+            same.append(ChunkedParameter(slot.name, slot.start, rows, columns, before, *shape))
         groups = (ChunkGroup(*shape, tuple(same)) for shape, same in sorted(pieces.items(), reverse=True))
         return ChunkLayout(tuple(groups), layout.numel)
 

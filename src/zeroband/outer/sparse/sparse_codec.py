@@ -22,7 +22,7 @@ from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
 from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
 from zeroband.kernels.one_rounding import exact_sqrt
-from zeroband.kernels.robust import Measured
+from zeroband.kernels.robust import OwnerMeasurements
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
 from zeroband.outer.sparse.chunk_records import Chosen, RecordFormat
@@ -233,7 +233,7 @@ class SparseCodec:
         parts: Sequence[float] | None = None,
         divisor: Divisor = "none",
         clips: bool = False,
-        measured: Measured | None = None,
+        measured: OwnerMeasurements | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -382,7 +382,7 @@ def _norms_by_chunk(values: Tensor) -> Tensor:
     return unit[:, 0] * exact_sqrt(whole.double())
 
 
-def _measure(payloads: Sequence[Chosen], result: Tensor, measured: Measured) -> None:
+def _measure(payloads: Sequence[Chosen], result: Tensor, measured: OwnerMeasurements) -> None:
     """Add what is seen of payloads' values and of their result, (chunks, numel)."""
     count, exact = len(payloads), result.double()
     seen = torch.zeros(2 * count + 1, dtype=torch.float64)

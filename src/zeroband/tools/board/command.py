@@ -39,7 +39,7 @@ from zeroband.tools.arguments import (
     store_of,
     token_of,
 )
-from zeroband.tools.board.document import Setting
+from zeroband.tools.board.document import RunContext
 from zeroband.tools.board.orders import OrderDesk, give_through_store
 from zeroband.tools.board.state import RunWatch, find_run
 
@@ -87,7 +87,7 @@ def serve(arguments: argparse.Namespace) -> None:
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if app_module.is_loopback(host) else shown}:{port}"
     find, desk, place = watched(arguments)
-    setting = Setting(
+    setting = RunContext(
         place=place,
         price_per_hour=arguments.price_per_hour,
         orders_allowed=desk.is_open,

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
-from zeroband.observe.history import Axis, RunHistory, Span
+from zeroband.observe.history import Axis, RunHistory, StateSpan
 from zeroband.observe.lines import RoundView
 from zeroband.observe.node_history import LinkView
 from zeroband.observe.status import human_count, lacking_in_words, nodes_in_words, strangers_in_words
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedPart:
     """A part of an answer, compressed for itself."""
 
     body: bytes
@@ -50,21 +50,21 @@ class Piece:
     digest: bytes
 
     @staticmethod
-    def of(body: bytes) -> Piece:
+    def of(body: bytes) -> EncodedPart:
         squeezed = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
         deflated = squeezed.compress(body) + squeezed.flush(zlib.Z_FULL_FLUSH)  # so that others may follow it
-        return Piece(body, deflated, hashlib.blake2b(body, digest_size=16).digest())
+        return EncodedPart(body, deflated, hashlib.blake2b(body, digest_size=16).digest())
 
 
 @dataclass(frozen=True)
 class Answer:
     """Bytes for the page, as they are and compressed."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[EncodedPart, ...]
 
     @staticmethod
     def of(body: bytes) -> Answer:
-        return Answer((Piece.of(body),))
+        return Answer((EncodedPart.of(body),))
 
     @cached_property
     def body(self) -> bytes:
@@ -84,7 +84,7 @@ class Answer:
         return f'"{hashlib.blake2b(b"".join(piece.digest for piece in self.pieces), digest_size=12).hexdigest()}"'
 
 
-class _Section(Generic[T]):
+class _EncodedList(Generic[T]):
     """A list in a document: a part of it is encoded once while it is of the same object, and all once while all are.
 
     `documents_of`: what is in the list for a key and its object.
@@ -94,9 +94,9 @@ class _Section(Generic[T]):
         self._name = name
         self._documents_of = documents_of
         self._kept: dict[Any, tuple[T, bytes]] = {}
-        self._piece: Piece | None = None
+        self._piece: EncodedPart | None = None
 
-    def piece(self, items: Mapping[Any, T]) -> Piece:
+    def piece(self, items: Mapping[Any, T]) -> EncodedPart:
         """The list of these objects, each under a key that tells it from the others."""
         kept = self._kept
         are_same = len(items) == len(kept) and all(map(is_, items.values(), (item for item, _ in kept.values())))
@@ -108,12 +108,12 @@ class _Section(Generic[T]):
                     known = (item, encode(self._documents_of(key, item))[1:-1])
                 self._kept[key] = known
             encoded = b",".join(part for _, part in self._kept.values())
-            self._piece = Piece.of(f',"{self._name}":['.encode() + encoded + b"]")
+            self._piece = EncodedPart.of(f',"{self._name}":['.encode() + encoded + b"]")
         return self._piece
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunContext:
     """What is known of a run that is not in its facts."""
 
     place: str = ""
@@ -131,14 +131,16 @@ class Encoder:
     """Makes documents of moments that are near one another."""
 
     def __init__(self) -> None:
-        self._rounds = _Section[RoundView]("rounds", lambda _, view: [_round(view)])
-        self._membership = _Section[tuple[Span, ...]]("membership", lambda node_id, spans: [_stays(node_id, spans)])
-        self._events = _Section[EventView]("events", lambda _, event: [_event(event)])
-        self._links = _Section[tuple[LinkView, ...]]("links", lambda _, links: [_link(link) for link in links])
-        self._end = Piece.of(b"}")
+        self._rounds = _EncodedList[RoundView]("rounds", lambda _, view: [_round(view)])
+        self._membership = _EncodedList[tuple[StateSpan, ...]](
+            "membership", lambda node_id, spans: [_stays(node_id, spans)]
+        )
+        self._events = _EncodedList[EventView]("events", lambda _, event: [_event(event)])
+        self._links = _EncodedList[tuple[LinkView, ...]]("links", lambda _, links: [_link(link) for link in links])
+        self._end = EncodedPart.of(b"}")
 
     def state(
-        self, history: RunHistory | None, run_id: str | None, setting: Setting, *, now_s: float, age_s: float | None,
+        self, history: RunHistory | None, run_id: str | None, setting: RunContext, *, now_s: float, age_s: float | None,
         at_s: float | None, problem: str | None,
     ) -> Answer:  # fmt: skip
         """The document of /api/state. `age_s`: of the newest fact, as this process saw it come."""
@@ -147,7 +149,7 @@ class Encoder:
         made = heading | _standing(known, setting, age_s, at_s, is_unread=problem is not None)
         return Answer(
             (
-                Piece.of(encode(made)[:-1]),
+                EncodedPart.of(encode(made)[:-1]),
                 self._rounds.piece({id(view): view for view in known.rounds(at_s, most=SHOWN_ROUNDS)}),
                 self._membership.piece(known.membership(at_s)),
                 self._events.piece({id(event): event for event in known.events(at_s)[-SHOWN_EVENTS:]}),
@@ -179,7 +181,7 @@ def _plain(value: Any) -> Any:
 
 
 def _standing(
-    known: RunHistory, setting: Setting, age_s: float | None, at_s: float | None, *, is_unread: bool
+    known: RunHistory, setting: RunContext, age_s: float | None, at_s: float | None, *, is_unread: bool
 ) -> dict[str, Any]:
     """How the run stands, without the long lists."""
     to_s = known.to_s
@@ -218,7 +220,7 @@ def _chosen(view: object, *names: str) -> dict[str, Any]:
     return {name: getattr(view, name) for name in names}
 
 
-def _stays(node_id: str, spans: Sequence[Span]) -> dict[str, Any]:
+def _stays(node_id: str, spans: Sequence[StateSpan]) -> dict[str, Any]:
     return {"id": node_id, "spans": [[_ms(span.from_s), _ms(span.to_s), span.state] for span in spans]}
 
 
@@ -288,7 +290,7 @@ def _run_state(view: RunView, age_s: float | None, is_waiting: bool) -> tuple[st
     )
 
 
-def _numbers(known: RunHistory, view: RunView, setting: Setting, at_s: float | None) -> dict[str, Any]:
+def _numbers(known: RunHistory, view: RunView, setting: RunContext, at_s: float | None) -> dict[str, Any]:
     """The numbers of the run."""
     current = view.current or view.own
     at_work = [node for node in view.own if node.is_at_work]
@@ -331,7 +333,9 @@ def _left_s(known: RunHistory, step: int | None, total: int | None, at_s: float 
     return None if step_s is None else (total - step) * step_s
 
 
-def _cost(known: RunHistory, view: RunView, nodes: int, setting: Setting, at_s: float | None) -> dict[str, Any] | None:
+def _cost(
+    known: RunHistory, view: RunView, nodes: int, setting: RunContext, at_s: float | None
+) -> dict[str, Any] | None:
     """What the nodes cost since they started, by the time that each was there."""
     price = setting.price_per_hour
     if price is None or known.to_s is None:

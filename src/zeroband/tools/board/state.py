@@ -17,7 +17,7 @@ from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.history import Axis, RunHistory
 from zeroband.observe.log import get_logger
 from zeroband.observe.words import listed
-from zeroband.tools.board.document import Answer, Encoder, Setting, series_document
+from zeroband.tools.board.document import Answer, Encoder, RunContext, series_document
 from zeroband.tools.runs import newest_run, node_folders
 
 LOOK_S, EDITION_S = 0.5, 1.0
@@ -67,13 +67,13 @@ class RunWatch:
         self,
         find: Callable[[], FactSource | None],
         *,
-        setting: Setting | None = None,
+        setting: RunContext | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         work_s: Callable[[], float] = time.thread_time,
     ) -> None:
         self._find = find
-        self._setting = setting or Setting()
+        self._setting = setting or RunContext()
         self._now, self._clock, self._work_s = now, clock, work_s
         self._lock = threading.Lock()
         self._source: FactSource | None = None
@@ -292,7 +292,7 @@ def find_run(path: Path) -> FolderFacts | None:
     return FolderFacts(run_dir, most_bytes=_CHUNK_BYTES) if node_folders(run_dir) else None
 
 
-def read_setting(setting: Setting, source: FactSource) -> Setting:
+def read_setting(setting: RunContext, source: FactSource) -> RunContext:
     """What the configuration of a run's nodes says, where it lies next to their facts."""
     setting = replace(setting, place=source.place, has_all_machines=source.has_all_machines)
     files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))

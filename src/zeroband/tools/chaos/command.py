@@ -29,7 +29,7 @@ from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault,
 from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed
 from zeroband.tools.chaos.soak_report import compare, render, round_costs
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
-from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
+from zeroband.tools.chaos.watch import NodeFiles, SoakWatch, Violations
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
@@ -201,7 +201,7 @@ class _Conducted:
         with closing(
             RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, patience_s=patience_s)
         ) as store:
-            watch = Watch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
+            watch = SoakWatch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
             self._watch = watch
             soak = Soak(
                 *(cluster, self._stores, watch, options),

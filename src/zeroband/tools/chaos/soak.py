@@ -26,7 +26,7 @@ from zeroband.tools.chaos.plan import (
 )
 from zeroband.tools.chaos.starvation import QueueTimes
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
-from zeroband.tools.chaos.watch import Watch
+from zeroband.tools.chaos.watch import SoakWatch
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.node_process import NodeProcess
 
@@ -86,7 +86,7 @@ class Soak:
         self,
         cluster: LocalCluster,
         stores: Stores | StoresOfNodes,
-        watch: Watch,
+        watch: SoakWatch,
         options: ChaosOptions,
         *,
         detect_s: float,

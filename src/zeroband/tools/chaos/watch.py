@@ -98,7 +98,7 @@ def cuts_of(view: View) -> frozenset[tuple[str, str]]:
     return frozenset((m, other) for m in view.alive if m in view.peers for other in view.peers[m].cut_off)
 
 
-class Watch:
+class SoakWatch:
     """Looks at a run and checks it. Who strikes the store says so."""
 
     def __init__(

@@ -26,9 +26,9 @@ from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.compare.claims import check
 from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import PRESETS, Arm, require_known
-from zeroband.tools.compare.options import Options, read_options
+from zeroband.tools.compare.options import CompareOptions, read_options
 from zeroband.tools.compare.page import ComparisonResult, document, model_in_words, table
-from zeroband.tools.compare.results import Outcome, ResultFiles
+from zeroband.tools.compare.results import ResultFiles, RunResult
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.table import Losses, Row, best_lr, next_lr, row_of
 from zeroband.tools.compare.texts import cut
@@ -102,7 +102,7 @@ class Bar(Progress):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def line_of(outcome: Outcome, *, is_kept: bool) -> str:
+def line_of(outcome: RunResult, *, is_kept: bool) -> str:
     """One finished run."""
     name = f"{outcome.arm}, lr {outcome.lr:g}, seed {outcome.seed}"
     if outcome.failure:
@@ -114,7 +114,9 @@ def line_of(outcome: Outcome, *, is_kept: bool) -> str:
 class Comparison:
     """The runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
 
-    def __init__(self, options: Options, command: str, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, options: CompareOptions, command: str, *, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         self._command, self._config = command, load_config(options.arguments, {})
         self._read = [one.model_dump() for one in self._config.data.sources] or self._config.data.source.model_dump()
         self._texts = cut(self._config.data, self._config.run.seed, shared_folder("texts"))
@@ -128,7 +130,7 @@ class Comparison:
         self._runner = Runner(
             options.out, texts=self._texts, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped
         )
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RunResult] = []
         self._trials: dict[tuple[str, float, int], Trial] = {}
         planned = [self._trial(arm, lr, options.seeds[0]) for arm in options.methods for lr in self._lrs]
         more_seeds = [self._trial(arm, self._lrs[0], seed) for arm in options.methods for seed in options.seeds[1:]]
@@ -190,7 +192,7 @@ class Comparison:
             bar.add(self._trial(arm, lr, self._options.seeds[0]).work)
             yield lr
 
-    def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> Outcome:
+    def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> RunResult:
         """Return the outcome of a run, made now or kept from before."""
         on_progress = bar.running(f"{one.arm.name}, lr {one.lr:g}, seed {one.seed}", one.work)
         kept = self._files.load(one.digest)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.observe.status import human_count
-from zeroband.tools.compare.results import AtLink, Measured
+from zeroband.tools.compare.results import AtLink, RunMeasurements
 from zeroband.tools.compare.table import Row
 
 COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#565f67")
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One line of a chart."""
 
     name: str
@@ -35,13 +35,13 @@ class Chart:
     """Short name, that of its file."""
     x_label: str
     is_log: bool
-    series: tuple[Series, ...]
+    series: tuple[ChartSeries, ...]
     y_label: str = "held-out loss, nats per token"
 
 
 def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
     """Loss against tokens, against bytes sent, and against wall-clock at a link."""
-    axes: tuple[tuple[str, str, bool, Callable[[Measured, AtLink], float]], ...] = (
+    axes: tuple[tuple[str, str, bool, Callable[[RunMeasurements, AtLink], float]], ...] = (
         ("loss-tokens", "tokens of all nodes", False, lambda found, _: found.tokens),
         ("loss-bytes", "bytes that a node sent", True, lambda found, _: found.sent_bytes),
         ("loss-time", f"seconds, simulated for {link}", True, lambda found, there: found.steps * there.step_s),
@@ -49,9 +49,9 @@ def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
     return tuple(Chart(name, label, is_log, _series(rows, whole)) for name, label, is_log, whole in axes)
 
 
-def _series(rows: Sequence[Row], whole: Callable[[Measured, AtLink], float]) -> tuple[Series, ...]:
+def _series(rows: Sequence[Row], whole: Callable[[RunMeasurements, AtLink], float]) -> tuple[ChartSeries, ...]:
     """The mean over the seeds at each place; without places at 0, and methods that have none."""
-    found: list[Series] = []
+    found: list[ChartSeries] = []
     for place, row in enumerate(rows):
         if row.measured is None or row.at_link is None:
             continue
@@ -59,7 +59,7 @@ def _series(rows: Sequence[Row], whole: Callable[[Measured, AtLink], float]) -> 
         places = [(end * point.step / points[-1].step, _mean_loss(row, point.step)) for point in points]
         shown = [(x, loss) for x, loss in places if loss is not None and x > 0]
         if shown:
-            found.append(Series(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
+            found.append(ChartSeries(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
     return tuple(found)
 
 

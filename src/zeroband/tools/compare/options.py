@@ -56,7 +56,7 @@ Rates = Annotated[
 Seeds = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_seeds), AfterValidator(_each_once)]
 
 
-class Options(Section):
+class CompareOptions(Section):
     """A whole comparison. The names of the fields are the keys of [compare], and with - for _ the flags."""
 
     arguments: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Options(Section):
     """Folder of the page, the figures and the files of the runs."""
 
     @model_validator(mode="after")
-    def _make_sense(self) -> Options:
+    def _make_sense(self) -> CompareOptions:
         if len(self.lrs) > self.tries:
             raise ConfigError(f"{TABLE}.tries={self.tries} is below the {len(self.lrs)} learning rates of lrs")
         if self.nodes < 2 and not all(arm.is_alone for arm in self.methods):
@@ -122,7 +122,7 @@ def parse_link(text: str) -> Link:
     return Link(bytes_per_s, bytes_per_s, rtt_ms / 1e3)
 
 
-def read_options(argv: Sequence[str]) -> Options:
+def read_options(argv: Sequence[str]) -> CompareOptions:
     """The comparison that the arguments ask for. Raises ConfigError."""
     known, rest = _parser().parse_known_args(argv)
     table: dict[str, Any] = {}
@@ -171,21 +171,21 @@ def _parser() -> argparse.ArgumentParser:
         "comparison goes on where it was. Options may stand in a [compare] table of a file.",
         usage="zeroband compare [@file.toml ...] --methods ddp,diloco [options] [--section.key value ...]",
     )
-    for name, field in Options.model_fields.items():
+    for name, field in CompareOptions.model_fields.items():
         if name not in ("arguments", "claims"):
             parser.add_argument(f"--{name.replace('_', '-')}", help=field.description)
     return parser
 
 
-def _options(values: Mapping[str, Any]) -> Options:
+def _options(values: Mapping[str, Any]) -> CompareOptions:
     """Make options of TOML values or texts of flags. Raises ConfigError."""
-    names = Options.model_fields.keys() - {"arguments"}
+    names = CompareOptions.model_fields.keys() - {"arguments"}
     if unknown := sorted(values.keys() - names):
         raise ConfigError(f"[{TABLE}] has no key {', '.join(unknown)}; there are {', '.join(sorted(names))}")
     if "methods" not in values:
         raise ConfigError("--methods is missing: for example ddp,diloco")
     try:
-        return Options.model_validate(values)
+        return CompareOptions.model_validate(values)
     except ValidationError as error:
         wrong = error.errors()[0]
         why = f"{wrong['msg'][0].lower()}{wrong['msg'][1:]}"

@@ -9,7 +9,7 @@ from zeroband.config.model import LlamaConfig, Model
 from zeroband.observe.words import human_bytes, human_count, markdown_table
 from zeroband.tools.compare.claims import ClaimVerdict
 from zeroband.tools.compare.figures import Chart
-from zeroband.tools.compare.results import Outcome
+from zeroband.tools.compare.results import RunResult
 from zeroband.tools.compare.table import ALONE, REFERENCE, Row, figure_of, find, statement
 
 COLUMNS: Mapping[str, str] = {
@@ -53,7 +53,7 @@ class ComparisonResult:
     setting: Sequence[tuple[str, str]]
     """Machine, model, data, link: name and value."""
     rows: Sequence[Row]
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RunResult]
     """The runs, those of the other learning rates among them."""
     verdicts: Sequence[ClaimVerdict]
     cautions: Sequence[str]
@@ -126,7 +126,7 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _run(outcome: Outcome) -> tuple[str, ...]:
+def _run(outcome: RunResult) -> tuple[str, ...]:
     loss = _number(outcome.loss, "{:.4f}")
     why = outcome.failure.splitlines()[0] if outcome.failure else ""
     place = (outcome.arm, f"{outcome.lr:g}", str(outcome.seed))

@@ -27,7 +27,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """The counters of one run, the mean over its nodes unless it says otherwise."""
 
     nodes: int
@@ -82,7 +82,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """One run: a method with one learning rate and one seed."""
 
     arm: str
@@ -94,7 +94,7 @@ class Outcome:
     points: tuple[Point, ...] = ()
     tuning_loss: float | None = None
     """At the end of the run, on text that is not reported on: by which learning rates are chosen."""
-    measured: Measured | None = None
+    measured: RunMeasurements | None = None
     took_s: float = 0.0
     """Wall time of the run with starting and ending its processes."""
     failure: str = ""
@@ -124,15 +124,15 @@ class ResultFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self, digest: str) -> Outcome | None:
+    def load(self, digest: str) -> RunResult | None:
         """The outcome of a run that ended well, or diverged; None where there is none, or it cannot be read."""
         try:
-            outcome = TypeAdapter(Outcome).validate_json(self._path(digest).read_bytes(), strict=True)
+            outcome = TypeAdapter(RunResult).validate_json(self._path(digest).read_bytes(), strict=True)
         except (OSError, ValueError):
             return None
         return None if outcome.failure or outcome.digest != digest else outcome
 
-    def save(self, outcome: Outcome) -> None:
+    def save(self, outcome: RunResult) -> None:
         """Keep an outcome; a reader sees the whole file or none."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(outcome.digest)
@@ -148,7 +148,7 @@ class ResultFiles:
 # -- counters -------------------------------------------------------------------------------------------------------
 
 
-def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measured:
+def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> RunMeasurements:
     """Fold the lines of metrics.jsonl of each node. Raises ValueError where a node wrote none."""
     if not records_of_nodes or not all(records_of_nodes):
         raise ValueError("a node wrote no metrics")
@@ -158,7 +158,7 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measure
     def total(name: str) -> float:
         return sum(record.get(name, 0) for of_node in rounds for record in of_node)
 
-    return Measured(
+    return RunMeasurements(
         nodes=count,
         steps=round(statistics.mean(len(records) for records in records_of_nodes)),
         tokens=max(int(records[-1]["train/tokens"]) for records in records_of_nodes),
@@ -204,7 +204,7 @@ def _blocked_s(record: Mapping[str, Any]) -> float:
     return record.get("outer/blocked_s") or 0.0  # a node alone has none
 
 
-def said_bytes(found: Measured) -> float:
+def said_bytes(found: RunMeasurements) -> float:
     """What a node had to say over the run, encoded, however often it was sent: as DisTrO's authors count.
 
     A payload is counted where it is sent. Of means, an all-reduce of E bytes sends 2 (M - 1) / M E.
@@ -215,7 +215,7 @@ def said_bytes(found: Measured) -> float:
     return means if found.payload_bytes is None else found.payload_bytes
 
 
-def payload_ratio(found: Measured, params: int) -> float | None:
+def payload_ratio(found: RunMeasurements, params: int) -> float | None:
     """How many times less than 2 bytes a parameter and step a node had to say; None where it said nothing."""
     said = said_bytes(found)
     return 2 * params * found.steps / said if said else None
@@ -230,7 +230,7 @@ class AtLink:
     compute_utilisation: float
 
 
-def at_link(found: Measured, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
+def at_link(found: RunMeasurements, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
     """What the counted bytes and measured times give over a link.
 
     `overlap_steps`: inner steps during which a mean may travel. `step_s`: of an inner step on the machines to predict

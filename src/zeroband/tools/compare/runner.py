@@ -17,7 +17,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster.local import LocalCluster
-from zeroband.tools.compare.results import Outcome, Point, finite, measured
+from zeroband.tools.compare.results import Point, RunResult, finite, measured
 from zeroband.tools.compare.texts import Half, Texts, loss_on
 from zeroband.tools.compare.trials import Trial, start_flags
 
@@ -49,10 +49,10 @@ class Runner:
         self._samples = samples
         self._is_stopped = is_stopped
 
-    def run(self, trial: Trial, start: Path | None, on_progress: OnProgress) -> Outcome:
+    def run(self, trial: Trial, start: Path | None, on_progress: OnProgress) -> RunResult:
         """The outcome of a run, also where it failed. Raises Stopped."""
         began_s = time.monotonic()
-        outcome = Outcome(trial.arm.name, trial.lr, trial.seed, trial.digest)
+        outcome = RunResult(trial.arm.name, trial.lr, trial.seed, trial.digest)
         arguments = [*trial.arguments, *start_flags(start)]
         try:
             view, records = self._train(trial.run_id, arguments, trial.nodes, trial.arm.is_alone, on_progress)

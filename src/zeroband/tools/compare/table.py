@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroband.tools.compare.methods import Arm
-from zeroband.tools.compare.results import AtLink, Measured, Outcome, at_link, payload_ratio
+from zeroband.tools.compare.results import AtLink, RunMeasurements, RunResult, at_link, payload_ratio
 from zeroband.tools.plan.forecast import Link
 
 REFERENCE = "ddp"
@@ -71,7 +71,7 @@ class Row:
     """Failures of all its runs."""
     lost: tuple[str, ...] = ()
     """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
-    runs: tuple[Outcome, ...] = ()
+    runs: tuple[RunResult, ...] = ()
     """Outcomes at the best learning rate that ended well."""
     payload_ratio: float | None = None
     at_link: AtLink | None = None
@@ -116,12 +116,12 @@ class Row:
         return None if self.loss is None else math.exp(self.loss)
 
     @property
-    def measured(self) -> Measured | None:
+    def measured(self) -> RunMeasurements | None:
         """The counters of the first seed; the others' bytes are the same."""
         return self.runs[0].measured if self.runs else None
 
 
-def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: int, step_s: float | None) -> Row:
+def row_of(arm: Arm, outcomes: Sequence[RunResult], link: Link, *, overlap_steps: int, step_s: float | None) -> Row:
     """The line of one method from all its runs. The learning rate is chosen with the seed of the first run."""
     own = [outcome for outcome in outcomes if outcome.arm == arm.name]
     search = {o.lr: o.tuning_loss for o in own if o.seed == own[0].seed and not o.failure}
@@ -140,7 +140,7 @@ def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: 
     return replace(row, payload_ratio=ratio, at_link=at_link(counted, link, overlap_steps=overlap_steps, step_s=step_s))
 
 
-def _why_lost(outcome: Outcome) -> str:
+def _why_lost(outcome: RunResult) -> str:
     return outcome.failure.partition("\n")[0] or "it diverged"
 
 

@@ -18,7 +18,7 @@ from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.stability import overlap_steps, round_steps
 from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
-from zeroband.tools.compare.options import Options
+from zeroband.tools.compare.options import CompareOptions
 from zeroband.tools.compare.results import FORMAT
 
 WARM_SEED = 271828
@@ -63,7 +63,7 @@ class Trial:
         return 0 if self.config.outer is None else overlap_steps(self.config.outer.model_dump())
 
 
-def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
+def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
     """The run of a method. `start`, `texts`: digests of the common start, and of text that was cut by documents.
 
     Raises ConfigError where settings do not fit.
@@ -86,7 +86,7 @@ def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str, texts
     return Trial(arm, lr, seed, nodes, arguments, config, digest)
 
 
-def warm_up(options: Options, *, texts: str = "") -> tuple[tuple[str, ...], str]:
+def warm_up(options: CompareOptions, *, texts: str = "") -> tuple[tuple[str, ...], str]:
     """Flags and digest of the common start: one node with the batch of all, which is data parallel training.
 
     `texts`: as of `trial`.

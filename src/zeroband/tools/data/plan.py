@@ -47,7 +47,7 @@ Kind = Literal["text", "jsonl", "parquet", "huggingface"]
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What decides which ids come out, besides the sources and the tokenizer; equal options give equal sets."""
 
     field: str = "text"
@@ -93,13 +93,13 @@ class Origin:
             return self.name
         return f"{_HUGGING_FACE}{self.name}:{self.subset or ''}:{self.split}"
 
-    def dataset(self, options: Options) -> HuggingFaceSource:
+    def dataset(self, options: PrepareOptions) -> HuggingFaceSource:
         """The section of a configuration that names this data set."""
         source = HuggingFaceSource(type="huggingface", name=self.name, subset=self.subset, split=self.split)
         return source.model_copy(update={"column": options.column, "binary": options.binary})
 
 
-class Piece(NamedTuple):
+class OriginPart(NamedTuple):
     """A part of an origin."""
 
     origin: int
@@ -121,11 +121,11 @@ class Plan:
     tokenizer: str
     tokenizer_fingerprint: str
     tokenizer_release: str
-    options: Options
+    options: PrepareOptions
     sources: tuple[str, ...]
     """As the user wrote them."""
     origins: tuple[Origin, ...]
-    units: tuple[tuple[Piece, ...], ...]
+    units: tuple[tuple[OriginPart, ...], ...]
 
     @cached_property
     def digest(self) -> str:
@@ -157,7 +157,7 @@ class Plan:
         return plan
 
 
-def size_of(unit: Sequence[Piece]) -> int:
+def size_of(unit: Sequence[OriginPart]) -> int:
     """Bytes of the text of a unit, roughly."""
     return sum(piece.size_bytes for piece in unit)
 
@@ -165,7 +165,7 @@ def size_of(unit: Sequence[Piece]) -> int:
 def differences(then: Plan, now: Plan) -> list[str]:
     """What differs between two plans, in words for the user; empty for equal ones."""
     found: list[str] = []
-    for key in (option.name for option in fields(Options)):
+    for key in (option.name for option in fields(PrepareOptions)):
         before, after = getattr(then.options, key), getattr(now.options, key)
         if before != after:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
@@ -191,7 +191,7 @@ def make_plan(
     sources: Sequence[str],
     name: str,
     tokenizer: Tokenizer,
-    options: Options,
+    options: PrepareOptions,
     files: Files,
     *,
     processes: int = 1,
@@ -205,7 +205,7 @@ def make_plan(
     """
     shape_of = partial(_shape_of, retry_s=files.retry_s, processes=processes, is_dry=is_dry)
     origins: list[Origin] = []
-    pieces: list[Piece] = []
+    pieces: list[OriginPart] = []
     for number, source in enumerate(sources):
         if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
             found = [_look_at_dataset(source, number, options, shape_of)]
@@ -218,7 +218,7 @@ def make_plan(
                 f"{source} is empty: {len(found)} files without a byte or row; leave it out, or give --allow-empty"
             )
         for origin, cuts in found:
-            pieces += [Piece(len(origins), *cut) for cut in cuts]
+            pieces += [OriginPart(len(origins), *cut) for cut in cuts]
             origins.append(origin)
     units = tuple(map(tuple, _grouped(pieces, lambda piece: piece.size_bytes, options.unit_bytes)))
     return Plan(FORMAT, name, tokenizer.fingerprint, tokenizer.release, options, tuple(sources), tuple(origins), units)
@@ -232,7 +232,7 @@ Shape = tuple[int, int, tuple[str, ...]]
 
 
 def _look_at_files(
-    source: str, number: int, known: set[str], options: Options, files: Files
+    source: str, number: int, known: set[str], options: PrepareOptions, files: Files
 ) -> list[tuple[Origin, list[Cut]]]:
     """The files of a source that are not known yet, each with its pieces."""
     found = [file for file in files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
@@ -242,7 +242,7 @@ def _look_at_files(
     return looked
 
 
-def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Origin, list[Cut]]:
+def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tuple[Origin, list[Cut]]:
     kind = kind_of(file.name)
     stamp = tuple(file.stamp())
     limit, size = options.unit_bytes, file.size
@@ -267,7 +267,7 @@ def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Orig
 
 
 def _look_at_dataset(
-    source: str, number: int, options: Options, shape_of: Callable[[HuggingFaceSource, str], Shape]
+    source: str, number: int, options: PrepareOptions, shape_of: Callable[[HuggingFaceSource, str], Shape]
 ) -> tuple[Origin, list[Cut]]:
     name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
     named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")

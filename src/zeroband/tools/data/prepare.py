@@ -44,7 +44,7 @@ from zeroband.tools.data.folder import (
     open_out,
     writing_to,
 )
-from zeroband.tools.data.plan import Options, Plan, differences, make_plan, size_of
+from zeroband.tools.data.plan import Plan, PrepareOptions, differences, make_plan, size_of
 from zeroband.tools.data.units import Task
 from zeroband.tools.data.workers import Pool, say_warning, warnings_to
 
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> PrepareOptions:
     """What the arguments ask for. Raises ConfigError for values that make no sense together."""
     if (given.pack is None) != (given.seq_length is None):
         raise ConfigError("--pack best-fit and --seq-length T belong together; give both or none")
@@ -138,7 +138,7 @@ def _options(given: argparse.Namespace) -> Options:
         raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
     if given.binary and given.tokenizer != "byte":
         raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
-    return Options(**{option.name: getattr(given, option.name) for option in fields(Options)})
+    return PrepareOptions(**{option.name: getattr(given, option.name) for option in fields(PrepareOptions)})
 
 
 class _Preparation:

@@ -34,7 +34,7 @@ from zeroband.data.tokenizer import Tokenizer
 from zeroband.data.tokens import encode_documents, in_chunks
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord, flags_of
-from zeroband.tools.data.plan import Origin, Piece, Plan
+from zeroband.tools.data.plan import Origin, OriginPart, Plan
 
 Flags = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.unsignedinteger]
@@ -58,7 +58,7 @@ _Read = tuple[Document | IdsRow, int]
 
 
 @dataclass
-class _Counts:
+class _UnitCounts:
     """What became of the documents of a unit, so far."""
 
     lengths: list[int] = field(default_factory=list[int])
@@ -122,7 +122,7 @@ class Units:
                 documents = self._split(found) if isinstance(found, IdsRow) else [found]
                 yield from ((document, origin.source) for document in documents)
 
-    def _of_file(self, origin: Origin, piece: Piece) -> Iterator[Document | IdsRow]:
+    def _of_file(self, origin: Origin, piece: OriginPart) -> Iterator[Document | IdsRow]:
         (file,) = self._files.find([origin.name])
         options, start, stop = self._plan.options, piece.start, piece.stop
         _require_unchanged(origin, tuple(file.stamp()))
@@ -137,7 +137,7 @@ class Units:
             yield from read_row_groups(file, options.column, start, stop, self._on_bad, takes_bytes=options.binary)
         _require_unchanged(origin, tuple(file.stamp()))
 
-    def _of_dataset(self, origin: Origin, piece: Piece) -> Iterator[Document]:
+    def _of_dataset(self, origin: Origin, piece: OriginPart) -> Iterator[Document]:
         named = origin.dataset(self._plan.options)
         if origin not in self._datasets:
             self._datasets[origin] = load_dataset(named, self._retry_s)
@@ -171,7 +171,7 @@ class Units:
 
     def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
         """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
-        counts, number = _Counts(), 0
+        counts, number = _UnitCounts(), 0
         self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
         with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
@@ -187,7 +187,7 @@ class Units:
         self._folder.record(unit, record)
         return record
 
-    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _Counts) -> list[Ids]:
+    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _UnitCounts) -> list[Ids]:
         """Ids of the documents that are kept."""
         kept: list[Ids] = []
         full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read[0].size and not is_dropped]
@@ -210,7 +210,7 @@ class Units:
                 kept.append(ids)
         return kept
 
-    def _write(self, unit: int, draft: ShardDraft, counts: _Counts) -> UnitRecord:
+    def _write(self, unit: int, draft: ShardDraft, counts: _UnitCounts) -> UnitRecord:
         size = self._plan.options.packed_length
         if size is None or not counts.lengths:
             ids, hashes = draft.ids, self._put(unit, draft.ids)

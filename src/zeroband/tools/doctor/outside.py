@@ -32,7 +32,7 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.holdings import Holdings
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
-from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
+from zeroband.tools.doctor.pairs import LEASE_S, PairExamination, PairFinding
 
 _STORE_PATIENCE_S = 5.0
 
@@ -107,7 +107,7 @@ def _look_at_pairs(
 ) -> Iterable[Finding]:
     key = RunKey(bytes.fromhex(listen.run_key))
     with (
-        Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting,
+        PairExamination(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting,
         folder_check(config, store, meeting.member_id) as look_at_folder,
     ):
         print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
@@ -119,7 +119,7 @@ def _look_at_pairs(
         yield from (_pair(pair) for pair in meeting.measure(peers))
 
 
-def _who_came(meeting: Meeting, peers: Mapping[str, Peer], nodes: int) -> Iterator[Finding]:
+def _who_came(meeting: PairExamination, peers: Mapping[str, Peer], nodes: int) -> Iterator[Finding]:
     """What is wrong with those who came, if anything is: too few, or two machines of one name."""
     namesakes = meeting.namesakes(peers)
     came = ", ".join(sorted(f"{peer.node_id} at {peer.host}" for peer in peers.values()))

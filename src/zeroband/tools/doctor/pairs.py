@@ -82,7 +82,7 @@ class PairFinding:
         return ""
 
 
-class Meeting:
+class PairExamination:
     """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
 
     def __init__(self, store: Store, node_id: str, listen: ListenAddress, key: RunKey, *, is_sealed: bool) -> None:
@@ -113,7 +113,7 @@ class Meeting:
         self._is_behind, self._lines = not listen.is_open, ()
         self._peers: dict[str, Peer] = {}
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> PairExamination:
         return self
 
     def __exit__(

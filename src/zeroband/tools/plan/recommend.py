@@ -29,7 +29,7 @@ _SAME_PACE = 1.05
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecommendedKey:
     """A key of the configuration, its value as TOML, and a sentence that says why."""
 
     key: str
@@ -41,7 +41,7 @@ class Setting:
 class Recommendation:
     """What to set, and what the formulas say of it."""
 
-    settings: Sequence[Setting]
+    settings: Sequence[RecommendedKey]
     forecast: Forecast
     reaches_target: bool
 
@@ -111,7 +111,7 @@ def recommend(job: Job, link: Link, target: float) -> Recommendation:
         each = [(rung, rung.forecast(job, link, MOST_STEPS)) for rung in _ladder(by_time=by_time)]
         rung, forecast = max(each, key=lambda pair: pair[1].compute_utilisation)
     settings = [
-        Setting("outer.type", '"diloco"', "Inner AdamW on each node, one outer step for a phase."),
+        RecommendedKey("outer.type", '"diloco"', "Inner AdamW on each node, one outer step for a phase."),
         _phase(job, forecast, target, by_time=by_time, is_enough=bool(found)),
         *_travel(rung, forecast),
         _grace(job, by_time=by_time),
@@ -121,7 +121,7 @@ def recommend(job: Job, link: Link, target: float) -> Recommendation:
     return Recommendation(settings, forecast, bool(found))
 
 
-def _phase(job: Job, forecast: Forecast, target: float, *, by_time: bool, is_enough: bool) -> Setting:
+def _phase(job: Job, forecast: Forecast, target: float, *, by_time: bool, is_enough: bool) -> RecommendedKey:
     steps, part = forecast.round_steps, f"{100 * forecast.compute_utilisation:.1f} %"
     why = (
         f"Phase: of {steps} inner steps, the shortest in which nodes compute {100 * target:g} % of the time ({part})."
@@ -130,46 +130,52 @@ def _phase(job: Job, forecast: Forecast, target: float, *, by_time: bool, is_eno
         f"the links must be {forecast.faster_link(target):.3g} times as fast."
     )
     if not by_time:
-        return Setting("outer.inner_steps", str(steps), why)
+        return RecommendedKey("outer.inner_steps", str(steps), why)
     seconds = f"{steps * job.step_s:.3g}"
-    return Setting("outer.inner_seconds", seconds, f"{why} By time: slower nodes make fewer steps, and none waits.")
+    return RecommendedKey(
+        "outer.inner_seconds", seconds, f"{why} By time: slower nodes make fewer steps, and none waits."
+    )
 
 
-def _travel(rung: _Rung, forecast: Forecast) -> Iterator[Setting]:
+def _travel(rung: _Rung, forecast: Forecast) -> Iterator[RecommendedKey]:
     """Fragments, overlap and merge."""
     moves = f"{forecast.transfer_s:,.0f} s of transfer in a phase of {forecast.round_steps * forecast.step_s:,.0f} s"
     if rung.method == "streaming":
         whole = f"{human_bytes(forecast.peak_bytes)} at a time"
-        yield Setting("outer.fragments", str(rung.fragments), f"Fragments: the link carries {whole}.")
+        yield RecommendedKey("outer.fragments", str(rung.fragments), f"Fragments: the link carries {whole}.")
         why = f"Overlap: {moves} would stand in the way; up to {_OVERLAP_STEPS} steps cost no loss in published runs."
-        yield Setting("outer.overlap", str(rung.overlap), why)
-        yield Setting("outer.merge", '"mix"', "Merge: what a node learned during the overlap stays, in part.")
+        yield RecommendedKey("outer.overlap", str(rung.overlap), why)
+        yield RecommendedKey("outer.merge", '"mix"', "Merge: what a node learned during the overlap stays, in part.")
     elif rung.method == "eager":
-        yield Setting("outer.fragments", "1", "Fragments: one; the whole model has a whole phase to travel.")
-        yield Setting("outer.overlap", '"full"', f"Overlap: {moves} take longer than a few steps can hide.")
-        yield Setting("outer.merge", '"eager"', "Merge: a node's own share counts at once, the others' a phase later.")
+        yield RecommendedKey("outer.fragments", "1", "Fragments: one; the whole model has a whole phase to travel.")
+        yield RecommendedKey("outer.overlap", '"full"', f"Overlap: {moves} take longer than a few steps can hide.")
+        yield RecommendedKey(
+            "outer.merge", '"eager"', "Merge: a node's own share counts at once, the others' a phase later."
+        )
     else:
-        yield Setting("outer.fragments", "1", "Fragments: one; training waits for the whole round anyway.")
-        yield Setting("outer.overlap", "0", f"Overlap: none; {moves} are within the target, and nothing is stale.")
+        yield RecommendedKey("outer.fragments", "1", "Fragments: one; training waits for the whole round anyway.")
+        yield RecommendedKey(
+            "outer.overlap", "0", f"Overlap: none; {moves} are within the target, and nothing is stale."
+        )
 
 
-def _grace(job: Job, *, by_time: bool) -> Setting:
+def _grace(job: Job, *, by_time: bool) -> RecommendedKey:
     paces = "phases by time even out the nodes' paces, so" if by_time else "nodes are equally fast, so"
     why = f"Grace: {paces} who is late by a tenth of a round has a fault, and counts in a later one."
-    return Setting("outer.straggler_grace", f"{_GRACE:g}", why)
+    return RecommendedKey("outer.straggler_grace", f"{_GRACE:g}", why)
 
 
-def _outer_lr(rung: _Rung, job: Job) -> Setting:
+def _outer_lr(rung: _Rung, job: Job) -> RecommendedKey:
     lr = safe_lr(rung.method, job.nodes, job.outer_momentum)
     why = f"Outer learning rate: safe for {job.nodes} nodes with momentum {job.outer_momentum:g}."
-    return Setting("outer.optimizer.lr", f"{lr:g}", why)
+    return RecommendedKey("outer.optimizer.lr", f"{lr:g}", why)
 
 
-def _codec(rung: _Rung, forecast: Forecast) -> Setting:
+def _codec(rung: _Rung, forecast: Forecast) -> RecommendedKey:
     sent = f"a node sends {human_bytes(forecast.sent_bytes)} in a phase"
     why = (
         f"Codec: {sent}; no loss by int8 pseudo-gradients is known."
         if rung.codec == "int8"
         else f"Codec: {sent}; int8 would need a longer phase or a faster link."
     )
-    return Setting("comm.codec", f'"{rung.codec}"', why)
+    return RecommendedKey("comm.codec", f'"{rung.codec}"', why)

@@ -17,7 +17,7 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import CONFIG_FILE, FolderFacts
 from zeroband.observe.history import RunHistory
 from zeroband.observe.words import command
-from zeroband.tools.board.document import Setting
+from zeroband.tools.board.document import RunContext
 from zeroband.tools.board.state import read_setting
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
 
@@ -44,7 +44,7 @@ class RunRecord:
     run_id: str
     history: RunHistory
     made_at_s: float
-    setting: Setting
+    setting: RunContext
     configs: Mapping[str, FlatConfig] = field(default_factory=dict[str, FlatConfig])
     """By node; without secrets."""
     audit: Audit | None = None
@@ -81,7 +81,7 @@ def read_record(
         run_id=run_dir.name,
         history=history,
         made_at_s=now_s,
-        setting=read_setting(Setting(price_per_hour=price_per_hour, currency=currency), facts),
+        setting=read_setting(RunContext(price_per_hour=price_per_hour, currency=currency), facts),
         configs=configs,
         audit=found,
         audit_missing=missing,

@@ -57,13 +57,13 @@ def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[
     """
     with open_screen(sys.stdout, alternate=True) as screen:
         is_live = isinstance(screen, LiveScreen)
-        watch = Watch(facts, starting or (lambda known: {}), hint=_HINT if is_live else "")
+        watch = TopWatch(facts, starting or (lambda known: {}), hint=_HINT if is_live else "")
         with key_presses() as is_pressed, suppress(KeyboardInterrupt):
             watch.play(screen, lambda: is_pressed("q", _FRAME_S), ends_with_run=not is_live)
     return _EXIT_DIVERGED if watch.run.disagreements else 0
 
 
-class Watch:
+class TopWatch:
     """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds; `clock`: one of no jumps."""
 
     def __init__(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, refusal
 from zeroband.elastic.membership.findings import found_before, objection
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.membership.round_rules import Heard, Rules, Wait, next_opening
+from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_opening
 
 A, B, C, D = FOUR = ("a#1", "b#1", "c#1", "d#1")
 READY = Ready(3, 10, "s", 4, 6)
@@ -29,8 +29,8 @@ def following(
     """The opening that a member proposes behind this attempt; `past`: those before it."""
     ready = dict.fromkeys(FOUR, READY)
     seen = View(attempt.opening, committed, frozenset(alive), ready, attempt.votes, attempt.failed or None, **view)
-    heard = Heard(attempt, found_before(attempt.opening, past, committed), is_over=True)
-    decision = next_opening(seen, 3, Rules(), hearing=lambda _: heard)
+    heard = AttemptFindings(attempt, found_before(attempt.opening, past, committed), is_over=True)
+    decision = next_opening(seen, 3, Rules(), inquiry=lambda _: heard)
     assert isinstance(decision, Opening)
     return replace(decision, before=attempt.opening.id)
 
@@ -84,8 +84,8 @@ def test_opening_of_an_honest_proposer_is_never_refused_however_often_its_round_
         view = View(opening, committed, frozenset(alive), dict.fromkeys(FOUR, READY), votes, failed or None, peers)
         if view.can_finish(opening):
             return
-        heard = Heard(attempt, found_before(opening, past, committed), is_over=True)
-        decision = next_opening(view, 3, Rules(), hearing=lambda _, heard=heard: heard)
+        heard = AttemptFindings(attempt, found_before(opening, past, committed), is_over=True)
+        decision = next_opening(view, 3, Rules(), inquiry=lambda _, heard=heard: heard)
         if isinstance(decision, Wait):  # all were put out
             return
         opening, past = replace(decision, before=opening.id), [*past, attempt]

@@ -33,9 +33,9 @@ from zeroband.elastic.membership.records import (
 )
 from zeroband.elastic.membership.round_rules import (
     LEAST_GRACE_S,
+    AttemptFindings,
     ElapsedWaits,
-    Heard,
-    Hearing,
+    Inquiry,
     Rules,
     Wait,
     has_quorum,
@@ -98,9 +98,9 @@ def boundary(*members: str, **fields: Any) -> View:
 
 
 def decide(
-    view: View, round: int = 3, patience: ElapsedWaits = PATIENT, hearing: Hearing | None = None, **rules: Any
+    view: View, round: int = 3, patience: ElapsedWaits = PATIENT, inquiry: Inquiry | None = None, **rules: Any
 ) -> Opening | Wait:
-    return next_opening(view, round, Rules(**rules), patience, hearing=hearing)
+    return next_opening(view, round, Rules(**rules), patience, inquiry=inquiry)
 
 
 def members_of(decision: Opening | Wait) -> tuple[str, ...]:
@@ -711,15 +711,15 @@ def disputed(votes: Mapping[str, str], retries: int) -> View:
     return boundary(*votes, opening=current, votes=votes, failed="the members hold different results")
 
 
-def hearing(*silent: str, is_over: bool = False) -> Hearing:
+def inquiry(*silent: str, is_over: bool = False) -> Inquiry:
     """All members but these have testified that they saw nothing."""
 
-    def hear(view: View) -> Heard:
+    def hear(view: View) -> AttemptFindings:
         current = view.opening
         assert current is not None
         said = {m: Evidence() for m in current.members if m not in silent}
         attempt = Attempt(current, view.votes, said, view.failed or "")
-        return Heard(attempt, Findings(current.blames, current.retries), is_over)
+        return AttemptFindings(attempt, Findings(current.blames, current.retries), is_over)
 
     return hear
 
@@ -731,16 +731,16 @@ def test_round_whose_results_differed_is_tried_again_with_all_so_that_parts_tell
 
 def test_round_that_fails_waits_for_what_its_members_saw() -> None:
     view = boundary(A, B, C, opening=an_opening(A, B, C), failed="a lane broke")
-    decision = decide(view, hearing=hearing(B))
+    decision = decide(view, inquiry=inquiry(B))
     assert isinstance(decision, Wait) and decision.waiting_for == (B,)
-    assert members_of(decide(view, hearing=hearing())) == (A, B, C)
+    assert members_of(decide(view, inquiry=inquiry())) == (A, B, C)
 
 
 def test_who_does_not_testify_is_named_and_put_out_in_the_end() -> None:
     decisions = [
         decide(
             boundary(A, B, C, opening=an_opening(A, B, C, retries=retries), failed="a lane broke"),
-            hearing=hearing(B, is_over=True),
+            inquiry=inquiry(B, is_over=True),
         )
         for retries in (0, 1, 2)
     ]
@@ -781,7 +781,7 @@ def test_failure_counts_in_its_own_round_only() -> None:
 
 def test_round_that_loses_a_member_keeps_its_count() -> None:
     view = boundary(A, B, opening=an_opening(A, B, C, retries=1), failed="a lane broke")
-    assert decide(view, hearing=hearing()) == an_opening(A, B, version=6, epoch=3, retries=1)
+    assert decide(view, inquiry=inquiry()) == an_opening(A, B, version=6, epoch=3, retries=1)
 
 
 def test_round_that_fails_again_is_flat_every_second_time() -> None:

@@ -8,23 +8,23 @@ from itertools import permutations
 import pytest
 
 from zeroband.elastic.membership.neighbours import neighbours
-from zeroband.elastic.membership.sites import Groups, Links, SitesRule, group, relay_of, speakers
+from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, relay_of, speakers
 from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS
 
 UNNAMED: Mapping[str, str | None] = dict.fromkeys("abcdef")
 
 
-def links(inside: int, wide: int, *sites: str) -> Links:
+def links(inside: int, wide: int, *sites: str) -> LinkSpeeds:
     """Of members at these sites, a letter each."""
     site_of = {member: site for site in sites for member in site}
     told = dict[str, dict[str, int]]()
     for one, other in permutations(site_of, 2):
         told.setdefault(one, {})[other] = inside if site_of[one] == site_of[other] else wide
-    return Links.of(told)
+    return LinkSpeeds.of(told)
 
 
-def grouped(found: Links, before: Mapping[str, str] | None = None, rule: SitesRule = "auto") -> list[str]:
+def grouped(found: LinkSpeeds, before: Mapping[str, str] | None = None, rule: SitesRule = "auto") -> list[str]:
     return ["".join(site) for site in group(UNNAMED, found, before or {}, rule)]
 
 
@@ -35,11 +35,11 @@ def test_members_that_name_a_site_are_of_it() -> None:
     names = {"a": "x", "b": None, "c": "y", "d": "x", "e": "y"}
     for rule in ("auto", "named"):
         assert group(names, links(9000, 30, "ab", "cde"), {}, rule) == (("a", "d"), ("b",), ("c", "e"))
-    assert group(names, Links({}), {}, "off") == (("a",), ("b",), ("c",), ("d",), ("e",))
+    assert group(names, LinkSpeeds({}), {}, "off") == (("a",), ("b",), ("c",), ("d",), ("e",))
 
 
 def test_a_run_at_one_site_has_none() -> None:
-    assert group(dict.fromkeys("ab", "x"), Links({}), {}, "named") == (("a",), ("b",))
+    assert group(dict.fromkeys("ab", "x"), LinkSpeeds({}), {}, "named") == (("a",), ("b",))
     assert grouped(links(9000, 30, "abcdef")) == EACH_ALONE
 
 
@@ -56,18 +56,18 @@ def test_no_sites_form_where_links_are_alike_or_all_are_fast(inside: int, wide: 
 
 def test_no_sites_form_where_links_contradict_one_another() -> None:
     told = {"a": {"b": 900, "c": 900, "d": 30}, "b": {"c": 30, "d": 30}, "c": {"d": 30}}
-    assert grouped(Links.of(told)) == EACH_ALONE
+    assert grouped(LinkSpeeds.of(told)) == EACH_ALONE
 
 
 def test_of_two_directions_the_faster_one_counts() -> None:
     told = {"a": {"b": 900, "c": 30, "d": 3}, "b": {"a": 20, "d": 30}, "c": {"d": 900}, "d": {"c": 40}}
-    assert grouped(Links.of(told)) == ["ab", "cd", "e", "f"]
+    assert grouped(LinkSpeeds.of(told)) == ["ab", "cd", "e", "f"]
 
 
 def test_what_is_close_is_together_where_far_links_are_of_two_kinds() -> None:
     """Slow links part sites; those that are a little faster do not part them again."""
     told = {m: dict(rates) for m, rates in (("a", {"b": 9000, "c": 900, "d": 30}), ("b", {"c": 900, "d": 30}))}
-    assert grouped(Links.of({**told, "c": {"d": 30}})) == ["abc", "d", "e", "f"]
+    assert grouped(LinkSpeeds.of({**told, "c": {"d": 30}})) == ["abc", "d", "e", "f"]
 
 
 def test_sites_stay_until_their_links_are_not_much_faster_any_more() -> None:
@@ -88,7 +88,7 @@ def test_sites_found_in_parts_are_whole_once_links_that_carry_bytes_are_measured
     known, before = {one: neighbours(one, members) for one in members}, dict[str, str]()
     for _ in range(4):
         told = {one: {m: 900 if site_of[m] == site_of[one] else 30 for m in known[one]} for one in members}
-        groups = group(dict.fromkeys(members), Links.of(told), before, "auto")
+        groups = group(dict.fromkeys(members), LinkSpeeds.of(told), before, "auto")
         assert all(len({site_of[member] for member in found}) == 1 for found in groups)
         counts.append(len(groups))
         spoken = speakers(groups, dict.fromkeys(members, 1), {}, before)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.rings import EXACT_UP_TO, plan, ring_order, slowest, steady_order, steady_rates
+from zeroband.elastic.membership.rings import EXACT_UP_TO, plan_links, ring_order, slowest, steady_order, steady_rates
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, shard_shares
 
 rates = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0])
@@ -145,38 +145,40 @@ def test_links_that_nobody_measured_order_nobody() -> None:
 
 def test_plan_knows_the_slowest_link_and_the_longest_way() -> None:
     seen = [LinkObservation(90, {"b": 50, "c": 30}, 12), LinkObservation(80, {"c": 60}, 40), LinkObservation(70)]
-    assert plan("abc", seen, LinkTable()) == LinkTable((90, 80, 70), (), 30, 30, 40)
+    assert plan_links("abc", seen, LinkTable()) == LinkTable((90, 80, 70), (), 30, 30, 40)
 
 
 def test_direction_that_was_not_measured_is_like_the_other() -> None:
-    assert plan("ab", [LinkObservation(), LinkObservation(links={"a": 25})], LinkTable()) == LinkTable(
+    assert plan_links("ab", [LinkObservation(), LinkObservation(links={"a": 25})], LinkTable()) == LinkTable(
         (), (), 25, 25, 0
     )
 
 
 def test_plan_leaves_a_slow_link_out_of_the_ring() -> None:
     links = [{name: 4 if {me, name} == {"a", "b"} else 100 for name in "abcd" if name != me} for me in "abcd"]
-    planned = plan("abcd", [LinkObservation(100, those, 10) for those in links], LinkTable())
+    planned = plan_links("abcd", [LinkObservation(100, those, 10) for those in links], LinkTable())
     assert (planned.slowest_link, planned.slowest_in_ring) == (4, 100)
     assert abs(planned.order.index(0) - planned.order.index(1)) == 2  # opposite one another
 
 
 def test_noise_changes_no_plan() -> None:
-    before = plan("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(100, {"a": 100}, 50)], LinkTable())
-    assert plan("ab", [LinkObservation(90, {"b": 110}, 45), LinkObservation(110, {"a": 95}, 55)], before) == before
-    changed = plan("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(40, {"a": 100}, 90)], before)
+    before = plan_links("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(100, {"a": 100}, 50)], LinkTable())
+    assert (
+        plan_links("ab", [LinkObservation(90, {"b": 110}, 45), LinkObservation(110, {"a": 95}, 55)], before) == before
+    )
+    changed = plan_links("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(40, {"a": 100}, 90)], before)
     assert (changed.rates, changed.rtt_ms, changed.slowest_link) == ((100, 40), 90, 100)
 
 
 def test_members_that_know_nothing_plan_with_nothing() -> None:
-    assert plan("abcd", [LinkObservation()] * 4, LinkTable()) == LinkTable()
-    assert plan("a", [LinkObservation(5)], LinkTable()) == LinkTable((5,))
+    assert plan_links("abcd", [LinkObservation()] * 4, LinkTable()) == LinkTable()
+    assert plan_links("a", [LinkObservation(5)], LinkTable()) == LinkTable((5,))
 
 
 def test_transfer_took_as_long_as_the_member_that_it_took_longest() -> None:
     before = LinkTable(took_ms=4_000)
     assert (
-        plan(
+        plan_links(
             "abc",
             [LinkObservation(took_ms=4_100), LinkObservation(took_ms=4_120), LinkObservation(took_ms=4_090)],
             before,
@@ -187,7 +189,7 @@ def test_transfer_took_as_long_as_the_member_that_it_took_longest() -> None:
 
 def test_time_that_one_member_does_not_tell_is_not_known() -> None:
     assert (
-        plan(
+        plan_links(
             "abc",
             [LinkObservation(took_ms=4_100), LinkObservation(), LinkObservation(took_ms=4_090)],
             LinkTable(took_ms=4_000),

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroband.elastic.membership.blame import judge, refusal
 from zeroband.elastic.membership.records import Evidence, Opening
 from zeroband.elastic.rounds import audit as audits
-from zeroband.elastic.rounds.audit import Auditor, Stretch, chance_of, drawers, hits, stretch_at
+from zeroband.elastic.rounds.audit import AuditedRange, Auditor, chance_of, drawers, hits, stretch_at
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Encoded, State
 from zeroband.elastic.transport.shape import shape_of
@@ -60,15 +60,15 @@ BORDERS = (0, 20_000, 20_000, 33_000, 40_000)
 @pytest.mark.parametrize(
     ("position", "stretch"),
     [
-        (0, Stretch(0, 0, 4096)),
-        (4999, Stretch(0, 4096, 5000)),  # the chunk ends there
-        (5000, Stretch(0, 5000, 9096)),
-        (19_999, Stretch(0, 19_096, 20_000)),
-        (20_000, Stretch(2, 20_000, 24_096)),  # the second member owns nothing
-        (39_999, Stretch(3, 38_000, 40_000)),
+        (0, AuditedRange(0, 0, 4096)),
+        (4999, AuditedRange(0, 4096, 5000)),  # the chunk ends there
+        (5000, AuditedRange(0, 5000, 9096)),
+        (19_999, AuditedRange(0, 19_096, 20_000)),
+        (20_000, AuditedRange(2, 20_000, 24_096)),  # the second member owns nothing
+        (39_999, AuditedRange(3, 38_000, 40_000)),
     ],
 )
-def test_stretch_is_a_piece_of_one_chunk_of_one_shard(position: int, stretch: Stretch) -> None:
+def test_stretch_is_a_piece_of_one_chunk_of_one_shard(position: int, stretch: AuditedRange) -> None:
     assert stretch_at(position, BORDERS, 5000) == stretch
 
 

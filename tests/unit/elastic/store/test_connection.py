@@ -45,7 +45,7 @@ from zeroband.elastic.store.keys import ACL_RULES, COMMANDS
 from zeroband.elastic.store.redis_run import Appended
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
-from zeroband.observe.jsonl import Place
+from zeroband.observe.jsonl import FilePlace
 
 DEADLINE_S = 20.0
 TIMEOUT_S = 5.0
@@ -214,7 +214,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         run.group_set(key, b"1")
         assert run.group_get([key]) == [b"1"] and run.group_delete(key) and run.group_add(key, 2) == 2
         for end in (b"", *(b"x" * 500_000 for _ in range(5))):
-            place = Place("file", len(end))
+            place = FilePlace("file", len(end))
             batch = FactBatch((FactLine("events.jsonl", place, {"text": end.decode()}),), {"events.jsonl": place})
             newest = run.append_facts("a", entries[-1].id if (entries := run.read_facts("a", "")) else "", batch, batch)
             assert isinstance(newest, Appended)

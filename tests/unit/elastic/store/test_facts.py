@@ -27,7 +27,7 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact, FolderFacts
-from zeroband.observe.jsonl import LineTail, Place
+from zeroband.observe.jsonl import FilePlace, LineTail
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog
 from zeroband.observe.status import RunReader
 from zeroband.tools import status
@@ -398,7 +398,7 @@ def test_stream_keeps_the_newest_of_so_many_entries(
     with closing(node.open_store()) as store:
         newest = ""
         for end in range(1, 301):
-            place = Place("f", end)
+            place = FilePlace("f", end)
             added = store.append_facts("n0", newest, FactBatch((FactLine("m", place, {"n": end}),), {"m": place}), None)
             assert isinstance(added, redis_run.Appended)
             newest = added.id

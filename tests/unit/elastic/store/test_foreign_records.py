@@ -25,12 +25,12 @@ from zeroband.elastic.store.fact_records import FactBatch, FactLine
 from zeroband.elastic.store.patches import patched
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.observe.jsonl import Place
+from zeroband.observe.jsonl import FilePlace
 from zeroband.tools import ctl, join
 
 DEEP = "[" * 100_000
 SHARED = {"protocol": "1", "train.lr": "0.1"}
-PLACE = Place("file", 7)
+PLACE = FilePlace("file", 7)
 FACTS = FactBatch((FactLine("events.jsonl", PLACE, {"kind": "joined", "n": [1]}),), {"events.jsonl": PLACE})
 ODD = st.one_of(
     st.none(),

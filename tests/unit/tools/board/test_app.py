@@ -16,7 +16,7 @@ from tests.made_runs import BEGIN_S, MadeFacts, event, joined, run_of
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import Fact
 from zeroband.tools.board.app import HEADERS, build_app, names_of
-from zeroband.tools.board.document import Setting
+from zeroband.tools.board.document import RunContext
 from zeroband.tools.board.orders import ADDRESSES, WRONG_TOKENS, OrderDesk, OrderRefused
 from zeroband.tools.board.state import RunWatch
 from zeroband.tools.ctl import Order
@@ -39,7 +39,7 @@ NODE_KEYS = {
 
 def watch_of(facts: Sequence[Fact], **setting: Any) -> RunWatch:
     source = MadeFacts(facts)
-    watch = RunWatch(lambda: source, setting=Setting(**setting), now=lambda: BEGIN_S + 100)
+    watch = RunWatch(lambda: source, setting=RunContext(**setting), now=lambda: BEGIN_S + 100)
     watch.look()
     return watch
 
@@ -100,7 +100,7 @@ def test_state_has_every_key_of_the_page(page: TestClient) -> None:
 
 
 def test_state_without_a_run_has_the_same_keys(static: Path) -> None:
-    watch = RunWatch(lambda: None, setting=Setting(place="runs"))
+    watch = RunWatch(lambda: None, setting=RunContext(place="runs"))
     watch.look()
     state = state_of(watch, static)
     assert (set(state), set(state["run"])) == (STATE_KEYS, RUN_KEYS)

@@ -16,13 +16,13 @@ from tests.made_runs import history_of as history
 from zeroband.observe.history import RunHistory
 from zeroband.observe.lines import NEWEST_ROUNDS
 from zeroband.tools.board import document
-from zeroband.tools.board.document import Answer, Encoder, Piece, Setting, series_document
+from zeroband.tools.board.document import Answer, EncodedPart, Encoder, RunContext, series_document
 
 NODES = ("a", "b", "c")
 
 
 def answer(encoder: Encoder, made: RunHistory | None, at_s: float | None = None) -> Answer:
-    return encoder.state(made, "run", Setting(), now_s=BEGIN_S, age_s=0.0, at_s=at_s, problem=None)
+    return encoder.state(made, "run", RunContext(), now_s=BEGIN_S, age_s=0.0, at_s=at_s, problem=None)
 
 
 def state(made: RunHistory, at_s: float | None = None) -> dict[str, Any]:
@@ -32,15 +32,15 @@ def state(made: RunHistory, at_s: float | None = None) -> dict[str, Any]:
 @settings(max_examples=30)
 @given(st.lists(st.binary(max_size=2000), max_size=5))
 def test_compressed_answer_is_what_its_pieces_say(parts: list[bytes]) -> None:
-    made = Answer(tuple(map(Piece.of, parts)))
+    made = Answer(tuple(map(EncodedPart.of, parts)))
     assert made.body == b"".join(parts)
     assert gzip.decompress(made.gzipped) == made.body
     assert zlib.decompressobj(wbits=31).decompress(made.gzipped) == made.body  # one member, as browsers take it
 
 
 def test_answers_are_told_apart() -> None:
-    pieces = [Piece.of(part) for part in (b"a", b"b")]
-    assert Answer((pieces[0],)).etag == Answer((Piece.of(b"a"),)).etag
+    pieces = [EncodedPart.of(part) for part in (b"a", b"b")]
+    assert Answer((pieces[0],)).etag == Answer((EncodedPart.of(b"a"),)).etag
     assert len({Answer(tuple(chosen)).etag for chosen in (pieces, pieces[::-1], pieces[:1], [])}) == 4
 
 

@@ -17,7 +17,7 @@ from zeroband.errors import StoreLost
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import CLOCK_AHEAD_S
 from zeroband.tools.chaos.plan import InjectedFault, Kind, PlannedFault
-from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
+from zeroband.tools.chaos.watch import NodeFiles, SoakWatch, Violations
 
 MEMBERS = ("node0#a", "node1#a", "node2#a")
 CALM = View(opening=None, committed=None, alive=frozenset(MEMBERS), ready={}, votes={}, failed=None)
@@ -48,7 +48,7 @@ class Scene:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
         self.files = NodeFiles(run_dir, began_at_s=1000.0)
-        self.watch = Watch(cast(RedisStore, self.store), self.files, run_dir, Violations(self.said.append))
+        self.watch = SoakWatch(cast(RedisStore, self.store), self.files, run_dir, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         (self.run_dir / node).mkdir(exist_ok=True)
@@ -286,7 +286,7 @@ def test_silent_store_is_a_violation_unless_a_node_holds_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     store = cast(RedisStore, scene.store)
-    watch = Watch(store, scene.files, scene.run_dir, Violations(scene.said.append), is_held_by_nodes=is_held)
+    watch = SoakWatch(store, scene.files, scene.run_dir, Violations(scene.said.append), is_held_by_nodes=is_held)
     monkeypatch.setattr(scene.store, "view", Mock(side_effect=StoreLost("silent")))
     scene.store.newest = StoreTerm(2, "second")
     assert watch.look(lambda: 1.0) == []

@@ -9,7 +9,7 @@ import pytest
 
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.methods import objection
-from zeroband.tools.compare.options import Options, parse_link, read_options
+from zeroband.tools.compare.options import CompareOptions, parse_link, read_options
 from zeroband.tools.compare.trials import Trial, trial, warm_up
 
 EXPERIMENTS = sorted((Path(__file__).resolve().parents[4] / "experiments").glob("*.toml"))
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> str:
     return f"@{path}"
 
 
-def one(options: Options, arm: int = 1, lr: float = 2e-3, seed: int = 0, start: str = "s") -> Trial:
+def one(options: CompareOptions, arm: int = 1, lr: float = 2e-3, seed: int = 0, start: str = "s") -> Trial:
     return trial(options, options.methods[arm], lr, seed, start=start)
 
 

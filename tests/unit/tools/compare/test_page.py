@@ -19,7 +19,7 @@ from zeroband.tools.compare.claims import Claim, check, interval_of, parse_claim
 from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import Arm, parse_arms
 from zeroband.tools.compare.page import COLUMNS, UNITS, ComparisonResult, cells, document, model_in_words, table
-from zeroband.tools.compare.results import Outcome
+from zeroband.tools.compare.results import RunResult
 from zeroband.tools.compare.table import (
     Losses,
     Row,
@@ -44,7 +44,7 @@ OUTCOMES = [
 ]
 
 
-def rows(outcomes: list[Outcome] = OUTCOMES, arms: Sequence[str] = ("single", "ddp", "diloco", "demo")) -> list[Row]:
+def rows(outcomes: list[RunResult] = OUTCOMES, arms: Sequence[str] = ("single", "ddp", "diloco", "demo")) -> list[Row]:
     return [row_of(arm, outcomes, LINK, overlap_steps=0, step_s=None) for arm in parse_arms(arms)]
 
 
@@ -181,7 +181,7 @@ def test_learning_rate_is_chosen_on_one_half_and_reported_on_the_other() -> None
         (Claim("ppl_ratio", "big", "ddp", at_least=0), [outcome("big", 1e-3, 1e4)], "cannot be computed: math range"),
     ],
 )
-def test_claim_without_evidence_is_not_measured_and_says_why(claim: Claim, more: list[Outcome], why: str) -> None:
+def test_claim_without_evidence_is_not_measured_and_says_why(claim: Claim, more: list[RunResult], why: str) -> None:
     arms = [row_of(arm, [*OUTCOMES, *more], LINK, overlap_steps=0, step_s=None) for arm in ARMS]
     (verdict,) = check([claim], arms)
     assert (verdict.found, verdict.answer) == (None, "not measured")

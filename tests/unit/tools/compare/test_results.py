@@ -15,7 +15,7 @@ from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
 from zeroband.tools.compare import command
 from zeroband.tools.compare.command import Comparison
 from zeroband.tools.compare.options import read_options
-from zeroband.tools.compare.results import Outcome, Point, ResultFiles, at_link, measured, payload_ratio
+from zeroband.tools.compare.results import Point, ResultFiles, RunResult, at_link, measured, payload_ratio
 from zeroband.tools.compare.runner import Stopped
 from zeroband.tools.compare.trials import Trial
 from zeroband.tools.plan.forecast import HEADERS, Link
@@ -49,18 +49,18 @@ class Machine:
         self.made: list[tuple[str, float, int]] = []
         self._stops_at, self._fails = stops_at, fails
 
-    def run(self, one: Trial, start: Path | None, on_progress: Callable[[float], None]) -> Outcome:
+    def run(self, one: Trial, start: Path | None, on_progress: Callable[[float], None]) -> RunResult:
         if len(self.made) == self._stops_at:
             raise Stopped("interrupted")
         self.made.append((one.arm.name, one.lr, one.seed))
         on_progress(0.5)
         if one.arm.name == self._fails:
-            return Outcome(one.arm.name, one.lr, one.seed, one.digest, failure="boom", took_s=1.0)
+            return RunResult(one.arm.name, one.lr, one.seed, one.digest, failure="boom", took_s=1.0)
         if self._fails == "everything":
-            return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), measured=counted())
+            return RunResult(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), measured=counted())
         loss = 1.0 + abs(one.lr - 4e-3) + 0.1 * one.seed
         shown = {"points": (Point(10, loss),), "tuning_loss": loss, "measured": counted(), "took_s": 1.0}
-        return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, **shown)
+        return RunResult(one.arm.name, one.lr, one.seed, one.digest, PARAMS, **shown)
 
 
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:

@@ -13,13 +13,13 @@ from tests.unit.tools.data.preparations import write_lines
 
 from zeroband.data.files import Files
 from zeroband.data.tokenizer import ByteTokenizer
-from zeroband.tools.data.plan import Options, Plan, make_plan
+from zeroband.tools.data.plan import Plan, PrepareOptions, make_plan
 from zeroband.tools.data.units import Task
 from zeroband.tools.data.workers import main
 
 
 def plan_of(source: object) -> Plan:
-    return make_plan([str(source)], "byte", ByteTokenizer(), Options(), Files())
+    return make_plan([str(source)], "byte", ByteTokenizer(), PrepareOptions(), Files())
 
 
 def said(plan: Plan, out: object, task: Task) -> list[tuple[str, Any]]:

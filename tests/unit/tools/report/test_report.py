@@ -16,7 +16,7 @@ from tests.made_runs import BEGIN_S, event, history_of, run_of, step, write
 import zeroband.cli
 from zeroband.observe.facts import Fact
 from zeroband.observe.history import RunHistory
-from zeroband.tools.board.document import Setting
+from zeroband.tools.board.document import RunContext
 from zeroband.tools.board.saved import saved_page
 from zeroband.tools.report.command import write_report
 from zeroband.tools.report.record import RunRecord, is_secret
@@ -156,7 +156,7 @@ def test_keys_that_differ_between_nodes_stand_apart(folder: Path) -> None:
 
 
 def test_unknown_values_are_said_to_be_not_measured() -> None:
-    record = RunRecord("empty", RunHistory("empty"), BEGIN_S, Setting("runs/empty"), audit_missing="no round")
+    record = RunRecord("empty", RunHistory("empty"), BEGIN_S, RunContext("runs/empty"), audit_missing="no round")
     told = "\n".join(texts(saved_data(record)))
     for what in ("Rounds", "Data audit", "Configuration"):
         assert f"{what}: not measured" in told, what
@@ -206,7 +206,7 @@ def test_cost_is_that_of_the_hours_that_nodes_were_up(folder: Path) -> None:
 @pytest.mark.slow
 def test_size_is_bounded_for_a_long_run() -> None:
     history = history_of(fact for facts in run_of(("a", "b"), 1200, round_s=10.0) for fact in facts)
-    html = saved_page("long", saved_data(RunRecord("long", history, BEGIN_S, Setting("runs/long"))))
+    html = saved_page("long", saved_data(RunRecord("long", history, BEGIN_S, RunContext("runs/long"))))
     assert len(history.rounds(most=10_000)) < 1000
     assert 150_000 < len(html.encode()) < 500_000
 

@@ -15,20 +15,20 @@ from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.view import NodeView, RunView
-from zeroband.tools.top.command import Watch, folder_words, is_over, main, process_words
+from zeroband.tools.top.command import TopWatch, folder_words, is_over, main, process_words
 from zeroband.tools.top.screen import PlainScreen
 
 STARTED = {"kind": "node_started", "total_steps": 9, "local_world_size": 1, "parameters": 7}
 
 
-def _watch(*answers: list[Fact]) -> Watch:
-    return Watch(MadeFacts(*answers), lambda known: {}, now=lambda: 100.0)
+def _watch(*answers: list[Fact]) -> TopWatch:
+    return TopWatch(MadeFacts(*answers), lambda known: {}, now=lambda: 100.0)
 
 
 def test_watch_shows_any_source_of_facts_and_says_when_it_cannot_be_read() -> None:
     facts = MadeFacts([], [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "step": 4})], StoreLost("away"))
     facts.skipped = {"a": 2}
-    watch = Watch(facts, lambda known: {} if known else {"b": ("begins", 1.0)}, now=lambda: 100.0)
+    watch = TopWatch(facts, lambda known: {} if known else {"b": ("begins", 1.0)}, now=lambda: 100.0)
     assert watch.scene().node_ids == ("b",)
     seen = watch.scene()
     assert (seen.node_ids, seen.run.step, seen.run.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: run")
@@ -40,7 +40,7 @@ def test_watch_shows_any_source_of_facts_and_says_when_it_cannot_be_read() -> No
 
 def test_whatever_a_source_cannot_read_ends_nothing() -> None:
     facts = MadeFacts([Fact("a", {"at_s": 2.0, "step": 4})])
-    watch = Watch(facts, lambda known: {})
+    watch = TopWatch(facts, lambda known: {})
     watch.scene()
     facts.problem = PermissionError(13, "Permission denied")
     assert "Permission denied" in watch.scene().footer
@@ -55,7 +55,7 @@ def test_clock_of_a_node_a_day_off_makes_nobody_wait() -> None:
     epoch = {"kind": "epoch_changed", "epoch": 1, "members": ["a#1", "b#1"]}
     steps = [Fact("a", {"at_s": at_s, "step": 9}) for at_s in (2.0, -day, day)]
     facts = MadeFacts([*begun, Fact("a", {"at_s": 1.0, **epoch}), Fact("b", {"at_s": 1.0, "step": 8}), steps[0]])
-    watch = Watch(facts, lambda known: {}, now=lambda: 5 * day, clock=lambda: now_s[0])
+    watch = TopWatch(facts, lambda known: {}, now=lambda: 5 * day, clock=lambda: now_s[0])
     assert watch.scene().waits == ""
     now_s[0] = 10.0
     assert watch.scene().waits == "b, for 10 s"
