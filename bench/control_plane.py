@@ -168,7 +168,7 @@ class Node:
         time_outs = TimeOuts.following(detect_s, dict.fromkeys(TIME_OUT_NAMES))
         own = NodeKey.new() if signs else None
         self._key = TimedKey(SECRET, own)
-        self._open_store = partial(RedisStore, url, RUN_ID, key=self._key, lease_s=time_outs.lease_s, patience_s=60.0)
+        self._open_store = partial(RedisStore, url, RUN_ID, key=self._key, lease_s=time_outs.lease_s, retry_s=60.0)
         self._store = self._open_store()
         self.number = number
         self._flags = SharedFlags(folder / f"flags-{number}", create=True)

@@ -105,7 +105,7 @@ def running(step_times_s: Sequence[float], *arguments: str, network: Network | N
         for step_s in step_times_s:
             cluster.start(arguments=takes(step_s))
         assert cluster.redis is not None
-        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)
         stack.callback(store.close)
         run = Run(cluster, store)
         run.until(lambda: run.newest() >= 0)

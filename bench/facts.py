@@ -50,7 +50,7 @@ class Node:
         folder.mkdir()
         self.stream = Keys(RUN).facts(folder.name)
         self._file = (folder / METRICS_FILE).open("a", buffering=1)
-        open_store = partial(RedisStore, url, RUN, key=RunKey.of(TOKEN, RUN), lease_s=5.0, patience_s=5.0)
+        open_store = partial(RedisStore, url, RUN, key=RunKey.of(TOKEN, RUN), lease_s=5.0, retry_s=5.0)
         self._publisher = FactPublisher(folder, folder.name, open_store, every_s=every_s)
 
     def record(self, step: int) -> None:

@@ -605,7 +605,7 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float, *, are_of_nodes:
         key = RunKey.of(TOKEN, cluster.run_id, node=NodeKey.new())
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
         guardians = frozenset(filter(is_guardian, before))
-        with closing(RedisStore(url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)) as store:
+        with closing(RedisStore(url, cluster.run_id, key=key, lease_s=DETECT_S, retry_s=30.0)) as store:
             said, rounds = Fuzz(lambda: targets_of(store.view(0), key, cluster.run_id), seed, per_s, purposes), Rounds()
             first, end_s = store.view(0).committed, time.monotonic() + 60 * minutes
             said.start()

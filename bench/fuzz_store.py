@@ -236,7 +236,7 @@ def fuzz(options: argparse.Namespace, folder: Path) -> str:
             cluster.start()
         assert cluster.store_url is not None
         key = RunKey.of(TOKEN, cluster.run_id)
-        store = stack.enter_context(closing(RedisStore(cluster.store_url, cluster.run_id, key=key, patience_s=30.0)))
+        store = stack.enter_context(closing(RedisStore(cluster.store_url, cluster.run_id, key=key, retry_s=30.0)))
         client = stack.enter_context(redis.Redis.from_url(cluster.store_url))
         damager = Damager(client, cluster.run_id, chance)
         run = Fuzz(cluster, store, damager, chance)

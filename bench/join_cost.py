@@ -162,7 +162,7 @@ def measure(rounds: int, mbit: float, phase_s: float) -> tuple[list[Round], int,
             network.limit(f"node{number}", mbit)
             cluster.start(f"node{number}")
         assert cluster.redis is not None and cluster.store_url is not None
-        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)
         stack.callback(store.close)
         command = [
             *network.prefix("joiner"),
@@ -197,7 +197,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.fetch:
         os.nice(19)
-        return Joiner(RedisStore(asked.fetch[0], asked.fetch[1], patience_s=30.0), asked.fetch[1]).run()
+        return Joiner(RedisStore(asked.fetch[0], asked.fetch[1], retry_s=30.0), asked.fetch[1]).run()
     found, fetched_bytes, parts = measure(asked.rounds, asked.mbit, asked.phase_s)
     pairs = [
         (before, after)

@@ -79,7 +79,7 @@ def run(name: str, outer: str, rounds: int, mbit: float) -> SimulationResult:
             network.settle(f"node{number}", site, mbit)
             cluster.start(f"node{number}", arguments=[f"--node.site={site}"] if names_them else [])
         assert cluster.redis is not None
-        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)
         stack.callback(store.close)
         end_s = time.monotonic() + LIMIT_S
         while not found.committed or found.committed[-1][0].round < rounds - 1:

@@ -103,7 +103,7 @@ def run(
             network.limit(name, setting.mbit / SLOWER if slow_link and name == SLOW else setting.mbit)
             cluster.start(name)
         assert cluster.redis is not None
-        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)
         stack.callback(store.close)
         ended = threading.Event()
         if freezes is not None:

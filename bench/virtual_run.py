@@ -624,9 +624,11 @@ class VirtualRun:
         return 0.0 if self._quorum_at_s is None else self._quorum_at_s - self._settled_at_s
 
     @property
-    def _patience(self) -> ElapsedWaits:
+    def _waits(self) -> ElapsedWaits:
         waited_s = 0.0 if self._quorum_at_s is None else self._now_s - self._quorum_at_s
-        is_over = self._quorum_at_s is not None and waited_s >= self._rules.patience_s(self._phase_s) - _ROUNDING_S
+        is_over = (
+            self._quorum_at_s is not None and waited_s >= self._rules.straggler_wait_s(self._phase_s) - _ROUNDING_S
+        )
         return ElapsedWaits(stragglers_are_late=is_over, phase_s=self._phase_s)
 
     def _note_quorum(self, view: View, round: int) -> None:
@@ -641,9 +643,9 @@ class VirtualRun:
         if not is_next or self._quorum_at_s is not None or not has_quorum(view, self._rules):
             return
         self._quorum_at_s = self._now_s
-        patience_s = self._rules.patience_s(self._phase_s)
-        if patience_s < math.inf:
-            self._after(patience_s, lambda: self._stop_waiting(round))
+        straggler_wait_s = self._rules.straggler_wait_s(self._phase_s)
+        if straggler_wait_s < math.inf:
+            self._after(straggler_wait_s, lambda: self._stop_waiting(round))
 
     def _stop_waiting(self, round: int) -> None:
         if self._is_put_off(lambda: self._stop_waiting(round)):
@@ -674,7 +676,7 @@ class VirtualRun:
             self._miss(node, view.committed)
             return False
         self._note_quorum(view, node.round)
-        decision = next_opening(view, node.round, self._rules, self._patience, claims=self._store.claims)
+        decision = next_opening(view, node.round, self._rules, self._waits, claims=self._store.claims)
         if isinstance(decision, Wait) or decision == view.opening:  # it is open to others
             return False
         if not self._store.propose_opening(decision, current=view.opening):

@@ -90,10 +90,10 @@ def open_store(redis_url: str) -> Iterator[Callable[..., RedisStore]]:
     stores: list[RedisStore] = []
 
     def open_one(
-        run_id: str = "run", *, token: str | None = None, lease_s: float = 5.0, patience_s: float = 5.0
+        run_id: str = "run", *, token: str | None = None, lease_s: float = 5.0, retry_s: float = 5.0
     ) -> RedisStore:
         key = None if token is None else RunKey.of(token, run_id)
-        stores.append(RedisStore(redis_url, run_id, key=key, lease_s=lease_s, patience_s=patience_s))
+        stores.append(RedisStore(redis_url, run_id, key=key, lease_s=lease_s, retry_s=retry_s))
         return stores[-1]
 
     yield open_one

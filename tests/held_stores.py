@@ -67,6 +67,6 @@ class HeldStore:
 def open_at(stack: ExitStack, *servers: HeldStore, lease_s: float = 2.0) -> RedisStore:
     """A node's store that knows of these, closed with the stack."""
     url = f"nodes://{','.join(dict.fromkeys(server.place for server in servers))}"
-    store = RedisStore(url, RUN_ID, key=servers[0].key, lease_s=lease_s, patience_s=5.0)
+    store = RedisStore(url, RUN_ID, key=servers[0].key, lease_s=lease_s, retry_s=5.0)
     stack.callback(store.close)
     return store

@@ -87,7 +87,7 @@ class RedisUnderTest:
         self._stores: list[RedisStore] = []
 
     def open(self) -> Store:
-        self._stores.append(RedisStore(self._url, RUN_ID, patience_s=5.0))
+        self._stores.append(RedisStore(self._url, RUN_ID, retry_s=5.0))
         return self._stores[-1]
 
     def let_pass(self, ms: int, *, is_silent: bool) -> None:

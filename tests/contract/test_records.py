@@ -165,79 +165,88 @@ STORE = {
     "opening": StoreRecord(
         OPENING,
         ("opening",),
-        lambda judge: judge.seal_opening(OPENING),
-        lambda judge, raw: judge.opening("k", raw, None),
+        lambda verifier: verifier.seal_opening(OPENING),
+        lambda verifier, raw: verifier.opening("k", raw, None),
     ),
     "verdict": StoreRecord(
-        VERDICT, ("verdict",), lambda judge: judge.seal_verdict(VERDICT), lambda judge, raw: judge.verdict("k", raw)
+        VERDICT,
+        ("verdict",),
+        lambda verifier: verifier.seal_verdict(VERDICT),
+        lambda verifier, raw: verifier.verdict("k", raw),
     ),
     "ready": StoreRecord(
         READY,
         ("ready", "4", A),
-        lambda judge: judge.seal_ready(A, READY),
-        lambda judge, raw: judge.ready("k", 4, {A: raw}).get(A),
+        lambda verifier: verifier.seal_ready(A, READY),
+        lambda verifier, raw: verifier.ready("k", 4, {A: raw}).get(A),
     ),
     "evidence": StoreRecord(
         EVIDENCE,
         ("evidence", OPENING.id, A),
-        lambda judge: judge.seal_evidence(A, OPENING, EVIDENCE),
-        lambda judge, raw: judge.evidence("k", OPENING, {A: raw}).get(A),
+        lambda verifier: verifier.seal_evidence(A, OPENING, EVIDENCE),
+        lambda verifier, raw: verifier.evidence("k", OPENING, {A: raw}).get(A),
     ),
     "peer": StoreRecord(
-        PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
+        PEER,
+        ("peer", A),
+        lambda verifier: verifier.seal_peer(A, PEER),
+        lambda verifier, raw: verifier.peers("k", {A: raw}).get(A),
     ),
     "claim": StoreRecord(
         CLAIM,
         ("claim", A),
-        lambda judge: judge.seal_claim(A, CLAIM),
-        lambda judge, raw: judge.claims("k", {A: raw}).get(A),
+        lambda verifier: verifier.seal_claim(A, CLAIM),
+        lambda verifier, raw: verifier.claims("k", {A: raw}).get(A),
     ),
     "links": StoreRecord(
         LINKS,
         ("links", A),
-        lambda judge: judge.seal_links(A, LINKS),
-        lambda judge, raw: judge.links("k", {A: raw}).get(A),
+        lambda verifier: verifier.seal_links(A, LINKS),
+        lambda verifier, raw: verifier.links("k", {A: raw}).get(A),
     ),
     "holding": StoreRecord(
         HOLDING,
         ("holding", A),
-        lambda judge: judge.seal_holding(A, HOLDING),
-        lambda judge, raw: judge.holdings("k", {A: raw}).get(A),
+        lambda verifier: verifier.seal_holding(A, HOLDING),
+        lambda verifier, raw: verifier.holdings("k", {A: raw}).get(A),
     ),
     "orders": StoreRecord(
-        ORDERS, ("orders",), lambda judge: judge.seal_orders(ORDERS), lambda judge, raw: judge.orders("k", raw)
+        ORDERS,
+        ("orders",),
+        lambda verifier: verifier.seal_orders(ORDERS),
+        lambda verifier, raw: verifier.orders("k", raw),
     ),
     "restart_point": StoreRecord(
         RESTART_POINT,
         ("restart_point",),
-        lambda judge: judge.seal_restart_point(RESTART_POINT),
-        lambda judge, raw: judge.restart_point("k", raw, VERDICT),
+        lambda verifier: verifier.seal_restart_point(RESTART_POINT),
+        lambda verifier, raw: verifier.restart_point("k", raw, VERDICT),
     ),
     "account": StoreRecord(
         ACCOUNT,
         ("account", A),
-        lambda judge: judge.seal_account(A, ACCOUNT),
-        lambda judge, raw: judge.accounts("k", {A: raw}).get(A),
+        lambda verifier: verifier.seal_account(A, ACCOUNT),
+        lambda verifier, raw: verifier.accounts("k", {A: raw}).get(A),
     ),
     "whereabouts": StoreRecord(
         WHEREABOUTS,
         ("whereabouts",),
-        lambda judge: judge.seal_whereabouts(WHEREABOUTS),
-        lambda judge, raw: judge.whereabouts("k", raw),
+        lambda verifier: verifier.seal_whereabouts(WHEREABOUTS),
+        lambda verifier, raw: verifier.whereabouts("k", raw),
     ),
     "meeting": StoreRecord(
         MEETING,
         ("meeting",),
-        lambda judge: judge.seal_meeting(MEETING),
-        lambda judge, raw: judge.meeting("k", raw),
+        lambda verifier: verifier.seal_meeting(MEETING),
+        lambda verifier, raw: verifier.meeting("k", raw),
     ),
 }
 LABELS = {
     "generation": StoreRecord(
         GENERATION,
         ("generation",),
-        lambda judge: judge.seal_generation(GENERATION),
-        lambda judge, raw: judge.generation("k", raw),
+        lambda verifier: verifier.seal_generation(GENERATION),
+        lambda verifier, raw: verifier.generation("k", raw),
     ),
 }
 """Records of the store that say all in their label, or in plain text."""
@@ -279,11 +288,11 @@ def test_record_is_written_as_it_always_was(name: str, tmp_path: Path) -> None:
 
 def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> None:
     """What its text says is that of the unsigned one."""
-    judge, raw = RecordVerifier(NODES_SEALS), SAMPLES["signed_ready"].encode()
-    assert judge.seal_ready(MEMBER, READY).encode() == raw
-    assert judge.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
-    assert SAMPLES["signed_opening"] == judge.seal_opening(judge.signed(OPENING, MEMBER))
-    opening = judge.opening("k", SAMPLES["signed_opening"].encode(), None)
+    verifier, raw = RecordVerifier(NODES_SEALS), SAMPLES["signed_ready"].encode()
+    assert verifier.seal_ready(MEMBER, READY).encode() == raw
+    assert verifier.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
+    assert SAMPLES["signed_opening"] == verifier.seal_opening(verifier.signed(OPENING, MEMBER))
+    opening = verifier.opening("k", SAMPLES["signed_opening"].encode(), None)
     assert opening is not None and (opening.proposer, opening.members) == (MEMBER, OPENING.members)
 
 
@@ -309,12 +318,12 @@ CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
 @pytest.mark.parametrize("name", STORE)
 @pytest.mark.parametrize("change", CHANGES)
 def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, change: str) -> None:
-    judge, record = RecordVerifier(SEALS), SEALS.open(SAMPLES[name].encode(), *STORE[name].scope)
+    verifier, record = RecordVerifier(SEALS), SEALS.open(SAMPLES[name].encode(), *STORE[name].scope)
     assert record is not None
     text = json.dumps(CHANGES[change](json.loads(record.text)), sort_keys=True)
     raw = SEALS.seal(text, *STORE[name].scope, label=record.label).encode()
-    assert STORE[name].read(judge, raw) in (None, Orders())
-    assert raw in (judge.junk("k"), judge.junk(f"k {A}"))
+    assert STORE[name].read(verifier, raw) in (None, Orders())
+    assert raw in (verifier.rejected("k"), verifier.rejected(f"k {A}"))
 
 
 def test_names_that_the_store_compares_stay() -> None:

@@ -73,7 +73,7 @@ class Arena:
         )
         for node_id in STEADY:
             self.cluster.start(node_id)
-        self.store = RedisStore(redis.local_url, self.cluster.run_id, patience_s=30.0)
+        self.store = RedisStore(redis.local_url, self.cluster.run_id, retry_s=30.0)
         self._stack.callback(self.store.close)
         self.until_contributing(*STEADY)
         return self

@@ -256,7 +256,7 @@ def record(folder: Path, setup: Setup, tell: Callable[[Story], None]) -> Recorde
         for number, ranks in enumerate(setup.ranks):
             cluster.start(ranks=ranks, arguments=setup.faults.get(f"node{number}", []))
         key = RunKey.of(setup.token, cluster.run_id)
-        with closing(RedisStore(cluster.store_url, cluster.run_id, key=key, patience_s=10.0)) as store:
+        with closing(RedisStore(cluster.store_url, cluster.run_id, key=key, retry_s=10.0)) as store:
             story = Story(cluster, store, arguments)
             tell(story)
             story.end()

@@ -37,7 +37,7 @@ def commit_alone(story: Story) -> None:
     key = RunKey.of(TOKEN, story.cluster.run_id, node=NodeKey.new())
     url = story.cluster.store_url
     assert url is not None
-    with closing(RedisStore(url, story.cluster.run_id, key=key, patience_s=30.0)) as store:
+    with closing(RedisStore(url, story.cluster.run_id, key=key, retry_s=30.0)) as store:
         client = redis.Redis.from_url(url)
 
         def write(ahead: int, *, without: str = "") -> None:
@@ -56,7 +56,7 @@ def commit_alone(story: Story) -> None:
                 said = {name: getattr(opening, name) for name in lists if getattr(opening, name)}
                 kept = {name: tuple(values[place] for place in left) for name, values in said.items()}
                 opening = replace(opening, version=opening.version + 1, round=opening.round + ahead, late=gone, **kept)
-            client.set(store.keys.committed, store.judge.seal_verdict(forged(opening, view.committed)))
+            client.set(store.keys.committed, store.verifier.seal_verdict(forged(opening, view.committed)))
             written = view.committed.round
             story.until(lambda: max(story.history) >= written + 3, "the run goes on")
 

@@ -89,7 +89,7 @@ def until(condition: Callable[[], bool], *, within_s: float) -> float:
 @pytest.fixture
 def start_trainer(tmp_path: Path, redis_url: str) -> Iterator[Callable[..., Trainer]]:
     trainers: list[Trainer] = []
-    store = RedisStore(redis_url, "run", lease_s=DETECT_S, patience_s=5.0)
+    store = RedisStore(redis_url, "run", lease_s=DETECT_S, retry_s=5.0)
 
     def start(*, hung_s: float = 1000.0) -> Trainer:
         shm_dir = NodeFolder.path_of(tmp_path, "run", "a")

@@ -40,7 +40,7 @@ def pose(story: Story) -> None:
     assert view.committed is not None and view.opening is not None and story.cluster.store_url is not None
     poser = RunKey.of(TOKEN, story.cluster.run_id, node=NodeKey.new())
     victim, called = member_of(view, "node0"), member_of(view, "node1")
-    with closing(RedisStore(story.cluster.store_url, story.cluster.run_id, key=poser, patience_s=30.0)) as store:
+    with closing(RedisStore(story.cluster.store_url, story.cluster.run_id, key=poser, retry_s=30.0)) as store:
         for ahead in range(1, 6):
             store.announce_ready(victim, Ready(view.committed.round + ahead, 10**9, "another state"))
         store.vote(view.opening, victim, "another digest")

@@ -80,7 +80,7 @@ def running(folder: Path, *, public: Sequence[str], homes: Sequence[str], symmet
             for node in nodes:
                 cluster.start(node)
             assert cluster.redis is not None
-            with closing(RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)) as store:
+            with closing(RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)) as store:
                 yield Run(net, cluster, store)
 
 

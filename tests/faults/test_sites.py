@@ -63,7 +63,7 @@ def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: t
             network.settle(node, site, mbit)
             cluster.start(node, arguments=[f"--node.site={site}"])
         assert cluster.redis is not None
-        with closing(RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)) as store:
+        with closing(RedisStore(cluster.redis.local_url, cluster.run_id, retry_s=30.0)) as store:
             end_s, victim, after = time.monotonic() + DEADLINE_S, "", None
             while after is None:
                 assert time.monotonic() < end_s, cluster.describe()

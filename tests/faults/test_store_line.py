@@ -129,7 +129,7 @@ def _start(stack: ExitStack, folder: Path, urls: Sequence[str], look_url: str) -
     for url in urls:
         cluster.start(env={"ZERO_BAND_STORE__URL": url})
     key = RunKey.of("sesame", cluster.run_id)
-    look = stack.enter_context(closing(RedisStore(look_url, cluster.run_id, key=key, lease_s=4.0, patience_s=60.0)))
+    look = stack.enter_context(closing(RedisStore(look_url, cluster.run_id, key=key, lease_s=4.0, retry_s=60.0)))
     return Run(cluster, look)
 
 

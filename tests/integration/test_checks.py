@@ -29,7 +29,7 @@ import zeroband.checks.machine, zeroband.tools.doctor.outside, zeroband.train
 from zeroband.cli import main
 from zeroband.kernels import native
 
-zeroband.tools.doctor.outside._STORE_PATIENCE_S = 0.1
+zeroband.tools.doctor.outside._STORE_RETRY_S = 0.1
 
 class Uninstalled(importlib.machinery.PathFinder):
     names = ()

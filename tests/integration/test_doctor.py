@@ -38,7 +38,7 @@ def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
         monkeypatch.setattr(pairs, name, value)
 
     def one(node_id: str, token: str) -> list[PairFinding]:
-        store = RedisStore(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
+        store = RedisStore(redis_url, "run.doctor", lease_s=5.0, retry_s=5.0)
         try:
             key = RunKey.of(token, "run")
             with PairExamination(store, node_id, ListenAddress("127.0.0.1"), key, is_sealed=True) as meeting:
@@ -92,7 +92,7 @@ def test_machines_of_one_name_are_told_so_with_a_name_for_each(
 def test_nodes_find_out_whether_ckpt_path_is_one_folder_and_leave_nothing_there(
     redis_url: str, tmp_path: Path, paths: tuple[str, str], shared: str, seen: str
 ) -> None:
-    store = RedisStore(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
+    store = RedisStore(redis_url, "run.doctor", lease_s=5.0, retry_s=5.0)
     with contextlib.closing(store), ExitStack() as stack:
         for name in "ab":
             store.renew_lease(name, Peer(name, "127.0.0.1", 1, False), first=True)
@@ -147,7 +147,7 @@ def test_nodes_that_cannot_be_met_without_the_library_are_named(
 def test_store_that_is_not_there_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outside, "_STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(outside, "_STORE_RETRY_S", 0.1)
     assert doctor("--store.url", "redis://127.0.0.1:1") == 3
     said = capsys.readouterr().out
     assert "FAIL" in said and "127.0.0.1:1" in said

@@ -437,7 +437,7 @@ class FakeNode:
     def entry(self, round: int) -> RoundUpdate | None:
         """What its journal keeps of a round."""
         self.journal.settle()
-        return self.journal.await_entry(round, patience_s=0.0)
+        return self.journal.await_entry(round, timeout_s=0.0)
 
     def join(self) -> RoundReport | None:
         """Take part as a joiner does that holds a state, caught up as often as it takes."""

@@ -228,8 +228,8 @@ class Peers:
 
     def are_out_ahead(self) -> bool:
         """Whether all whose turn comes before this node's are out, or silent for too long."""
-        patience_s = 2 * len(self.ahead) * self._peer_wait_s
-        quiet = [self._is_silent(member, patience_s, counts_waiting=True) for member in self.ahead]
+        silence_s = 2 * len(self.ahead) * self._peer_wait_s
+        quiet = [self._is_silent(member, silence_s, counts_waiting=True) for member in self.ahead]
         return all(
             is_quiet or self._why_out(member, self._shares.read(member)) is not None
             for member, is_quiet in zip(self.ahead, quiet, strict=True)
@@ -252,7 +252,7 @@ class Peers:
         """Why this member takes no part; None: it does, or may. `files`: of its record."""
         return self._line.peer_status(member).out or ("it did not take part" if files == {} else None)
 
-    def _is_silent(self, member: str, patience_s: float, *, counts_waiting: bool) -> bool:
+    def _is_silent(self, member: str, silence_s: float, *, counts_waiting: bool) -> bool:
         """Whether nothing was heard of a member for so long. `counts_waiting`: that it waits for others is a sign."""
         status = self._line.peer_status(member)
         sign = status.beats if counts_waiting or not status.is_waiting else "waiting"
@@ -260,7 +260,7 @@ class Peers:
         if sign != known:
             since_s = self._line.now_s()
         self._signs[member] = sign, since_s
-        return self._line.now_s() - since_s >= patience_s
+        return self._line.now_s() - since_s >= silence_s
 
 
 def _text(record: Mapping[str, Any]) -> bytes:

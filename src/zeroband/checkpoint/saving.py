@@ -258,7 +258,7 @@ class Save:
         self._files[path] = seen.of(size)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
-        """Try again with growing pauses. Raises CheckpointFailed when the patience is over, or the others went on."""
+        """Try again with growing pauses. Raises CheckpointFailed when the time is over, or the others went on."""
         from_s, pauses = self._line.now_s(), Backoff(0.5, _LONGEST_PAUSE_S)
         while True:
             try:

@@ -27,7 +27,7 @@ _SAY_S = 10.0
 _QUIET = 9
 """Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
 
-_STORE_PATIENCE_S = 2.0
+_STORE_RETRY_S = 2.0
 """Longest wait for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
@@ -56,13 +56,13 @@ class StoreWriters(PeerWriters):
 
     def say(self, attempt: str, word: str) -> None:
         try:
-            self._store.say_saving(attempt, self._node, word, patience_s=_STORE_PATIENCE_S)
+            self._store.say_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
             _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
 
     def hear(self, attempt: str) -> Mapping[str, str]:
         try:
-            return self._store.saving(attempt, patience_s=_STORE_PATIENCE_S)
+            return self._store.saving(attempt, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - as above
             _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
             return {}

@@ -27,7 +27,7 @@ from zeroband.node.process_start import keep_standard_streams, load_unwinder, ou
 from zeroband.node.processes import start_leashed
 from zeroband.node.processors import share_processors, usable_processors
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 """Seconds between the signal that ends a rank at once and SIGKILL."""
 _POLL_S = 0.05
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_LEARNS_NOTHING = 1, 2, 4
@@ -265,7 +265,7 @@ class Launcher:
     def _end(self, number: int) -> None:
         """Have all ranks end at once, by SIGKILL where they do not."""
         self._signal(number)
-        self._kill_at_s = time.monotonic() + _PATIENCE_S
+        self._kill_at_s = time.monotonic() + _TIMEOUT_S
 
     def _signal(self, number: int) -> None:
         for rank in self._ranks:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from zeroband.errors import ConfigError
 from zeroband.node.launched import RANKS_FILE
 
-_PATIENCE_S = 600.0
+_TIMEOUT_S = 600.0
 """Ranks of one machine start together; loading torch from a slow disk may take one minutes longer."""
 _SAID_FIRST_S = 10.0
 _SAID_AGAIN_S = 60.0
@@ -30,23 +30,23 @@ def say(line: str) -> None:
 
 
 class RollCall:
-    """The wait of one rank for others, in steps that signals can end. `patience_s`: for all of them to come."""
+    """The wait of one rank for others, in steps that signals can end. `timeout_s`: for all of them to come."""
 
-    def __init__(self, rank: int, place: str, say: Callable[[str], object] = say, patience_s: float = _PATIENCE_S):
+    def __init__(self, rank: int, place: str, say: Callable[[str], object] = say, timeout_s: float = _TIMEOUT_S):
         self._rank = rank
         self._place = place
         self._say = say
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._began_s = time.monotonic()
-        self._say_at_s = self._began_s + min(_SAID_FIRST_S, patience_s)
+        self._say_at_s = self._began_s + min(_SAID_FIRST_S, timeout_s)
 
     def wait(self, missing: Sequence[int], *, speaks: bool) -> None:
-        """Sleep a moment, and say who is missing when it is time. Raises ConfigError when its patience is over."""
+        """Sleep a moment, and say who is missing when it is time. Raises ConfigError when its time is over."""
         now_s = time.monotonic()
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        if now_s - self._began_s >= self._patience_s:
+        if now_s - self._began_s >= self._timeout_s:
             raise ConfigError(
-                f"rank {self._rank} waited {self._patience_s:.0f} s for {names} of this node {self._place}; start all "
+                f"rank {self._rank} waited {self._timeout_s:.0f} s for {names} of this node {self._place}; start all "
                 "ranks together, by `zeroband launch` or torchrun, or unset RANK and WORLD_SIZE to train with one"
             )
         if now_s >= self._say_at_s and speaks:

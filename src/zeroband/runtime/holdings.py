@@ -20,7 +20,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 
-_STORE_PATIENCE_S = 2.0
+_STORE_RETRY_S = 2.0
 """Longest wait for the store in the middle of a run, which waits meanwhile."""
 
 _log = get_logger(__name__)
@@ -106,9 +106,9 @@ class Holdings:
             return frozenset({own}), frozenset()
         if not {*members} <= self._known.keys():
             with contextlib.suppress(StoreLost):
-                told = self._store.holdings(patience_s=_STORE_PATIENCE_S)
+                told = self._store.holdings(retry_s=_STORE_RETRY_S)
                 if member_id not in told:  # the store lost it
-                    self._store.tell_holding(member_id, self._told, patience_s=_STORE_PATIENCE_S)
+                    self._store.tell_holding(member_id, self._told, retry_s=_STORE_RETRY_S)
                 self._known = {**told, member_id: self._told}
         known = {member: self._known[member] for member in members if member in self._known}
         here, elsewhere = together(member_id, known), apart(member_id, known)

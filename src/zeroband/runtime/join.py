@@ -181,7 +181,7 @@ class NodeRuntimeSteps:
         self._node, self._run, self._events = node, run, events
         self._local = node.local
         self._restart = Restart(node, run, events)
-        self._patience = JoinTimeouts(node.config.elastic.start_timeout_s)
+        self._timeouts = JoinTimeouts(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], JoinOutcome]] = {
             JoinState.WAIT_OLD_LEASE: self._outlast,
             JoinState.RESTORE_LOCAL: self._recall,
@@ -318,9 +318,9 @@ class NodeRuntimeSteps:
         agreed = pending(view)
         is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
         if is_following:
-            self._patience.came_nearer()
+            self._timeouts.came_nearer()
         if self._failure is not None:
-            self._require_patience(self._failure, view)
+            self._require_time_left(self._failure, view)
             self._failure = None
         if is_following and self._node.config.elastic.start_nodes > 1:
             return JoinEvent.BEGIN  # the founding waits for this node
@@ -343,15 +343,15 @@ class NodeRuntimeSteps:
             is_nearer = self._run.outer.round > self._taken + 1
         self._failure = failure
         if is_nearer:
-            self._patience.came_nearer()
+            self._timeouts.came_nearer()
         else:
-            self._patience.failed(time.monotonic())
+            self._timeouts.failed(time.monotonic())
 
-    def _require_patience(self, failure: ZerobandError, view: View) -> None:
-        left_s = self._patience.left_s(time.monotonic())
+    def _require_time_left(self, failure: ZerobandError, view: View) -> None:
+        left_s = self._timeouts.left_s(time.monotonic())
         if left_s <= 0:
             raise RecoveryFailed(
-                f"{failure}; came no further for {self._patience.patience_s:g} s. If the run's nodes are gone, go on "
+                f"{failure}; came no further for {self._timeouts.timeout_s:g} s. If the run's nodes are gone, go on "
                 "from a checkpoint of it with --resume, or start one with a new run.id"
             ) from failure
         if str(failure) != self._said:
@@ -381,7 +381,7 @@ class NodeRuntimeSteps:
         outer, recovery = self._run.outer, self._run.recovery
         if not self._is_fetching:
             self._is_fetching = True
-            self._patience.came_nearer()
+            self._timeouts.came_nearer()
             self._events.emit("recovering", round=outer.round)
             on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=isinstance(outer, ManySteps)))
             if self._takes_checkpoint():
@@ -490,4 +490,4 @@ class NodeRuntimeSteps:
     def _forget_attempts(self) -> None:
         """Whatever failed on the way so far is no reason to give up on the next."""
         self._is_fetching, self._failure = False, None
-        self._patience.came_nearer()
+        self._timeouts.came_nearer()

@@ -119,10 +119,10 @@ class NodeMembership:
             config.run.id,
             key=self._keys,
             lease_s=config.fault.time_outs.lease_s,
-            patience_s=config.fault.time_outs.store_s,
+            retry_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
-        store.judge.on_forgery = lambda place, member: self._tell_impostor(member, place)
+        store.verifier.on_forgery = lambda place, member: self._tell_impostor(member, place)
         store.on_left_out = self._tell_left_out
         if isinstance(config.outer, RoundsConfig):
             store.quorum = config.outer.quorum
@@ -134,7 +134,7 @@ class NodeMembership:
                 "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
             )
         waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
-        on_first_rank(self._node.local, lambda: store.reach(patience_s=waits_s, least_stores=config.least_stores))
+        on_first_rank(self._node.local, lambda: store.reach(retry_s=waits_s, least_stores=config.least_stores))
         store.trust_address()
         return store
 

@@ -147,7 +147,7 @@ class OwnStore:
         url = f"unix://{self._folder.socket}"
         with (
             suppress(StoreLost, ConfigError),
-            closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, patience_s=lease_s)) as store,
+            closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, retry_s=lease_s)) as store,
         ):
             while _is_in_use(store.look_at_candidate("", None)):
                 view, now_s = store.view(FOUNDING_ROUND), time.monotonic()

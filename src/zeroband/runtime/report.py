@@ -25,7 +25,7 @@ from zeroband.config.stability import cautions_of
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
+from zeroband.elastic.store.fact_publisher import RETRY_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import sum_known
 from zeroband.errors import DISTRIBUTION, ConfigError, Leaving, RunOver
@@ -344,7 +344,7 @@ def _publisher_of(node: NodeParts) -> FactPublisher | None:
 
     def open_store() -> RedisStore:
         key = run_keys(config, node.node_dir)
-        return RedisStore(url, run_id, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
+        return RedisStore(url, run_id, key=key, lease_s=RETRY_S, retry_s=RETRY_S)
 
     return FactPublisher(node.node_dir, own.name(node.node_id), open_store)
 

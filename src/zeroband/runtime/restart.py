@@ -163,7 +163,7 @@ class Restart:
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
         self._start_nodes, self._total_steps = node.config.elastic.start_nodes, node.config.train.total_steps
-        self._patience_s = node.config.elastic.start_timeout_s
+        self._timeout_s = node.config.elastic.start_timeout_s
         self._abandoned = AbandonedRunWait(node, events)
         self._saved: SavedState | None = None
         """The checkpoint that lies in the section buffers."""
@@ -281,7 +281,7 @@ class Restart:
     def _choose(self, view: View) -> JoinEvent:
         """Read and name the newest checkpoint of all where this node has it, else wait for who has."""
         start_nodes = 1 if self._run.mesh.is_start_over else self._start_nodes
-        is_over = time.monotonic() > self._from_s + self._patience_s
+        is_over = time.monotonic() > self._from_s + self._timeout_s
         chosen = choose(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
         if chosen is None:
             return self._without_checkpoint(view)

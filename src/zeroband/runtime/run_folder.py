@@ -249,9 +249,9 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     lease_s = config.fault.time_outs.lease_s
     url = config.store.address
     key = run_keys(config)
-    with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
-        patience_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
-        store.reach(patience_s=patience_s, least_stores=config.least_stores)
+    with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, retry_s=_FIRST_CONTACT_S)) as store:
+        retry_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
+        store.reach(retry_s=retry_s, least_stores=config.least_stores)
         until_s = time.monotonic() + 2 * lease_s
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:

@@ -40,7 +40,7 @@ from zeroband.tools.arguments import (
     run_command,
 )
 
-_STORE_PATIENCE_S = 5.0
+_STORE_RETRY_S = 5.0
 
 _NO_OPERATOR = "None"
 """As a run's record has it that names none."""
@@ -107,7 +107,7 @@ def open_store(config: RunConfig) -> RedisStore:
 def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> RedisStore:
     """Return the store of a run that is there, and has this token. Raises ConfigError, StoreLost."""
     key = RunKey.of(token, run_id)
-    store = RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)
+    store = RedisStore(url, run_id, key=key, lease_s=lease_s, retry_s=_STORE_RETRY_S)
     try:
         store.find_run()
         store.require_token()

@@ -28,7 +28,7 @@ ENVIRON = {
 
 def test_a_rank_names_those_that_are_missing_and_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    call = RollCall(2, "at its launcher", said.append, patience_s=0.0)
+    call = RollCall(2, "at its launcher", said.append, timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"rank 2 waited 0 s for ranks 0, 1 of this node at its launcher; start all"):
         call.wait([0, 1], speaks=True)
     monkeypatch.setattr(rank_store, "_SAID_FIRST_S", 0.0)

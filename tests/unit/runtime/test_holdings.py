@@ -28,11 +28,11 @@ class Table:
         self.is_lost = False
         self.writes = 0
 
-    def tell_holding(self, member_id: str, holding: Holding, *, patience_s: float | None = None) -> None:
+    def tell_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
         self.said[member_id] = holding
         self.writes += 1
 
-    def holdings(self, *, patience_s: float | None = None) -> dict[str, Holding]:
+    def holdings(self, *, retry_s: float | None = None) -> dict[str, Holding]:
         if self.is_lost:
             raise StoreLost("Redis is out of reach")
         return dict(self.said)

@@ -30,7 +30,7 @@ from zeroband.observe.events import NoEvents
 from zeroband.runtime.join import Joiner, NodeRuntimeSteps
 from zeroband.runtime.restart import AbandonedRunWait
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", received_bytes={}, dropped={}, took_s=0.0)
 OPENING = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
 
@@ -89,7 +89,7 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
 def node_of(local: LocalMesh) -> Any:
     train, elastic = (
         SimpleNamespace(batch_size=4, total_steps=100),
-        SimpleNamespace(start_timeout_s=PATIENCE_S, start_nodes=1),
+        SimpleNamespace(start_timeout_s=TIMEOUT_S, start_nodes=1),
     )
     config = SimpleNamespace(train=train, elastic=elastic, ckpt=SimpleNamespace(path="there"))
     return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2", resumes=False)
@@ -541,7 +541,7 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     assert agreed is JoinEvent.AGREED
     place.steps.take(JoinState.FOUNDING, None)
     place.views = [joins]
-    now_s[0] = 10 * PATIENCE_S
+    now_s[0] = 10 * TIMEOUT_S
     place.steps.take(JoinState.REJOIN, RecoveryFailed("its lease ran out"))
     assert place.look() is JoinEvent.JOIN
 

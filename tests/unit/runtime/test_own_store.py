@@ -51,9 +51,9 @@ def start(stack: ExitStack, port: int) -> Callable[[type[BaseException] | None],
 
 def run_in(stack: ExitStack, port: int, *, is_complete: bool) -> RedisStore:
     """A run in this store, in which another node holds a lease."""
-    store = RedisStore(f"nodes://{HOST}:{port}", RUN_ID, key=RunKey.of(TOKEN, RUN_ID), lease_s=2.0, patience_s=2.0)
+    store = RedisStore(f"nodes://{HOST}:{port}", RUN_ID, key=RunKey.of(TOKEN, RUN_ID), lease_s=2.0, retry_s=2.0)
     stack.callback(store.close)
-    store.reach(patience_s=2.0)
+    store.reach(retry_s=2.0)
     store.found_or_match(SHARED)
     store.renew_lease("b#1", Peer("b", HOST, 4000, True), first=True)
     progress = Progress(inner_step=10, tokens=10, ledgers={}, is_complete=is_complete).to_record()

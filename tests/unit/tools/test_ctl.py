@@ -95,7 +95,7 @@ def test_order_needs_store_name_and_token_alone(
 
 
 def test_store_that_does_not_answer_gives_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctl, "_STORE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(ctl, "_STORE_RETRY_S", 0.01)
     assert give("redis://127.0.0.1:1", "pause") == 1
 
 
@@ -152,7 +152,7 @@ def test_ban_keeps_a_nodes_key_out_until_it_ends_and_status_shows_keys(
 ) -> None:
     own = NodeKey(b"b" * 32)
     member = own.new_member_id("b")
-    with closing(RedisStore(redis_url, "run", key=RunKey.of(None, "run", node=own), patience_s=5.0)) as run:
+    with closing(RedisStore(redis_url, "run", key=RunKey.of(None, "run", node=own), retry_s=5.0)) as run:
         run.found_or_match({})
         assert run.renew_lease(member, Peer("b", "host-b", 7, True), first=True) is not None
         assert give(redis_url, "status") == 0

@@ -153,7 +153,7 @@ def test_join_refuses_a_run_of_another_version(
 def test_join_refuses_a_record_without_a_version(
     store: RedisStore, redis_url: str, redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    redis_client.set(store.keys.run, store.judge.seal_run({"train.lr": "0.1"}))
+    redis_client.set(store.keys.run, store.verifier.seal_run({"train.lr": "0.1"}))
     assert main([redis_url, "--run-id", "run", "--dry-run"]) == 2
     assert "protocol is 'absent'" in capsys.readouterr().err
 

@@ -61,7 +61,7 @@ def test_store_serves_a_run_to_who_typed_its_lines_until_ctrl_c(start: Start) ->
     typed = printed(process)
     url, token = typed["ZERO_BAND_STORE__URL"], typed["ZERO_BAND_RUN__TOKEN"]
     assert typed["ZERO_BAND_RUN__ID"] == "first" and len(token) == 64
-    store = RedisStore(url, "first", key=RunKey.of(token, "first"), patience_s=5.0)
+    store = RedisStore(url, "first", key=RunKey.of(token, "first"), retry_s=5.0)
     assert store.found_or_match({"a": "1"})["a"] == "1"
     store.close()
     with redis.Redis.from_url(url, protocol=2) as member:

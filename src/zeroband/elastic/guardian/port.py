@@ -30,7 +30,7 @@ _MOST_STRANGERS = 64
 _MOST_CALLERS = 512
 """Callers that have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
 _MOST_HEARD = 1 << 16
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _PEEK_S = 0.02
 _PAUSE_S = 0.2
 """Pause where no connection can be taken."""
@@ -206,7 +206,7 @@ class Port:
         task = asyncio.current_task()
         assert task is not None
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 call = await _peek(connection)
             answer = self._answers.get(call)
             if answer is None or (task not in self._strangers and task not in self._callers):
@@ -258,7 +258,7 @@ async def shake_hands(
 
     `bans`: whether the key that a name carries is kept out of the run.
     """
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         hello = await read_exactly(connection, HELLO_BYTES)
         called = Callee(key, hello)
         if heard is not None and not heard.is_new(hello):

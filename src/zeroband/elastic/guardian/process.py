@@ -232,9 +232,9 @@ def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, call
 
 def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
-    patience_s = max(1.0, order.lease_s / 2)
+    retry_s = max(1.0, order.lease_s / 2)
     key = order.listen.key if order.listen.run_key else None
-    store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
+    store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, retry_s=retry_s)
     store.trust_address()  # the trainer was answered there
     flags = SharedFlags(Path(order.flags), create=False)
     try:

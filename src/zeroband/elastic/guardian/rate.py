@@ -26,7 +26,7 @@ _WINDOW_S = 0.05
 _FASTER = 1.1
 _WINDOWS_NO_FASTER = 4
 _ANSWER_BYTES = 4
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _MOST_MBIT = 10**6
 _DROP_THE_REST = struct.pack("ii", 1, 0)
 """SO_LINGER: a connection that is closed takes what was not sent with it."""
@@ -40,7 +40,7 @@ async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> i
     called = await reach(key, introduction, ways)
     with called.connection as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_THE_REST)
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             pouring = asyncio.create_task(_pour(connection))
             try:
                 answer = int.from_bytes(await read_exactly(connection, _ANSWER_BYTES), "big")
@@ -64,7 +64,7 @@ async def _pour(connection: socket.socket) -> None:
 async def answer_rate(connection: socket.socket) -> None:
     """The other end of it; the connection stays the caller's. Raises OSError, EOFError, TimeoutError."""
     loop, gauge, is_told = asyncio.get_running_loop(), _Gauge(), False
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while part := await loop.sock_recv(connection, _PIECE_BYTES):  # to the end: unread bytes would undo the answer
             gauge.see(len(part))
             if gauge.received > BURST_BYTES:

@@ -147,8 +147,8 @@ def next_state(state: JoinState, event: JoinEvent) -> JoinState:
 class JoinTimeouts:
     """How long a node goes on that fails and comes no nearer to a state. Times are monotonic seconds."""
 
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._failing_since_s = math.inf
 
     def came_nearer(self) -> None:
@@ -161,7 +161,7 @@ class JoinTimeouts:
 
     def left_s(self, now_s: float) -> float:
         """The time for which it goes on; 0 or less: it gives up."""
-        return min(self._failing_since_s + self.patience_s - now_s, self.patience_s)
+        return min(self._failing_since_s + self.timeout_s - now_s, self.timeout_s)
 
 
 def figure() -> str:

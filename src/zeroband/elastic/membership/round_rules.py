@@ -92,7 +92,7 @@ class Rules:
     shape: RunShape | None = None
     """What bounds the numbers of the members' records (`limits`); None: nothing does."""
 
-    def patience_s(self, phase_s: float) -> float:
+    def straggler_wait_s(self, phase_s: float) -> float:
         """How long a quorum waits for the others, which came to the boundary after so long a phase."""
         grace_s = math.inf if self.straggler_grace is None else max(LEAST_GRACE_S, self.straggler_grace * phase_s)
         return min(grace_s, math.inf if self.straggler_deadline_s is None else self.straggler_deadline_s)
@@ -131,7 +131,7 @@ def next_opening(
     view: View,
     round: int,
     rules: Rules,
-    patience: ElapsedWaits = ElapsedWaits(),
+    waits: ElapsedWaits = ElapsedWaits(),
     links: Callable[[], Mapping[str, LinkRates]] = dict,
     inquiry: Inquiry | None = None,
     claims: Callable[[], Mapping[str, Claim]] = dict,
@@ -150,34 +150,34 @@ def next_opening(
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    claimed = claimed_in(view, round, patience, claims)
+    claimed = claimed_in(view, round, waits, claims)
     joining = tuple(m for m in claimed if m not in view.ready)
     # There is no later round for what is late; and a round that travels during training has time for it.
     awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
     awaited = (*awaited, *joining) if is_last or rules.calls else awaited
-    is_away = {m: m in view.alive and m not in view.ready and m not in patience.given_up for m in awaited}
+    is_away = {m: m in view.alive and m not in view.ready and m not in waits.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
-    if missing and not (patience.stragglers_are_late and not is_last and has_quorum(view, rules)):
+    if missing and not (waits.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
     found = _found(view, round, inquiry)
     if isinstance(found, Wait):
         return found
     members = _that_can_reduce(view, expected, found.blames)
     is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
-    if (too_few := _too_few(members, rules, may_wait=is_founding and not patience.start_is_over)) is not None:
+    if (too_few := _too_few(members, rules, may_wait=is_founding and not waits.start_is_over)) is not None:
         return too_few
     if not is_founding and (too_few := _too_few_electors(members, view, rules)) is not None:
         return too_few
     rates = links()
     slow, apart, behind = frozenset[str](), frozenset[str](), frozenset[str]()
     if not is_founding:
-        slow = _slow_links(_sites_of(members, view, rules, rates), view, rules, patience, rates)
+        slow = _slow_links(_sites_of(members, view, rules, rates), view, rules, waits, rates)
         apart = _kept_apart(members, view, round, rules, found)
         behind = _behind_by_offer(view, members)
     if _too_few_electors([m for m in members if m not in slow | apart], view, rules) is not None:
         slow = apart = frozenset()
     members = tuple(m for m in members if m not in slow | apart)
-    late = tuple(dict.fromkeys([*_late(view, missing, slow | apart | behind, patience), *joining]))
+    late = tuple(dict.fromkeys([*_late(view, missing, slow | apart | behind, waits), *joining]))
     carried = () if is_last else _carried((slow | behind) - apart, members, late, view)
     kept = tuple((m, claim) for m, claim in sorted(claimed.items()) if m in members or m in joining)
     return _opening_to(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
@@ -193,13 +193,13 @@ def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | 
 
 
 def claimed_in(
-    view: View, round: int, patience: ElapsedWaits, claims: Callable[[], Mapping[str, Claim]]
+    view: View, round: int, waits: ElapsedWaits, claims: Callable[[], Mapping[str, Claim]]
 ) -> dict[str, Claim]:
     """Return the claims that an opening of this round deals: of ready joiners, and of those that still train."""
     if round == FOUNDING_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
         return {}
     listed = {*(view.committed.members if view.committed is not None else ()), *_late_before(view)}
-    gone = {*listed, *view.ready, *view.refused, *patience.given_up}
+    gone = {*listed, *view.ready, *view.refused, *waits.given_up}
     strangers, own = view.alive - gone, claims_of(view)
     told = {m: claim for m, claim in (claims() if strangers else {}).items() if m in strangers}
     return standing(ledgers_after(view.committed), own, told) if own or told else {}
@@ -404,7 +404,7 @@ def expected_in(view: View) -> tuple[str, ...]:
     return tuple(m for m in view.committed.members if m in view.alive) if view.committed else tuple(sorted(view.alive))
 
 
-def may_open(view: View, round: int, rules: Rules, patience: ElapsedWaits) -> bool:
+def may_open(view: View, round: int, rules: Rules, waits: ElapsedWaits) -> bool:
     """Whether `next_opening` may call for another opening, by how many are ready: a look may not show who they are."""
     current = view.opening
     if view.is_settling or view.orders.is_paused:
@@ -412,9 +412,9 @@ def may_open(view: View, round: int, rules: Rules, patience: ElapsedWaits) -> bo
     if current is not None and current.round == round and not view.can_finish(current):
         return True
     if round == FOUNDING_ROUND or restarts_with(view, round):
-        return patience.start_is_over or view.arrived >= rules.start_nodes
+        return waits.start_is_over or view.arrived >= rules.start_nodes
     awaited = len(expected_in(view)) + (sum(m in view.alive for m in _late_before(view)) if rules.hidden else 0)
-    return patience.stragglers_are_late or view.arrived + len(view.refused) >= awaited
+    return waits.stragglers_are_late or view.arrived + len(view.refused) >= awaited
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:
@@ -460,15 +460,15 @@ def _late_before(view: View) -> tuple[str, ...]:
     return view.committed.opening.late if view.committed is not None else ()
 
 
-def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], patience: ElapsedWaits) -> tuple[str, ...]:
+def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], waits: ElapsedWaits) -> tuple[str, ...]:
     """Members that go without this round, with those that have not come back from an earlier one."""
-    gone = {*view.ready, *patience.given_up}
+    gone = {*view.ready, *waits.given_up}
     away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
     return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))
 
 
 def _slow_links(
-    sites: Groups, view: View, rules: Rules, patience: ElapsedWaits, rates: Mapping[str, LinkRates]
+    sites: Groups, view: View, rules: Rules, waits: ElapsedWaits, rates: Mapping[str, LinkRates]
 ) -> frozenset[str]:
     """Members that are not in the exchange, since with the links of their sites it would take too long.
 
@@ -480,7 +480,7 @@ def _slow_links(
     known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
     if rules.straggler_grace is None or not rules.transfer_bytes or not any(known.values()):
         return frozenset()
-    if not patience.phase_s:  # this member saw no phase begin: as it was
+    if not waits.phase_s:  # this member saw no phase begin: as it was
         before = {carried.member for carried in _carried_before(view)}
         return frozenset(m for site in sites for m in site if m in before and _may_be_carried(site, view))
     fastest = max(known.values())
@@ -488,7 +488,7 @@ def _slow_links(
     mbit, scale = [known[site] or fastest for site in order], rules.transfer_bytes * 8e-6
     needed = _fewest_with(rules.quorum, [sum(view.ready[m].weight for m in site) for site in order])
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
-    grace_s, hidden_s = rules.straggler_grace * (patience.phase_s + usual_s), rules.hidden * patience.phase_s
+    grace_s, hidden_s = rules.straggler_grace * (waits.phase_s + usual_s), rules.hidden * waits.phase_s
 
     took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
 

@@ -160,13 +160,13 @@ class Journal:
             self._newest = round
             self._changed.notify_all()
 
-    def await_entry(self, round: int, *, patience_s: float = AWAITED_S) -> RoundUpdate | None:
+    def await_entry(self, round: int, *, timeout_s: float = AWAITED_S) -> RoundUpdate | None:
         """The entry of a round; one that is newer than all entries is awaited. Any thread but the main one.
 
         Joiners learn of a verdict from the store, often before their donor has applied it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._newest >= round, timeout=patience_s)
+            self._changed.wait_for(lambda: self._newest >= round, timeout=timeout_s)
             entry, _ = self._entries.get(round, (None, 0.0))
             return entry
 

@@ -335,7 +335,7 @@ class Member:
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
 
-        def patience_at(view: View) -> ElapsedWaits:
+        def waits_at(view: View) -> ElapsedWaits:
             now_s = self._clock()
             are_late = stragglers.are_late(view, now_s)
             given_up = {m for m in view.refused if now_s - refused_since_s.setdefault(m, now_s) >= _REFUSED_S}
@@ -355,14 +355,14 @@ class Member:
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, patience_at(view))
+            return self._decide_opening(view, round, rules, waits_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
-            return may_open(view, round, rules, patience_at(view))
+            return may_open(view, round, rules, waits_at(view))
 
         def proposers(view: View) -> Sequence[str]:
-            """Whoever's patience ends has waited for the longest, so it proposes at once."""
+            """The member whose wait ends first has waited longest, so it proposes at once."""
             return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_in(view)
 
         return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()), all_check)
@@ -438,7 +438,7 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _decide_opening(self, view: View, round: int, rules: Rules, patience: ElapsedWaits) -> Opening | Wait:
+    def _decide_opening(self, view: View, round: int, rules: Rules, waits: ElapsedWaits) -> Opening | Wait:
         """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
         current, inquiry = view.opening, self._inquiry
         if current is not None and current.round == round and view.can_finish(current):
@@ -447,10 +447,10 @@ class Member:
         if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
-            return self._decide_opening(self._proven(round, rules), round, rules, patience)
-        decision = next_opening(view, round, rules, patience, self.store.links, inquiry, self.store.claims)
+            return self._decide_opening(self._proven(round, rules), round, rules, waits)
+        decision = next_opening(view, round, rules, waits, self.store.links, inquiry, self.store.claims)
         if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
-            return self._decide_opening(self._proven(round, rules), round, rules, patience)
+            return self._decide_opening(self._proven(round, rules), round, rules, waits)
         if isinstance(decision, Wait):
             return decision
         before = "" if current is None else current.id
@@ -740,7 +740,7 @@ class StragglerTimer:
         return self.left_s(now_s) <= 0
 
     def left_s(self, now_s: float) -> float:
-        return math.inf if self._since_s is None else self._since_s + self._rules.patience_s(self.phase_s) - now_s
+        return math.inf if self._since_s is None else self._since_s + self._rules.straggler_wait_s(self.phase_s) - now_s
 
 
 class _Votes:

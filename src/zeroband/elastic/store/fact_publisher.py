@@ -23,7 +23,7 @@ from zeroband.observe.jsonl import FilePlace, LineTail, decode_line
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS_FILE
 
-PATIENCE_S = 2.0
+RETRY_S = 2.0
 """In which the store must answer."""
 
 EVERY_S = 1.0

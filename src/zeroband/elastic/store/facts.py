@@ -15,7 +15,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import Fact, FactSource, FolderFacts
 from zeroband.observe.view import node_id_of_member, short_key
 
-PATIENCE_S = 5.0
+RETRY_S = 5.0
 """In which the store must answer, if nothing else is said."""
 _AGAIN_S = 10.0
 """After which a store that is away is asked again by who has something else to show meanwhile."""
@@ -26,13 +26,13 @@ class StoreFacts(FactSource):
 
     Every line is given once, whatever the store forgets and is told again. Of a stream that was cut before it was read
     what is left is given. `url`, `run_id` and `token` are those of the run's nodes; a call waits for the store for
-    `patience_s`, or PATIENCE_S. Raises ConfigError where the address is none.
+    `retry_s`, or RETRY_S. Raises ConfigError where the address is none.
     """
 
-    def __init__(self, url: str, run_id: str, token: str | None, *, patience_s: float | None = None) -> None:
+    def __init__(self, url: str, run_id: str, token: str | None, *, retry_s: float | None = None) -> None:
         self._run_id = run_id
-        key, patience_s = RunKey.of(token, run_id), PATIENCE_S if patience_s is None else patience_s
-        self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
+        key, retry_s = RunKey.of(token, run_id), RETRY_S if retry_s is None else retry_s
+        self._store = RedisStore(url, run_id, key=key, lease_s=retry_s, retry_s=retry_s)
         self._place = f"{shown_stores(url)} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
         """By their names with their keys."""

@@ -43,7 +43,7 @@ from zeroband.observe.view import node_id_of_member, public_key_in
 
 _R = TypeVar("_R")
 
-_MOST_JUNK = 1000
+_MOST_REJECTED = 1000
 _REPEAT_S = 60.0
 """Between two lines about one key, whoever writes into it how often."""
 _DRAWN = 1 / 32
@@ -75,7 +75,7 @@ class RecordVerifier:
         self.session = ""
         """Session of the run that this node is in; empty: in none yet, so that it believes every record of the run."""
         self._lineage: tuple[str, ...] = ()
-        self._junk: dict[str, bytes] = {}
+        self._rejected: dict[str, bytes] = {}
         self._said_at_s: dict[str, float] = {}
         self._wary_until_s = -math.inf
         self._malformed: dict[str, str] = {}
@@ -101,9 +101,9 @@ class RecordVerifier:
         """Whether a node reads here. A tool only shows what it reads."""
         return self._seals.has_own_key
 
-    def junk(self, name: str) -> bytes:
+    def rejected(self, name: str) -> bytes:
         """What stood at this place when it was looked at last and does not count; empty if it did."""
-        return self._junk.get(name, b"")
+        return self._rejected.get(name, b"")
 
     @property
     def is_wary(self) -> bool:
@@ -112,15 +112,15 @@ class RecordVerifier:
 
     def malformed(self, name: str) -> str | None:
         """Why what stands at this place is no record, though a node of this run sealed it; None: it is not so."""
-        return self._malformed.get(name) if name in self._junk else None
+        return self._malformed.get(name) if name in self._rejected else None
 
     def reject(self, name: str, raw: bytes, reason: str) -> bool:
         """Have a value not count from now on. Whether that was said in the log now."""
-        if len(self._junk) >= _MOST_JUNK:
-            self._junk.clear()
+        if len(self._rejected) >= _MOST_REJECTED:
+            self._rejected.clear()
             self._said_at_s.clear()
             self._malformed.clear()
-        self._junk[name] = raw
+        self._rejected[name] = raw
         now_s = time.monotonic()
         if reason == _UNSIGNED:
             self._wary_until_s = now_s + _WARY_S
@@ -149,7 +149,7 @@ class RecordVerifier:
             self.reject(name, raw, _FOREIGN)
             return None
         else:
-            self._junk.pop(name, None)
+            self._rejected.pop(name, None)
         return record
 
     def _is_foreign(self, record: Record) -> bool:
@@ -289,7 +289,7 @@ class RecordVerifier:
         if not counts:
             self.reject(name, raw, _FOREIGN)
             return None
-        self._junk.pop(name, None)
+        self._rejected.pop(name, None)
         return opening
 
     def is_of_its_proposer(self, name: str, raw: bytes, opening: Opening, *, is_taken: bool = False) -> bool:
@@ -518,7 +518,7 @@ class RecordVerifier:
         if record is None or raw is None:
             return None
         if self.session and not record.label.sessions:
-            self._junk[name] = raw  # from before the founding: members write it again, for their session
+            self._rejected[name] = raw  # from before the founding: members write it again, for their session
             return None
         return self._read(dict[str, str], name, raw, record)
 

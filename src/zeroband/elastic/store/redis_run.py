@@ -70,7 +70,7 @@ class FactEntry(NamedTuple):
 class RedisRun:
     """The records of one run in one Redis.
 
-    `key`: of the run, made of its token; None: it has none. `patience_s`: how long a call is retried, with jittered
+    `key`: of the run, made of its token; None: it has none. `retry_s`: how long a call is retried, with jittered
     back-off, before it raises StoreLost; one attempt takes no longer than `answer_s`. `before_retry`: called before
     every further attempt; what it raises ends the call.
     """
@@ -81,16 +81,16 @@ class RedisRun:
         run_id: str,
         *,
         key: RunKey | None,
-        patience_s: float,
+        retry_s: float,
         answer_s: float,
         before_retry: Callable[[], None],
     ) -> None:
         self.keys = Keys(run_id)
-        self.judge = RecordVerifier(Seals(key, run_id, self.keys.prefix))
+        self.verifier = RecordVerifier(Seals(key, run_id, self.keys.prefix))
         self.address = address
         """Address of the store in use."""
         self._redis = connect(address, timeout_s=answer_s, key=key)
-        self._patience_s, self._answer_s = patience_s, answer_s
+        self._retry_s, self._answer_s = retry_s, answer_s
         self._before_retry = before_retry
         self._has_answered, self._answered_at_s = False, time.monotonic()
         self._is_proven = False
@@ -106,9 +106,9 @@ class RedisRun:
 
     # -- how Redis is asked -----------------------------------------------------------------------------------
 
-    def call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
+    def call(self, call: Callable[[], Any], retry_s: float | None = None) -> Any:
         """What a call of Redis gives, once it does."""
-        patience_s = self._patience_s if patience_s is None else patience_s
+        retry_s = self._retry_s if retry_s is None else retry_s
         self._find_way()
         pauses = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, jitter=0.5)  # members that lost it together come back apart
         started_at_s = reminded_at_s = time.monotonic()
@@ -119,9 +119,9 @@ class RedisRun:
                 if isinstance(error, redis.DataError):
                     raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
                 why, now_s = self._why_refused(error), time.monotonic()
-                if now_s + pauses.longest_s > started_at_s + patience_s:
-                    silence = f"Redis did not answer for {patience_s:g} s: {error}; check store.url"
-                    raise StoreLost(silence if why is None else f"Redis refused for {patience_s:g} s: {why}") from error
+                if now_s + pauses.longest_s > started_at_s + retry_s:
+                    silence = f"Redis did not answer for {retry_s:g} s: {error}; check store.url"
+                    raise StoreLost(silence if why is None else f"Redis refused for {retry_s:g} s: {why}") from error
                 if now_s - reminded_at_s > REMIND_S:
                     reminded_at_s = now_s
                     what = "Redis is out of reach" if why is None else "Redis refuses"
@@ -161,7 +161,7 @@ class RedisRun:
         self,
         script: Script,
         *args: str | bytes | int,
-        patience_s: float | None = None,
+        retry_s: float | None = None,
         wait: Sequence[str | int] = (),
         at: Mapping[str, str] | None = None,
     ) -> Any:
@@ -171,7 +171,7 @@ class RedisRun:
         """
         keys = [(at or {}).get(name) or getattr(self.keys, name) for name in script.keys]
         run = self._bound(script)
-        mended, result = self.call(lambda: run(keys=keys, args=args, wait=wait), patience_s)
+        mended, result = self.call(lambda: run(keys=keys, args=args, wait=wait), retry_s)
         for key in mended:
             fields = {"key": text_of(key)}
             _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
@@ -183,7 +183,7 @@ class RedisRun:
             self._scripts[script.text] = self._redis.script(script.text, (list, script.answer))
         return self._scripts[script.text]
 
-    def require_usable(self, *, patience_s: float) -> None:
+    def require_usable(self, *, retry_s: float) -> None:
         """Have Redis do once all that a run asks of it: from then on what it refuses may come back, and is waited for.
 
         Raises ConfigError where it refuses any of it, and StoreLost.
@@ -198,7 +198,7 @@ class RedisRun:
                 raise refusal
 
         self._is_proven = False
-        self.call(ask, patience_s)
+        self.call(ask, retry_s)
         self._is_proven = True
 
     def trust_address(self) -> None:
@@ -207,20 +207,20 @@ class RedisRun:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def say_saving(self, attempt: str, node: str, word: str, *, patience_s: float) -> None:
+    def say_saving(self, attempt: str, node: str, word: str, *, retry_s: float) -> None:
         """Tell the other writers of a checkpoint something; only the newest word of a node counts.
 
         `node`: its name with its key.
         """
         key = self.keys.saving(attempt)
-        sealed = self.judge.seal_saving(key, node, word)
-        self.run_script(scripts.SAY, node, sealed, SPENT_TTL_S, at={"said": key}, patience_s=patience_s)
+        sealed = self.verifier.seal_saving(key, node, word)
+        self.run_script(scripts.SAY, node, sealed, SPENT_TTL_S, at={"said": key}, retry_s=retry_s)
 
-    def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
+    def saving(self, attempt: str, *, retry_s: float) -> dict[str, str]:
         """What the writers of a checkpoint last said, by node id."""
         key = self.keys.saving(attempt)
-        said = pairs(self.run_script(scripts.READ_SAID, at={"said": key}, patience_s=patience_s))
-        return self.judge.saving(key, said, self._living_nodes())
+        said = pairs(self.run_script(scripts.READ_SAID, at={"said": key}, retry_s=retry_s))
+        return self.verifier.saving(key, said, self._living_nodes())
 
     def _living_nodes(self) -> dict[str, str]:
         """The member that lives on each node, as far as it is known."""
@@ -228,15 +228,15 @@ class RedisRun:
 
     # -- which checkpoints nodes have ------------------------------------------------------------------------------
 
-    def tell_holding(self, member_id: str, holding: Holding, *, patience_s: float | None = None) -> None:
+    def tell_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
         """Tell the others what this node has at its ckpt.path; the newest word counts. It must hold a lease."""
-        sealed = self.judge.seal_holding(member_id, holding)
-        self.run_script(scripts.TELL_HOLDING, member_id, sealed, RUN_TTL_S, patience_s=patience_s)
+        sealed = self.verifier.seal_holding(member_id, holding)
+        self.run_script(scripts.TELL_HOLDING, member_id, sealed, RUN_TTL_S, retry_s=retry_s)
 
-    def holdings(self, *, patience_s: float | None = None) -> dict[str, Holding]:
+    def holdings(self, *, retry_s: float | None = None) -> dict[str, Holding]:
         """What nodes have at their ckpt.path, by member; some of these may have left."""
-        said = pairs(self.run_script(scripts.READ_SAID, at={"said": self.keys.holdings}, patience_s=patience_s))
-        return self.judge.holdings(self.keys.holdings, said)
+        said = pairs(self.run_script(scripts.READ_SAID, at={"said": self.keys.holdings}, retry_s=retry_s))
+        return self.verifier.holdings(self.keys.holdings, said)
 
     # -- what nodes recorded ------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class RedisRun:
         may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
         `is_new`: in place of those that are there.
         """
-        key, seal = self.keys.facts(node), self.judge.seal_facts
+        key, seal = self.keys.facts(node), self.verifier.seal_facts
         word = "" if standing is None else seal(self.keys.recorders, node, standing)
         args = [newest, seal(key, node, batch), node, word, int(bool(word) and is_new)]
         args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
@@ -264,7 +264,7 @@ class RedisRun:
         """Whether a node is listed; the word is told in full only where it is not the one that was seen last."""
         if isinstance(said, int):
             return True
-        is_known = self.judge.facts(self.keys.recorders, node, said) is not None
+        is_known = self.verifier.facts(self.keys.recorders, node, said) is not None
         self._known_word = _sha1(said) if said and is_known else ""
         return is_known
 
@@ -275,7 +275,7 @@ class RedisRun:
 
     def _entries(self, node: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
         key = self.keys.facts(node)
-        return [FactEntry(text_of(id), self.judge.facts(key, node, _facts_of(parts))) for id, parts in raw]
+        return [FactEntry(text_of(id), self.verifier.facts(key, node, _facts_of(parts))) for id, parts in raw]
 
     def recorders(self) -> dict[str, FactBatch | None]:
         """The nodes that recorded something, with what stands however long ago they did; None: not with our token.
@@ -287,7 +287,7 @@ class RedisRun:
         self._recorders = {
             node: before[node]
             if node in before and before[node][0] == raw
-            else (raw, self.judge.facts(name, node, raw))
+            else (raw, self.verifier.facts(name, node, raw))
             for node, raw in said.items()
         }
         return {node: batch for node, (_, batch) in self._recorders.items()}
@@ -299,11 +299,11 @@ class RedisRun:
         return self.keys.group(opening, lane)
 
     def group_set(self, key: str, value: bytes) -> None:
-        self.call(lambda: self._redis.set(key, self.judge.seal_value(key, value), ex=GROUP_TTL_S))
+        self.call(lambda: self._redis.set(key, self.verifier.seal_value(key, value), ex=GROUP_TTL_S))
 
     def group_get(self, keys: list[str]) -> list[bytes | None]:
         raws = cast("list[bytes | None]", self.call(lambda: self._redis.mget(keys)))
-        return [self.judge.value(key, raw) for key, raw in zip(keys, raws, strict=True)]
+        return [self.verifier.value(key, raw) for key, raw in zip(keys, raws, strict=True)]
 
     def group_add(self, key: str, amount: int) -> int:
         sign = f"{key}:{uuid.uuid4().hex}"

@@ -1,7 +1,7 @@
 """The store of a run in Redis, or in one of several: its start, leases and rounds.
 
 All writes that decide something are compare-and-set, fenced by the opening that they build on; what runs inside Redis
-is in `scripts`. What is found there counts if it was sealed by a node of this run (`judge`).
+is in `scripts`. What is found there counts if it was sealed by a node of this run (`verifier`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RedisStore(StoreInUse, Store):
 
     `url`: of several stores, with blanks between them or held by nodes, the one in use is found at the first call
     (`reach`).
-    `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
+    `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `retry_s`: how long a call
     is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease, or
     `answer_s`.
     `before_retry`: called before every further attempt; what it raises ends the call.
@@ -101,16 +101,16 @@ class RedisStore(StoreInUse, Store):
         *,
         key: RunKey | None = None,
         lease_s: float = 5.0,
-        patience_s: float,
+        retry_s: float,
         answer_s: float | None = None,
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
-        answer_s = min(max(1.0, lease_s), patience_s) if answer_s is None else answer_s
+        answer_s = min(max(1.0, lease_s), retry_s) if answer_s is None else answer_s
         super().__init__(
             *(url, run_id),
             key=key,
             lease_s=lease_s,
-            patience_s=patience_s,
+            retry_s=retry_s,
             answer_s=answer_s,
             before_retry=before_retry,
         )
@@ -145,11 +145,11 @@ class RedisStore(StoreInUse, Store):
     @property
     def session(self) -> str:
         """Session of the run that this node is in; records of another one do not count. Empty: it is in none yet."""
-        return self.judge.session
+        return self.verifier.session
 
     @session.setter
     def session(self, session: str) -> None:
-        self.judge.session = session
+        self.verifier.session = session
         with self._seeing:
             self._era += 1
             self._seen = self._seen.in_another_session(self._era)
@@ -168,17 +168,17 @@ class RedisStore(StoreInUse, Store):
             is_first = time.monotonic() < deadline_s
             if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
                 raise JoinRefused("run.token", "another", "this one")
-            args = [self.judge.seal_run(record), RUN_TTL_S, self.judge.junk(self.keys.run), self._silence_ms]
+            args = [self.verifier.seal_run(record), RUN_TTL_S, self.verifier.rejected(self.keys.run), self._silence_ms]
             raw, other_protocol, is_alive = self.run_script(scripts.FOUND, *args, int(is_first))
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
                 raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
-            theirs = self.judge.run(self.keys.run, raw)
+            theirs = self.verifier.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)
                 self._shared = record
                 return record
-            has_another_token = self._names_another_token(raw or self.judge.junk(self.keys.run))
+            has_another_token = self._names_another_token(raw or self.verifier.rejected(self.keys.run))
             if has_another_token and not waits:
                 raise JoinRefused("run.token", "another", "this one")
             if waits:
@@ -186,12 +186,12 @@ class RedisStore(StoreInUse, Store):
 
     def _names_another_token(self, raw: bytes) -> bool:
         """Whether a record of the run was sealed with a token that this node does not have."""
-        return id_of(raw) not in ("", self.judge.token_check)
+        return id_of(raw) not in ("", self.verifier.token_check)
 
     def require_token(self) -> None:
         """Raise ConfigError where the run's record was sealed with another token than this one's."""
         raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
-        if raw and self._names_another_token(raw) and self.judge.run(self.keys.run, raw) is None:
+        if raw and self._names_another_token(raw) and self.verifier.run(self.keys.run, raw) is None:
             raise ConfigError(
                 "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
             )
@@ -199,31 +199,37 @@ class RedisStore(StoreInUse, Store):
     def record(self) -> dict[str, str] | None:
         """Return what the run's nodes share, as its first one wrote it. None: there is no such run, or it is forged."""
         raw, _, _ = self.run_script(scripts.READ, at={"record": self.keys.run})
-        return self.judge.run(self.keys.run, raw)
+        return self.verifier.run(self.keys.run, raw)
 
     def forget_dead_run(self) -> bool:
         return bool(self.run_script(scripts.CLEAR, self._lease_ms, self._silence_ms))
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
-        judge, keys = self.judge, self.keys
+        verifier, keys = self.verifier, self.keys
         names = [keys.restart_point, keys.opening, keys.committed]
-        before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
-        before.append(judge.seal_verdict(view.committed))
-        args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
+        before = [verifier.seal_restart_point(view.restart_point), verifier.seal_opening(view.opening)]
+        before.append(verifier.seal_verdict(view.committed))
+        args = [
+            *before,
+            verifier.seal_restart_point(restart_point),
+            RUN_TTL_S,
+            self._silence_ms,
+            *map(verifier.rejected, names),
+        ]
         return bool(self.run_script(scripts.BEGIN, *args))
 
     def restore(self, known: StoreBackup) -> bool:
-        keys, judge, member = self.keys, self.judge, known.member_id
+        keys, verifier, member = self.keys, self.verifier, known.member_id
         round = 0 if known.ready is None else known.ready.round
         ours = [
-            *(judge.seal_opening(known.opening), judge.seal_verdict(known.committed)),
-            *(judge.seal_run(known.run), judge.seal_orders(known.orders)),
-            "" if known.ready is None else judge.seal_ready(member, known.ready),
-            "" if known.vote is None else judge.seal_vote(member, *known.vote),
+            *(verifier.seal_opening(known.opening), verifier.seal_verdict(known.committed)),
+            *(verifier.seal_run(known.run), verifier.seal_orders(known.orders)),
+            "" if known.ready is None else verifier.seal_ready(member, known.ready),
+            "" if known.vote is None else verifier.seal_vote(member, *known.vote),
         ]
         places = [keys.opening, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
         places.append(f"{keys.votes} {member}")
-        args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
+        args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(verifier.rejected, places)]
         args += [stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
         return self.run_script(scripts.RESTORE, *args, at=self.keys.of_round(round)) == 1
 
@@ -242,7 +248,7 @@ class RedisStore(StoreInUse, Store):
                 peers = self._living(known, *living)
                 self._granted_ms, self._living_then = int(now_ms), known.alive
                 return peers
-            opening = self.judge.opening(self.keys.opening, against, None)
+            opening = self.verifier.opening(self.keys.opening, against, None)
             is_newer = opening is not None and opening.version > listed_version
             is_out = opening is not None and member_id not in (*opening.members, *opening.late)
             if opening is not None and is_newer and is_out and not self._was_taken(opening, int(now_ms)):
@@ -253,7 +259,7 @@ class RedisStore(StoreInUse, Store):
     def _sealed_peer(self, member_id: str, peer: Peer) -> str:
         told = self._told_peer
         if told is None or told[:2] != (member_id, peer):
-            told = self._told_peer = member_id, peer, self.judge.seal_peer(member_id, peer)
+            told = self._told_peer = member_id, peer, self.verifier.seal_peer(member_id, peer)
         return told[2]
 
     def _was_taken(self, opening: Opening, now_ms: int) -> bool:
@@ -269,7 +275,7 @@ class RedisStore(StoreInUse, Store):
         """The living members, as a renewal tells what is new of them."""
         known.learn_times(*times)
         known.learn_alive(alive)
-        if known.peers.learn(peers, known.change, lambda new: self.judge.peers(self.keys.peers, new)):
+        if known.peers.learn(peers, known.change, lambda new: self.verifier.peers(self.keys.peers, new)):
             self._find_stores_of(known.peers.read)
         known.view = None
         self._keep(known)
@@ -299,9 +305,9 @@ class RedisStore(StoreInUse, Store):
         return 0 < end_ms - before_ms < self._silence_ms
 
     def say_leaving(self, member_id: str) -> frozenset[str]:
-        word = self.judge.seal_leaving(member_id)
+        word = self.verifier.seal_leaving(member_id)
         alive, leaving = self.run_script(scripts.LEAVE, member_id, self._silence_ms, ROUND_TTL_S, word)
-        return frozenset(map(text_of, alive)) - self.judge.leaving(self.keys.leaving, pairs(leaving))
+        return frozenset(map(text_of, alive)) - self.verifier.leaving(self.keys.leaving, pairs(leaving))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -317,16 +323,16 @@ class RedisStore(StoreInUse, Store):
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
         self._own = member_id
-        said = _OwnRecord(self.judge.seal_ready(member_id, ready))
+        said = _OwnRecord(self.verifier.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
     def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
-        key, word = self.keys.attempt(opening.id), self.judge.seal_evidence(member_id, opening, evidence)
-        args = [opening.id, member_id, word, SPENT_TTL_S, self.judge.junk(f"{key} said {member_id}"), int(again)]
+        key, word = self.keys.attempt(opening.id), self.verifier.seal_evidence(member_id, opening, evidence)
+        args = [opening.id, member_id, word, SPENT_TTL_S, self.verifier.rejected(f"{key} said {member_id}"), int(again)]
         return bool(self.run_script(scripts.TESTIFY, *args, at={"attempt": key}))
 
     def attempt(self, opening_id: str) -> Attempt | None:
-        judge, key = self.judge, self.keys.attempt(opening_id)
+        verifier, key = self.verifier, self.keys.attempt(opening_id)
         raw, failed, votes, kept, tag = self.run_script(scripts.READ_ATTEMPT, opening_id, at={"attempt": key})
         known = pairs(kept)
         names = [key, f"{key} vote", f"{key} failed"]
@@ -334,20 +340,20 @@ class RedisStore(StoreInUse, Store):
             names = [self.keys.opening, self.keys.votes, self.keys.failed]
         else:
             raw, failed, votes = known.get("opening"), known.get("failed"), _behind("vote ", known)
-        opening = judge.past_opening(names[0], raw, opening_id)
+        opening = verifier.past_opening(names[0], raw, opening_id)
         if opening is None:
             return None
         return Attempt(
             opening,
-            judge.votes(names[1], opening, votes if isinstance(votes, dict) else pairs(votes)),
-            judge.evidence(f"{key} said", opening, _behind("said ", known)),
-            judge.failure(names[2], opening, failed) or "",
+            verifier.votes(names[1], opening, votes if isinstance(votes, dict) else pairs(votes)),
+            verifier.evidence(f"{key} said", opening, _behind("said ", known)),
+            verifier.failure(names[2], opening, failed) or "",
             text_of(tag),
         )
 
     def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         self._own, self._voted_on = member_id, opening.id
-        said = _OwnRecord(self.judge.seal_vote(member_id, opening, digest), opening)
+        said = _OwnRecord(self.verifier.seal_vote(member_id, opening, digest), opening)
         enough, stamp = len(opening.members), stamp_of(generation)
         return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
@@ -418,15 +424,15 @@ class RedisStore(StoreInUse, Store):
         """The opening and the verdict, where they were told by what this node has. Raises ValueError."""
         if isinstance(opening, list):
             opening = patched(known.records.get("opening") or b"", opening[0])
-            self.judge.require_sealed(opening, "opening")
+            self.verifier.require_sealed(opening, "opening")
         if isinstance(committed, list):
             committed = patched(known.records.get("committed") or b"", committed[0])
-            self.judge.require_sealed(committed, "verdict")
+            self.verifier.require_sealed(committed, "verdict")
         return opening, expected if committed == _EXPECTED else committed
 
     def _learn(self, known: StoreCache, round: int, told: Sequence[Any]) -> View:
         """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
-        keys, judge = self.keys, self.judge
+        keys, verifier = self.keys, self.verifier
         times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
         known.learn_times(*times)
         has_new_alive = known.learn_alive(alive)
@@ -439,7 +445,7 @@ class RedisStore(StoreInUse, Store):
             has_new_alive,
             must_prove and known.ready.prove(read_ready),
             must_prove and known.votes.prove(read_votes),
-            known.peers.learn(peers, known.change, lambda raw: judge.peers(keys.peers, raw)),
+            known.peers.learn(peers, known.change, lambda raw: verifier.peers(keys.peers, raw)),
             known.ready.learn(ready, known.change, read_ready),
             known.votes.learn(votes, known.change, read_votes),
         ]
@@ -466,7 +472,7 @@ class RedisStore(StoreInUse, Store):
             unseen_ready=known.ready.unseen,
             unseen_votes=known.votes.unseen if opening is not None else 0,
             generation=known.generation,
-            refused={m: why for m in known.ready.rejected if (why := judge.malformed(f"{ready_key} {m}"))},
+            refused={m: why for m in known.ready.rejected if (why := verifier.malformed(f"{ready_key} {m}"))},
             is_proven=known.is_proven,
         )
         known.view = view.counted()
@@ -474,22 +480,22 @@ class RedisStore(StoreInUse, Store):
 
     def _readers(self, known: StoreCache, round: int) -> tuple[Reader[Ready], Reader[str]]:
         """What reads who is ready and what members voted for, behind the records of this look."""
-        judge, keys, opening, taken = self.judge, self.keys, known.opening, self._taken(known)
+        verifier, keys, opening, taken = self.verifier, self.keys, known.opening, self._taken(known)
         voters = frozenset[str]() if opening is None else taken & needed(opening)
 
         def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
             known.ready.is_proven &= not raw.keys() & taken
-            return judge.ready(keys.ready(round), round, raw, taken)
+            return verifier.ready(keys.ready(round), round, raw, taken)
 
         def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
             known.votes.is_proven &= not raw.keys() & voters
-            return judge.votes(keys.votes, opening, raw, voters)
+            return verifier.votes(keys.votes, opening, raw, voters)
 
         return read_ready, read_votes
 
     def _proves(self, round: int | None) -> bool:
         """Whether every signature of a round is verified."""
-        return round == self._proven_round or self.judge.is_wary
+        return round == self._proven_round or self.verifier.is_wary
 
     def _taken(self, known: StoreCache) -> frozenset[str]:
         """Members of the round before whose words this one need not prove, since it takes part with them."""
@@ -501,10 +507,10 @@ class RedisStore(StoreInUse, Store):
 
     def _judge_records(self, known: StoreCache) -> None:
         """Read the records of which there is one each; some count only beside others."""
-        keys, judge, raw = self.keys, self.judge, known.records.get
+        keys, verifier, raw = self.keys, self.verifier, known.records.get
         known.is_doubted = False
-        committed = self._believed(known, judge.verdict(keys.committed, raw("committed")))
-        known.orders = judge.orders(keys.orders, raw("orders"))
+        committed = self._believed(known, verifier.verdict(keys.committed, raw("committed")))
+        known.orders = verifier.orders(keys.orders, raw("orders"))
         known.committed, shown = committed, known.opening
         taken, proves = self._taken(known), self._proves(known.round)
 
@@ -513,7 +519,7 @@ class RedisStore(StoreInUse, Store):
             known.is_taken = was_taken and not proves
             return known.is_taken or (opening == shown and not proves)
 
-        opening = judge.opening(keys.opening, raw("opening"), committed, is_taken=is_taken)
+        opening = verifier.opening(keys.opening, raw("opening"), committed, is_taken=is_taken)
         known.is_taken &= opening is not None
         before = committed or self._newest
         if opening is not None and before is not None and opening.round > before.round:
@@ -521,11 +527,11 @@ class RedisStore(StoreInUse, Store):
         if opening != known.opening:
             known.forget_votes()
         known.opening, known.view = opening, None
-        known.failed = judge.failure(keys.failed, opening, raw("failed"))
-        known.is_known = judge.run(keys.run, raw("run")) is not None
-        known.generation = judge.generation(keys.generation, raw("generation")) if self.generation else None
+        known.failed = verifier.failure(keys.failed, opening, raw("failed"))
+        known.is_known = verifier.run(keys.run, raw("run")) is not None
+        known.generation = verifier.generation(keys.generation, raw("generation")) if self.generation else None
         is_of_a_member = committed is not None and self._own in (*committed.members, *committed.opening.late)
-        restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+        restart_point = verifier.restart_point(keys.restart_point, raw("restart_point"), committed)
         known.restart_point = None if is_of_a_member else restart_point  # the run is not dead: this member lives
 
     def _believed(self, known: StoreCache, verdict: Verdict | None) -> Verdict | None:
@@ -537,17 +543,17 @@ class RedisStore(StoreInUse, Store):
         before, own = self._newest, self._own
         if verdict is None or (before is not None and verdict.round <= before.round):
             return verdict
-        has_voted = self.judge.is_expected(verdict) or verdict.opening.id == self._voted_on
+        has_voted = self.verifier.is_expected(verdict) or verdict.opening.id == self._voted_on
         name, raw = self.keys.committed, known.records["committed"] or b""
         listed = (*before.members, *before.opening.late) if before is not None else ()
-        if has_voted or (before is None and not self.judge.is_of_a_node):
+        if has_voted or (before is None and not self.verifier.is_of_a_node):
             self._newest = verdict
             return verdict
         if own in listed and own in verdict.members and not self.has_several:
-            self.judge.reject(name, raw, NOT_VOTED_FOR)
+            self.verifier.reject(name, raw, NOT_VOTED_FOR)
             return None
         if before is None or own in listed:
-            if not self.judge.is_of_its_proposer(name, raw, verdict.opening):
+            if not self.verifier.is_of_its_proposer(name, raw, verdict.opening):
                 return None
             is_voted = self._is_voted_for(known, verdict, verdict.members if before is None else before.members)
             takes_part = verdict.members if is_voted else known.alive
@@ -579,14 +585,14 @@ class RedisStore(StoreInUse, Store):
         key = self.keys.ready(opening.round)
         if known.round == opening.round and self._own not in opening.members:
             self._proven_round = opening.round
-            known.ready.prove(lambda raw: self.judge.ready(key, opening.round, raw))
+            known.ready.prove(lambda raw: self.verifier.ready(key, opening.round, raw))
         ready = known.ready.read if known.round == opening.round else {}
         here = Present(known.alive, known.peers.read, ready, self.quorum)
         return may_leave_out(opening, before, self._own, here, takes_part)
 
     def _reject_taken(self, known: StoreCache, name: str, opening: Opening) -> None:
         """Have a record not count by which one member goes on without most others; say who opened its round."""
-        if self.judge.reject(getattr(self.keys, name), known.records[name] or b"", LEAVES_OUT_MOST):
+        if self.verifier.reject(getattr(self.keys, name), known.records[name] or b"", LEAVES_OUT_MOST):
             self.on_left_out(opening)
 
     def _has_doubts(self, opening: Opening) -> bool:
@@ -599,7 +605,7 @@ class RedisStore(StoreInUse, Store):
     def _is_voted_for(self, known: StoreCache, verdict: Verdict, members: Collection[str]) -> bool:
         """Whether the votes here show that most of these members which a verdict lists have voted for it."""
         key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
-        votes = self.judge.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
+        votes = self.verifier.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
         return is_voted_for(verdict, votes, {*members} - {self._own})
 
     def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
@@ -608,8 +614,8 @@ class RedisStore(StoreInUse, Store):
             said = self.run_script(scripts.READ_SAID, at={"said": self.keys.claims})
             words = sorted(one + b" " + other for one, other in zip(said[::2], said[1::2], strict=True))
             known = hashlib.sha1(b" ".join(words), usedforsecurity=False).hexdigest()
-            claim = choose(self.judge.claims(self.keys.claims, pairs(said)))
-            sealed = self.judge.seal_claim(member_id, claim)
+            claim = choose(self.verifier.claims(self.keys.claims, pairs(said)))
+            sealed = self.verifier.seal_claim(member_id, claim)
             if self.run_script(scripts.CLAIM, member_id, sealed, ROUND_TTL_S, known):
                 return claim
             time.sleep(random.uniform(0.0, _CLAIM_AGAIN_S))
@@ -617,10 +623,10 @@ class RedisStore(StoreInUse, Store):
 
     def claims(self) -> Mapping[str, Claim]:
         said = self.run_script(scripts.READ_SAID, at={"said": self.keys.claims})
-        return self.judge.claims(self.keys.claims, pairs(said))
+        return self.verifier.claims(self.keys.claims, pairs(said))
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
-        sealed = self.judge.seal_links(member_id, links)
+        sealed = self.verifier.seal_links(member_id, links)
         self.run_script(scripts.TELL_LINKS, member_id, sealed, RUN_TTL_S)
 
     def may_measure(self, member_id: str) -> bool:
@@ -634,13 +640,13 @@ class RedisStore(StoreInUse, Store):
         if known.links.change != known.links_change or known.links.unseen:
             times, links = self.run_script(scripts.READ_LINKS, known.changes, known.links.change)
             known.learn_times(*times)
-            known.links.learn(links, known.links_change, lambda raw: self.judge.links(keys.links, raw))
+            known.links.learn(links, known.links_change, lambda raw: self.verifier.links(keys.links, raw))
             known.view = None  # it may be older than the changes that count as seen now
             self._keep(known)
         return known.links.read
 
     def signed(self, opening: Opening, member_id: str) -> Opening:
-        return self.judge.signed(opening, member_id)
+        return self.verifier.signed(opening, member_id)
 
     def propose_opening(
         self,
@@ -650,30 +656,30 @@ class RedisStore(StoreInUse, Store):
         generation: StoreTerm | None = None,
         heard: Attempt | None = None,
     ) -> bool:
-        judge, keys = self.judge, self.keys
-        before, after = judge.seal_opening(current), judge.seal_opening(opening)
+        verifier, keys = self.verifier, self.keys
+        before, after = verifier.seal_opening(current), verifier.seal_opening(opening)
         args = [before, opening.round, after, RUN_TTL_S, opening.orders]
-        args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
+        args += [self._silence_ms, *map(verifier.rejected, (keys.opening, keys.committed, keys.orders))]
         args += [stamp_of(generation), _patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
         attempt = keys.attempt("" if current is None else current.id)
         return bool(self.run_script(scripts.OPEN, *args, at={"attempt": attempt}))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        judge, keys = self.judge, self.keys
-        word = judge.seal_failure(opening, reason, by=self._own)
-        args = [opening.version, word, ROUND_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed)]
+        verifier, keys = self.verifier, self.keys
+        word = verifier.seal_failure(opening, reason, by=self._own)
+        args = [opening.version, word, ROUND_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed)]
         return bool(self.run_script(scripts.FAIL, *args, opening.id))
 
     def expect_verdict(self, verdict: Verdict) -> None:
-        self._expected = self.judge.expect(verdict)
+        self._expected = self.verifier.expect(verdict)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
-        opening, keys, judge = verdict.opening, self.keys, self.judge
-        before, after = judge.seal_verdict(self._known().committed), judge.seal_verdict(verdict)
-        args = [judge.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
-        args += [SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed), stamp_of(generation)]
+        opening, keys, verifier = verdict.opening, self.keys, self.verifier
+        before, after = verifier.seal_verdict(self._known().committed), verifier.seal_verdict(verdict)
+        args = [verifier.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
+        args += [SPENT_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
-        args += [_patch_of(before, after), "" if shared is None else judge.seal_run(shared, verdict.sessions)]
+        args += [_patch_of(before, after), "" if shared is None else verifier.seal_run(shared, verdict.sessions)]
         listed = (*opening.members, *opening.late)
         for _ in range(_ASK_AGAIN):
             outcome = self.run_script(
@@ -690,14 +696,14 @@ class RedisStore(StoreInUse, Store):
         raw, orders, _ = self._look_at_orders()
         if orders.rollback != opening.rollback:
             return b"", ""
-        return raw, self.judge.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
+        return raw, self.verifier.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
 
     def _look_at_orders(self) -> tuple[bytes, Orders, int]:
         """The orders, as they stand there and as they count; the newest version that a round was opened under."""
-        judge, keys = self.judge, self.keys
+        verifier, keys = self.verifier, self.keys
         raw, opening, committed = self.run_script(scripts.READ, at={"record": keys.orders})
-        current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
-        return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
+        current = verifier.opening(keys.opening, opening, verifier.verdict(keys.committed, committed))
+        return raw or b"", verifier.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def take_orders_of(self, operator: str, run_id: str, rollback: RollbackConfig | None) -> None:
         """Have orders count only if they follow from what the operator of this public key signed.
@@ -711,11 +717,11 @@ class RedisStore(StoreInUse, Store):
                 return False
             return bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
 
-        self.judge.are_ordered = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
+        self.verifier.are_ordered = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
 
     def history(self) -> list[Verdict]:
         raw = self.run_script(scripts.READ_HISTORY)
-        return self.judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
+        return self.verifier.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
         deadline_s = time.monotonic() + self._lease_ms / 1000
@@ -727,7 +733,7 @@ class RedisStore(StoreInUse, Store):
                     continue
                 orders = replace(orders, version=newest)
             changed = change(orders) if self.operator is None else self.operator.changed(orders, change)
-            if changed == orders or self.run_script(scripts.ORDER, raw, self.judge.seal_orders(changed), RUN_TTL_S):
+            if changed == orders or self.run_script(scripts.ORDER, raw, self.verifier.seal_orders(changed), RUN_TTL_S):
                 return changed
 
 

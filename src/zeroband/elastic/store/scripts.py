@@ -5,8 +5,8 @@ store at once, it was the store that was away, and whoever held a lease when the
 
 A script touches no key but those that it is given as KEYS: some servers refuse any other. Nothing in here trusts what
 it finds. A key of the wrong type is deleted and named in the answer. A script cannot check
-a seal, so its caller names the values that it looked at and that do not verify (`junk`): they are as if they were not
-there. What the caller has not judged may have been written since it looked: it must look again before it decides.
+a seal, so its caller names the values that it looked at and that do not verify (`rejected`): they are as if they were
+not there. What the caller has not judged may have been written since it looked: it must look again before it decides.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ local function mend(key, kind) -- so that no command fails by what somebody put 
     mended[#mended + 1] = key
   end
 end
-local function judged(raw, junk) -- a record, or nothing where it is empty or the caller found that it does not verify
-  if raw and raw ~= '' and raw ~= junk then return raw end
+local function judged(raw, rejected) -- a record, or nothing where it is empty or does not verify, as the caller found
+  if raw and raw ~= '' and raw ~= rejected then return raw end
   return false
 end
 local function label(raw) -- round, version and id that a record names; nothing where it names none
@@ -265,15 +265,15 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
 OPEN = _script(
     "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed"
     " last_votes:any attempt:hash",
-    "current round record ttl orders silence_ms junk_opening junk_committed junk_orders generation patch heard"
-    " spent_ttl",
+    "current round record ttl orders silence_ms rejected_opening rejected_committed rejected_orders generation patch"
+    " heard spent_ttl",
     _FLAG,
     """
 -- `heard`: what the caller knew of the current opening; empty: it does not matter.
 if not is_current(key.generation, arg.generation) then return 0 end
-local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
-local orders = judged(redis.call('GET', key.orders), arg.junk_orders)
-if (judged(redis.call('GET', key.opening), arg.junk_opening) or '') ~= arg.current then return 0 end
+local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
+local orders = judged(redis.call('GET', key.orders), arg.rejected_orders)
+if (judged(redis.call('GET', key.opening), arg.rejected_opening) or '') ~= arg.current then return 0 end
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
@@ -304,13 +304,13 @@ return 1
 
 BEGIN = _script(
     "restart_point opening committed clock leases changes news",
-    "restart_point opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed",
+    "restart_point opening committed record ttl silence_ms rejected_restart_point rejected_opening rejected_committed",
     _FLAG,
     """
-local function is_as_seen(key, seen, junk) return (judged(redis.call('GET', key), junk) or '') == seen end
-if not is_as_seen(key.restart_point, arg.restart_point, arg.junk_restart_point)
-   or not is_as_seen(key.opening, arg.opening, arg.junk_opening)
-   or not is_as_seen(key.committed, arg.committed, arg.junk_committed) then return 0 end
+local function is_as_seen(key, seen, rejected) return (judged(redis.call('GET', key), rejected) or '') == seen end
+if not is_as_seen(key.restart_point, arg.restart_point, arg.rejected_restart_point)
+   or not is_as_seen(key.opening, arg.opening, arg.rejected_opening)
+   or not is_as_seen(key.committed, arg.committed, arg.rejected_committed) then return 0 end
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 redis.call('SET', key.restart_point, arg.record, 'EX', arg.ttl)
 tell(key.changes, key.news)
@@ -321,7 +321,7 @@ return 1
 COMMIT = _script(
     "opening committed history failed leases peers clock ready:hash votes orders changes news links generation"
     " committed_patch run ready_at:zset votes_at peers_at links_at",
-    "opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed generation patch run orders"
+    "opening round record ttl keep silence_ms spent_ttl rejected_committed rejected_failed generation patch run orders"
     " next_orders",
     _OUTCOME,
     """
@@ -330,11 +330,11 @@ COMMIT = _script(
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 if not is_current(key.generation, arg.generation) then return 0 end
 local silence = tonumber(arg.silence_ms)
-local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
+local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
 if redis.call('GET', key.opening) ~= arg.opening or is_settling(key.leases, key.clock, silence) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
-if judged(redis.call('GET', key.failed), arg.junk_failed) then return 0 end -- who saw it fail dropped the result
+if judged(redis.call('GET', key.failed), arg.rejected_failed) then return 0 end -- who saw it fail dropped the result
 if arg.next_orders ~= '' then
   if redis.call('GET', key.orders) ~= arg.orders then return 2 end
   redis.call('SET', key.orders, arg.next_orders, 'EX', arg.ttl)
@@ -363,16 +363,16 @@ return 1
 
 FAIL = _script(
     "committed failed changes news opening",
-    "version reason ttl junk_committed junk_failed id",
+    "version reason ttl rejected_committed rejected_failed id",
     _FLAG,
     """
 -- An opening is either committed or failed, never both. One that is not the current one cannot be finished anyway.
-local committed = judged(redis.call('GET', key.committed), arg.junk_committed)
+local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
 local _, version = label(committed)
 if committed and (not version or version >= tonumber(arg.version)) then return 0 end
 local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
 if id ~= arg.id then return 1 end
-if not judged(redis.call('GET', key.failed), arg.junk_failed) then redis.call('DEL', key.failed) end
+if not judged(redis.call('GET', key.failed), arg.rejected_failed) then redis.call('DEL', key.failed) end
 redis.call('SET', key.failed, arg.reason, 'NX', 'EX', arg.ttl)
 tell(key.changes, key.news)
 return 1
@@ -449,7 +449,7 @@ return {alive_at(key.leases, reading(key.clock, tonumber(arg.silence_ms))), redi
 
 FOUND = _script(
     "run:any leases clock",
-    "record ttl junk silence_ms first",
+    "record ttl rejected silence_ms first",
     (_TEXT, _TEXT, _FLAG),
     """
 -- Returns the run's record, the protocol of an older version that kept it as a hash, and whether somebody is alive.
@@ -458,7 +458,7 @@ local is_alive, protocol = #alive_at(key.leases, reading(key.clock, tonumber(arg
 if redis.call('TYPE', key.run)['ok'] == 'hash' then protocol = redis.call('HGET', key.run, 'protocol') end
 if protocol then return {false, protocol, is_alive and 1 or 0} end
 mend(key.run, 'string')
-local theirs = judged(redis.call('GET', key.run), arg.junk)
+local theirs = judged(redis.call('GET', key.run), arg.rejected)
 if not theirs and not (is_alive and arg.first == '1') then
   theirs = arg.record
   redis.call('SET', key.run, theirs)
@@ -486,16 +486,16 @@ return 1
 
 RESTORE = _script(
     "opening committed history clock run ready:hash votes orders changes news generation ready_at:zset votes_at failed",
-    "ttl lease_ms keep round_ttl member opening committed run orders ready vote junk_opening junk_committed junk_run"
-    " junk_orders junk_ready junk_vote generation vote_on",
+    "ttl lease_ms keep round_ttl member opening committed run orders ready vote rejected_opening rejected_committed"
+    " rejected_run rejected_orders rejected_ready rejected_vote generation vote_on",
     _OUTCOME,
     """
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
 if not is_current(key.generation, arg.generation) then return 0 end
-local theirs = {opening = judged(redis.call('GET', key.opening), arg.junk_opening),
-                committed = judged(redis.call('GET', key.committed), arg.junk_committed),
-                orders = judged(redis.call('GET', key.orders), arg.junk_orders)}
+local theirs = {opening = judged(redis.call('GET', key.opening), arg.rejected_opening),
+                committed = judged(redis.call('GET', key.committed), arg.rejected_committed),
+                orders = judged(redis.call('GET', key.orders), arg.rejected_orders)}
 for _, raw in pairs(theirs) do if raw and not label(raw) then return 2 end end
 local changed = redis.call('EXISTS', key.run) == 0
 local function is_older(raw, ours)
@@ -519,20 +519,20 @@ end
 local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
 if id ~= arg.vote_on then arg.vote = '' end
 if is_older(theirs.orders, arg.orders) then put(key.orders, arg.orders) end
-if not judged(redis.call('GET', key.run), arg.junk_run) then redis.call('SET', key.run, arg.run) end
+if not judged(redis.call('GET', key.run), arg.rejected_run) then redis.call('SET', key.run, arg.run) end
 redis.call('EXPIRE', key.run, arg.ttl)
 local is_older_file = false
-local function put_word(words, times, word, junk)
+local function put_word(words, times, word, rejected)
   if word == '' then return end
-  if not judged(redis.call('HGET', words, arg.member), junk) then
+  if not judged(redis.call('HGET', words, arg.member), rejected) then
     redis.call('HSET', words, arg.member, word)
     note(key.changes, times, arg.member, arg.round_ttl)
     is_older_file = true
   end
   redis.call('EXPIRE', words, arg.round_ttl)
 end
-put_word(key.ready, key.ready_at, arg.ready, arg.junk_ready)
-put_word(key.votes, key.votes_at, arg.vote, arg.junk_vote)
+put_word(key.ready, key.ready_at, arg.ready, arg.rejected_ready)
+put_word(key.votes, key.votes_at, arg.vote, arg.rejected_vote)
 if changed then redis.call('HSET', key.clock, 'settled', time_ms() + tonumber(arg.lease_ms)) end
 redis.call('EXPIRE', key.clock, arg.ttl)
 if changed or is_older_file then
@@ -575,11 +575,11 @@ return {redis.call('GET', key.store_id), redis.call('GET', key.generation), foun
 
 TELL_WHEREABOUTS = _script(
     "elsewhere",
-    "record ttl_ms junk",
+    "record ttl_ms rejected",
     _FLAG,
     """
 -- Where the run goes on, unless a newer word is there.
-local _, known = label(judged(redis.call('GET', key.elsewhere), arg.junk))
+local _, known = label(judged(redis.call('GET', key.elsewhere), arg.rejected))
 local _, number = label(arg.record)
 if known and known > number then return 0 end
 redis.call('SET', key.elsewhere, arg.record, 'PX', arg.ttl_ms)
@@ -589,12 +589,12 @@ return 1
 
 BEGIN_GENERATION = _script(
     "store_id generation opening committed history clock run leases orders changes news votes votes_at failed",
-    "id generation junk_generation opening committed run orders ttl keep lease_ms",
+    "id generation rejected_generation opening committed run orders ttl keep lease_ms",
     _FLAG,
     """
 -- A generation begins here, with what those who promised it know; unless a newer one did. MORE: its members.
 if redis.call('GET', key.store_id) ~= arg.id then return 0 end
-local _, newest = label(judged(redis.call('GET', key.generation), arg.junk_generation))
+local _, newest = label(judged(redis.call('GET', key.generation), arg.rejected_generation))
 local _, number = label(arg.generation)
 if newest and newest >= number then return 0 end
 local function begin_with(key, record)
@@ -774,12 +774,12 @@ return redis.call('EXPIRE', key.said, arg.ttl)
 
 TESTIFY = _script(
     "attempt:hash opening",
-    "id member word ttl junk again",
+    "id member word ttl rejected again",
     _FLAG,
     """
 -- The first word counts. Behind the next opening none does but one that was there already.
 local field, _, _, open = 'said ' .. arg.member, label(redis.call('GETRANGE', key.opening, 0, 255))
-local is_there = judged(redis.call('HGET', key.attempt, field), arg.junk)
+local is_there = judged(redis.call('HGET', key.attempt, field), arg.rejected)
 if is_there then return 1 end
 if open ~= arg.id and (arg.again == '0' or redis.call('HEXISTS', key.attempt, 'opening') == 0) then return 0 end
 redis.call('HSET', key.attempt, field, arg.word)

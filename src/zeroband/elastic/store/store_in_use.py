@@ -65,14 +65,12 @@ class StoreInUse(RedisRun):
         *,
         key: RunKey | None,
         lease_s: float,
-        patience_s: float,
+        retry_s: float,
         answer_s: float,
         before_retry: Callable[[], None] = lambda: None,
     ) -> None:
         listed = addresses_in(url) or (url,)
-        super().__init__(
-            listed[0], run_id, key=key, patience_s=patience_s, answer_s=answer_s, before_retry=before_retry
-        )
+        super().__init__(listed[0], run_id, key=key, retry_s=retry_s, answer_s=answer_s, before_retry=before_retry)
         self._lease_ms = int(lease_s * 1000)
         self._key, self._listed, self._are_of_nodes = key, listed, are_of_nodes(url)
         self.generation: StoreTerm | None = None
@@ -86,28 +84,28 @@ class StoreInUse(RedisRun):
         """Addresses of stores that are not listed, and that members hold or told of."""
         self._asked: dict[str, Self] = {}
         """Those that were asked by themselves, by what is shown of their addresses."""
-        self._ask = partial(type(self), run_id=run_id, key=key, lease_s=lease_s, patience_s=0.0, answer_s=_SURVEY_S)
+        self._ask = partial(type(self), run_id=run_id, key=key, lease_s=lease_s, retry_s=0.0, answer_s=_SURVEY_S)
         self._refusals: dict[str, str] = {}
         """Why stores that answered the last survey cannot serve a run, by what is shown of their addresses."""
         self._is_quiet_since_s: float | None = None
         self._said = "", 0.0
         """Why it waits to begin a run, and when that was said."""
 
-    def reach(self, *, patience_s: float, least_stores: int = 1) -> None:
-        """Have Redis do once what a run asks of it, with a patience of its own. Raises StoreLost, ConfigError.
+    def reach(self, *, retry_s: float, least_stores: int = 1) -> None:
+        """Have Redis do once what a run asks of it, retried for `retry_s`. Raises StoreLost, ConfigError.
 
         Of several stores, the one in use is found, or the first one is taken into use where all that are listed can
         serve a run and none is. `least_stores`: different ones that must be there for that.
         """
         if not self.has_several:
-            self.require_usable(patience_s=patience_s)
+            self.require_usable(retry_s=retry_s)
             raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
-            if (told := self.judge.whereabouts(self.keys.elsewhere, raw)) is not None:
+            if (told := self.verifier.whereabouts(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
                     f"store.url names one of several stores of this run, which uses {told.store}: name all"
                 )
             return
-        until_s, self._said = time.monotonic() + patience_s, ("", time.monotonic())
+        until_s, self._said = time.monotonic() + retry_s, ("", time.monotonic())
         while self.generation is None:
             seen = self.survey()
             self._enter_newest(seen)
@@ -139,7 +137,7 @@ class StoreInUse(RedisRun):
         for store, _ in seen:
             shown = _shown(store.address)
             try:
-                store.require_usable(patience_s=_SURVEY_S)
+                store.require_usable(retry_s=_SURVEY_S)
             except ConfigError as error:
                 if self.generation is None or shown == _shown(self.address):
                     raise ConfigError(f"{shown}: {error}") from error
@@ -231,18 +229,18 @@ class StoreInUse(RedisRun):
 
     def look_at_candidate(self, member_id: str, account: MemberReport | None) -> StoreProbe:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
-        keys, judge = self.keys, self.judge
-        word = "" if account is None else judge.seal_account(member_id, account)
+        keys, verifier = self.keys, self.verifier
+        word = "" if account is None else verifier.seal_account(member_id, account)
         told = self.run_script(scripts.TELL_ACCOUNT, uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS)
         id, generation, said, committed, elsewhere, met = told
-        verdict = judge.verdict(keys.committed, committed)
-        accounts = judge.accounts(keys.accounts, pairs(said))
+        verdict = verifier.verdict(keys.committed, committed)
+        accounts = verifier.accounts(keys.accounts, pairs(said))
         round = -1 if verdict is None else verdict.round
         return StoreProbe(
-            *(text_of(id), judge.generation(keys.generation, generation), round, accounts),
-            judge.whereabouts(keys.elsewhere, elsewhere),
+            *(text_of(id), verifier.generation(keys.generation, generation), round, accounts),
+            verifier.whereabouts(keys.elsewhere, elsewhere),
             line=Line.of(verdict),
-            meeting=judge.meeting(keys.meeting, met),
+            meeting=verifier.meeting(keys.meeting, met),
         )
 
     def tell_whereabouts(self, line: Line | None = None) -> None:
@@ -263,19 +261,19 @@ class StoreInUse(RedisRun):
 
     def take_whereabouts(self, word: ForwardPointer) -> None:
         """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
-        sealed, junk = self.judge.seal_whereabouts(word), self.judge.junk(self.keys.elsewhere)
-        self.run_script(scripts.TELL_WHEREABOUTS, sealed, _ELSEWHERE_LEASES * self._lease_ms, junk)
+        sealed, rejected = self.verifier.seal_whereabouts(word), self.verifier.rejected(self.keys.elsewhere)
+        self.run_script(scripts.TELL_WHEREABOUTS, sealed, _ELSEWHERE_LEASES * self._lease_ms, rejected)
 
     def take_meeting(self, meeting: Meeting) -> Meeting:
         """Write down here that two lines of history met, unless somebody has. Returns what stands there.
 
         Raises StoreLost, ConfigError.
         """
-        key, sealed = self.keys.meeting, self.judge.seal_meeting(meeting)
+        key, sealed = self.keys.meeting, self.verifier.seal_meeting(meeting)
         px = _MEETING_LEASES * self._lease_ms
         if self.call(lambda: self._redis.set(key, sealed, nx=True, px=px)):
             return meeting
-        if (standing := self.judge.meeting(key, self.call(lambda: self._redis.get(key)))) is not None:
+        if (standing := self.verifier.meeting(key, self.call(lambda: self._redis.get(key)))) is not None:
             return standing
         self.call(lambda: self._redis.set(key, sealed, px=px))
         return meeting
@@ -291,14 +289,14 @@ class StoreInUse(RedisRun):
 
     def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
         """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
-        keys, judge = self.keys, self.judge
+        keys, verifier = self.keys, self.verifier
         records = ["", "", "", ""]
         if legacy is not None:
-            committed = judge.seal_verdict(legacy.committed)
-            judge.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [judge.seal_opening(legacy.opening), committed, judge.seal_run(legacy.run)]
-            records.append(judge.seal_orders(legacy.orders))
-        args = [generation.store, judge.seal_generation(generation), judge.junk(keys.generation), *records]
+            committed = verifier.seal_verdict(legacy.committed)
+            verifier.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
+            records = [verifier.seal_opening(legacy.opening), committed, verifier.seal_run(legacy.run)]
+            records.append(verifier.seal_orders(legacy.orders))
+        args = [generation.store, verifier.seal_generation(generation), verifier.rejected(keys.generation), *records]
         args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
         return bool(self.run_script(scripts.BEGIN_GENERATION, *args))
 

@@ -20,7 +20,7 @@ _PER_PEER = 4
 """Descriptors for each peer in addition to its streams: a probe each way, requests for state, a burst."""
 _REMIND_S = 30.0
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 """So long a process waits for descriptors that its other threads give back, before it gives up."""
 _AGAIN_S = 0.1
 
@@ -85,16 +85,16 @@ def with_descriptors(
     make: Callable[[], _T],
     *,
     is_aborted: Callable[[], bool] = lambda: False,
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> _T:
     """Return what `make` makes, which opens descriptors; where there are none, say so and try again for a while.
 
     `what`: fails meanwhile, for the log. `is_aborted`: it is no longer wanted. Raises what `make` raises, the want of
-    descriptors when `patience_s` are over or it is aborted.
+    descriptors when `timeout_s` are over or it is aborted.
     """
-    until_s = clock() + patience_s
+    until_s = clock() + timeout_s
     while True:
         try:
             return make()

@@ -36,8 +36,8 @@ from zeroband.tools.cluster.network import Network
 from zeroband.tools.data.audit import Audit
 
 _EXIT_CONFIG = 2
-_STORE_PATIENCE_S = 10.0
-_NODES_STORE_PATIENCE_S = 1.0
+_STORE_RETRY_S = 10.0
+_NODES_STORE_RETRY_S = 1.0
 """With a store that a node holds, which may go with it."""
 _LEAVING_S = 60.0
 """Time for the last guardians to clean up."""
@@ -197,9 +197,9 @@ class _Conducted:
         run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         is_held = isinstance(self._stores, StoresOfNodes)
-        patience_s = _NODES_STORE_PATIENCE_S if is_held else _STORE_PATIENCE_S
+        retry_s = _NODES_STORE_RETRY_S if is_held else _STORE_RETRY_S
         with closing(
-            RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, patience_s=patience_s)
+            RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, retry_s=retry_s)
         ) as store:
             watch = SoakWatch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
             self._watch = watch

@@ -34,7 +34,7 @@ _PENDING_PAUSE_S, _PAUSE_S = 0.02, 0.1
 _SURVEY_EVERY_S = 0.5
 _FOUNDING_S = 300.0
 _PIDS_EVERY_S = 5.0
-_MOST_PATIENCE = 3.0
+_MOST_WAIT = 3.0
 """A starved host prolongs a wait to at most this multiple of its length."""
 _ENDING_S = 60.0
 """Time for struck processes to end by themselves, and for all nodes to leave at the end."""
@@ -189,7 +189,7 @@ class Soak:
         """Whether so much time went by, without that in which anybody waited for a processor, up to a limit."""
         took_s = self._now() - from_s
         lost_s = self._watch.starvation.lost_s(from_s, self._now(), self._cluster.nodes)
-        return took_s - lost_s > timeout_s or took_s > _MOST_PATIENCE * timeout_s
+        return took_s - lost_s > timeout_s or took_s > _MOST_WAIT * timeout_s
 
     # -- one look -------------------------------------------------------------------------------------------------
 

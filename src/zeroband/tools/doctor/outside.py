@@ -34,7 +34,7 @@ from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.pairs import LEASE_S, PairExamination, PairFinding
 
-_STORE_PATIENCE_S = 5.0
+_STORE_RETRY_S = 5.0
 
 
 def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
@@ -46,7 +46,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
         try:
             host = config.node.advertise_host or address_towards(url)
             findings = [look_at_address(host, config)]
-            run_id, waits_s, port = rehearsal_of(config.run.id), _STORE_PATIENCE_S, None
+            run_id, waits_s, port = rehearsal_of(config.run.id), _STORE_RETRY_S, None
             if config.store.are_of_nodes:
                 waits_s = wait_s
                 if config.node.dialable:
@@ -61,7 +61,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
                 return findings
             # without its token, where that is possible: a node that has another one is found, too
             seal = key if config.store.are_of_nodes else None
-            store = RedisStore(url, run_id, key=seal, lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
+            store = RedisStore(url, run_id, key=seal, lease_s=LEASE_S, retry_s=_STORE_RETRY_S)
             stack.callback(store.close)
             findings.insert(0, _time_store(store, waits_s))
             if nodes > 1 and native.problem() is None:
@@ -83,7 +83,7 @@ def look_at_server() -> Iterator[Finding]:
 
 def _look_at_stores(config: RunConfig, url: str, key: RunKey) -> Finding:
     """How many of several stores answer, and which one the run uses, if there is one."""
-    with closing(RedisStore(url, config.run.id, key=key, lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)) as store:
+    with closing(RedisStore(url, config.run.id, key=key, lease_s=LEASE_S, retry_s=_STORE_RETRY_S)) as store:
         store.follow()
         answering, asked, generation = len(store.survey()), len(store.candidates), store.generation
     used = "no run is there yet"
@@ -93,7 +93,7 @@ def _look_at_stores(config: RunConfig, url: str, key: RunKey) -> Finding:
 
 
 def _time_store(store: RedisStore, waits_s: float) -> Finding:
-    store.reach(patience_s=waits_s)
+    store.reach(retry_s=waits_s)
     times: list[float] = []
     for _ in range(10):
         began_at_s = time.perf_counter()

@@ -40,7 +40,7 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers have a moment to say what they want, not seconds."""
-    monkeypatch.setattr(port_module, "_PATIENCE_S", SOON_S)
+    monkeypatch.setattr(port_module, "_TIMEOUT_S", SOON_S)
 
 
 @pytest.fixture(autouse=True)

@@ -188,7 +188,7 @@ def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
     def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
         changed = replace(order, **changes)  # type: ignore[arg-type]
         key = RunKey(bytes.fromhex(changed.listen.run_key)) if changed.listen.run_key else None
-        seen = RedisStore(changed.store_url, "run", key=key, patience_s=5.0)
+        seen = RedisStore(changed.store_url, "run", key=key, retry_s=5.0)
         stores.append(seen)
         flags = SharedFlags(Path(order.flags), create=True)
         (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
@@ -284,7 +284,7 @@ WITH_KEY = ListenAddress("127.0.0.1", run_key=KEY.secret.hex())
 @pytest.fixture
 def others(redis_url: str) -> Iterator[RedisStore]:
     """The store as other members use it; their leases are long."""
-    with closing(RedisStore(redis_url, "run", key=KEY, lease_s=1000.0, patience_s=5.0)) as store:
+    with closing(RedisStore(redis_url, "run", key=KEY, lease_s=1000.0, retry_s=5.0)) as store:
         yield store
 
 

@@ -74,7 +74,7 @@ def test_slow_link_is_seen_as_slow() -> None:
 def test_burst_ends_as_soon_as_it_comes_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The callee is given 4 KB every 5 ms, and would take five seconds for all of it."""
     monkeypatch.setattr(rate_module, "BURST_S", 60.0)
-    monkeypatch.setattr(rate_module, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(rate_module, "_TIMEOUT_S", 60.0)
     taken = 0
 
     async def slowly(connection: socket.socket) -> None:
@@ -110,7 +110,7 @@ def test_node_that_hangs_up_teaches_nothing() -> None:
 
 
 def test_node_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(rate_module, "_TIMEOUT_S", 0.1)
     with pytest.raises(TimeoutError):
         burst(lambda connection: asyncio.sleep(30))
 

@@ -97,15 +97,15 @@ def test_random_ways_end(entry: JoinState) -> None:
 
 
 def test_patience_ends_where_nothing_came_nearer_for_so_long() -> None:
-    patience = JoinTimeouts(300.0)
-    assert patience.left_s(1e6) == 300.0
-    patience.failed(10.0)
-    patience.failed(200.0)
-    assert patience.left_s(200.0) == 110.0
-    assert patience.left_s(310.0) == 0.0
-    patience.came_nearer()
-    patience.failed(400.0)
-    assert patience.left_s(400.0) == 300.0
+    timeouts = JoinTimeouts(300.0)
+    assert timeouts.left_s(1e6) == 300.0
+    timeouts.failed(10.0)
+    timeouts.failed(200.0)
+    assert timeouts.left_s(200.0) == 110.0
+    assert timeouts.left_s(310.0) == 0.0
+    timeouts.came_nearer()
+    timeouts.failed(400.0)
+    assert timeouts.left_s(400.0) == 300.0
 
 
 def test_figure_in_the_docs_is_that_of_the_table() -> None:

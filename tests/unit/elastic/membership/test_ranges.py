@@ -96,8 +96,8 @@ def view_of(**changed: Any) -> View:
 def open_with(view: View, links: Mapping[str, LinkRates]) -> None:
     """Decide a round on this view, and work with the opening as its members do."""
     for seen in (view, within_limits(view, 4, RULES)):
-        for patience in (ElapsedWaits(phase_s=5.0), ElapsedWaits(True, True, frozenset(seen.refused), 5.0)):
-            decision = next_opening(seen, 4, RULES, patience, lambda: links)
+        for waits in (ElapsedWaits(phase_s=5.0), ElapsedWaits(True, True, frozenset(seen.refused), 5.0)):
+            decision = next_opening(seen, 4, RULES, waits, lambda: links)
             must_leave(seen, A, 4)
             if isinstance(decision, Opening):
                 work_with(from_json(Opening, to_json(decision)))
@@ -125,8 +125,8 @@ def work_with(opening: Opening) -> None:
 
 
 def use_verdict(verdict: Verdict) -> None:
-    judge = RecordVerifier(SEALS)
-    if judge.verdict("k", judge.seal_verdict(verdict).encode()) is None:
+    verifier = RecordVerifier(SEALS)
+    if verifier.verdict("k", verifier.seal_verdict(verdict).encode()) is None:
         return
     work_with(verdict.opening)
     assert electors(verdict) and verdict.sessions is not None

@@ -98,9 +98,9 @@ def boundary(*members: str, **fields: Any) -> View:
 
 
 def decide(
-    view: View, round: int = 3, patience: ElapsedWaits = PATIENT, inquiry: Inquiry | None = None, **rules: Any
+    view: View, round: int = 3, waits: ElapsedWaits = PATIENT, inquiry: Inquiry | None = None, **rules: Any
 ) -> Opening | Wait:
-    return next_opening(view, round, Rules(**rules), patience, inquiry=inquiry)
+    return next_opening(view, round, Rules(**rules), waits, inquiry=inquiry)
 
 
 def members_of(decision: Opening | Wait) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ def test_any_member_makes_the_same_proposal(order: tuple[str, ...]) -> None:
 
 
 def test_late_member_is_left_behind_and_named() -> None:
-    assert decide(boundary(A, B, C, ready=ready(A, B)), patience=LATE) == an_opening(A, B, epoch=3, late=(C,))
+    assert decide(boundary(A, B, C, ready=ready(A, B)), waits=LATE) == an_opening(A, B, epoch=3, late=(C,))
 
 
 def test_member_that_stays_late_is_named_again() -> None:
@@ -283,12 +283,12 @@ def test_late_member_that_died_or_came_back_is_late_no_more(fields: dict[str, An
 def test_members_that_all_leave_wait_for_those_who_are_late() -> None:
     """Who is late keeps its samples for the next round, and there is none."""
     view = boundary(A, B, ready=ready(A, steps_requested=0))
-    assert decide(view, patience=LATE) == Wait("1 of 2 members have not reached round 3", (B,))
+    assert decide(view, waits=LATE) == Wait("1 of 2 members have not reached round 3", (B,))
 
 
 def test_one_that_goes_on_is_enough_to_leave_the_late_behind() -> None:
     view = boundary(A, B, C, ready={**ready(A, steps_requested=0), **ready(B)})
-    assert members_of(decide(view, patience=LATE)) == (A, B)
+    assert members_of(decide(view, waits=LATE)) == (A, B)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_quorum_is_one_of_weight(weights: tuple[int, ...], at_boundary: str, exp
         A, B, C, committed=a_verdict(A, B, C, weights=weights), ready=ready(*(f"{n}#1" for n in at_boundary))
     )
     assert has_quorum(view) is expected
-    assert isinstance(decide(view, patience=LATE), Opening) is expected
+    assert isinstance(decide(view, waits=LATE), Opening) is expected
 
 
 def test_quorum_of_members_that_a_look_does_not_show_goes_by_their_number() -> None:
@@ -329,7 +329,7 @@ def test_quorum_may_be_larger_than_half() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deadline_s", "grace", "phase_s", "patience_s"),
+    ("deadline_s", "grace", "phase_s", "straggler_wait_s"),
     [
         (None, None, 100.0, math.inf),
         (3.0, None, 100.0, 3.0),
@@ -340,16 +340,16 @@ def test_quorum_may_be_larger_than_half() -> None:
     ],
 )
 def test_patience_is_the_shorter_of_the_deadline_and_the_grace(
-    deadline_s: float | None, grace: float | None, phase_s: float, patience_s: float
+    deadline_s: float | None, grace: float | None, phase_s: float, straggler_wait_s: float
 ) -> None:
     rules = Rules(straggler_deadline_s=deadline_s, straggler_grace=grace)
-    assert rules.patience_s(phase_s) == pytest.approx(patience_s)
+    assert rules.straggler_wait_s(phase_s) == pytest.approx(straggler_wait_s)
 
 
 def test_last_round_waits_for_members_that_an_earlier_one_went_without() -> None:
     view = boundary(A, B, committed=a_verdict(A, B, late=(C,)), alive=frozenset({A, B, C}))
     ending = replace(view, ready=ready(A, B, steps_requested=0))
-    assert decide(ending, patience=LATE) == Wait("1 of 3 members have not reached round 3", (C,))
+    assert decide(ending, waits=LATE) == Wait("1 of 3 members have not reached round 3", (C,))
     assert members_of(decide(replace(ending, ready=ready(A, B, C, steps_requested=0)))) == (A, B, C)
 
 
@@ -370,7 +370,7 @@ def a_meeting(*mbit: float, offer: str | None = "", phase_s: float = 12.0, **rul
     """Who is not in the exchange, of members that stand at the boundary after a phase, with these links."""
     words = at_rates(*mbit, offer=offer)
     rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, **rules}
-    opening = decide(boundary(*words, ready=words), patience=ElapsedWaits(phase_s=phase_s), **rules)
+    opening = decide(boundary(*words, ready=words), waits=ElapsedWaits(phase_s=phase_s), **rules)
     assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == [*words]
     assert tuple(carried.member for carried in opening.carried) == opening.late
     return opening.late
@@ -437,7 +437,7 @@ def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
 def test_member_that_leaves_or_joins_takes_part() -> None:
     words = {n: replace(r, rate=5) for n, r in ready(A, B, C).items()}
     slow = {D: replace(ready(D)[D], rate=0.1, offer="")}
-    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "patience": ElapsedWaits(phase_s=12.0)}
+    rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, "waits": ElapsedWaits(phase_s=12.0)}
     assert members_of(decide(boundary(A, B, C, D, ready=words | slow), **rules)) == (A, B, C)
     leaving = {D: replace(slow[D], steps_requested=0)}
     assert members_of(decide(boundary(A, B, C, D, ready=words | leaving), **rules)) == (A, B, C, D)

@@ -14,7 +14,7 @@ from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entri
 from zeroband.elastic.recovery.state_chunks import StateManifest, chunk_hash, parse_manifest
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 def state_of(round: int, **sections: Tensor) -> RoundState:
@@ -72,7 +72,7 @@ def manifest_of(served: Served | None, first: int = 0) -> StateManifest:
     assert served is not None
     made = served.manifest(first)
     assert made is not None
-    data = made.result(PATIENCE_S)
+    data = made.result(TIMEOUT_S)
     assert data is not None
     return parse_manifest(data, None)
 
@@ -86,7 +86,7 @@ def test_one_copy_of_a_round_serves_all_who_ask_at_once(copies: Copies, trainer:
     for thread in asked:
         thread.start()
     for thread in asked:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert trainer.copied == [3]
 
 
@@ -134,7 +134,7 @@ def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher, traine
     def copy_state() -> RoundState:
         if trainer.round == 4:
             is_copying.set()
-            go_on.wait(PATIENCE_S)
+            go_on.wait(TIMEOUT_S)
         return trainer.copy_state()
 
     copies = Copies(copy_state, hasher, lambda: trainer.round)
@@ -142,11 +142,11 @@ def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher, traine
     trainer.round = 4
     thread = threading.Thread(target=copies.newest)
     thread.start()
-    assert is_copying.wait(PATIENCE_S)
+    assert is_copying.wait(TIMEOUT_S)
     assert is_held(copies, 3)
     assert manifest_of(copies.at(3)).round == 3
     go_on.set()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert is_held(copies, 4)
 
 
@@ -244,7 +244,7 @@ def test_hashes_of_a_state_that_changes_meanwhile_are_given_up(hasher: Hasher, m
 
     monkeypatch.setattr(serving, "chunk_hash", hash_beside_training)
     made = Served(hasher, training.live_state()).manifest(0)
-    assert made is not None and made.result(PATIENCE_S) is None
+    assert made is not None and made.result(TIMEOUT_S) is None
 
 
 def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
@@ -258,7 +258,7 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     entries.drop_forgotten()
     has_let_go = threading.Event()
     hasher.start(lambda room: has_let_go.set())
-    assert has_let_go.wait(PATIENCE_S)
+    assert has_let_go.wait(TIMEOUT_S)
     assert lives() is None
 
 
@@ -267,7 +267,7 @@ def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypat
 
     def hash_later(view: memoryview) -> str:
         begun.append(view)
-        assert go_on.wait(PATIENCE_S)
+        assert go_on.wait(TIMEOUT_S)
         return hash_of(view)
 
     monkeypatch.setattr(serving, "chunk_hash", hash_later)

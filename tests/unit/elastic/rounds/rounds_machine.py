@@ -57,7 +57,7 @@ class RecordingStore(RedisStore):
     """Keeps what was proposed, so that it can be proposed again, and delays it while it is told to."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        super().__init__(url, run_id, lease_s=LEASE_S, patience_s=5.0)
+        super().__init__(url, run_id, lease_s=LEASE_S, retry_s=5.0)
         self.proposed: list[tuple[Opening, Opening | None] | Verdict] = []
         self.on_the_way: list[tuple[Opening, Opening | None] | Verdict] = []
         self.is_slow = False

@@ -44,21 +44,21 @@ class Crowd:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
         """By whom, of what kind, with what."""
         self._threads = stack.enter_context(ThreadPoolExecutor(len(NAMES)))
-        self.poser = stack.enter_context(closing(RedisStore(url, "run", key=_key(), lease_s=60.0, patience_s=5.0)))
+        self.poser = stack.enter_context(closing(RedisStore(url, "run", key=_key(), lease_s=60.0, retry_s=5.0)))
         self.members = {name: self._member(name, url, folder, stack) for name in NAMES}
         self._go(Ready(0, 0, "state", 0, 1))
 
     def _member(self, name: str, url: str, folder: Path, stack: ExitStack) -> Member:
         key = _key()
         assert key.node is not None
-        store = stack.enter_context(closing(RedisStore(url, "run", key=key, lease_s=60.0, patience_s=5.0)))
+        store = stack.enter_context(closing(RedisStore(url, "run", key=key, lease_s=60.0, retry_s=5.0)))
         flags = SharedFlags(folder / f"flags-{name}", create=True)
         stack.callback(flags.close)
 
         def tell(kind: str, **fields: Any) -> None:
             self.events.append((name, kind, fields))
 
-        store.judge.on_forgery = lambda place, member: tell("impostor", member_id=member)
+        store.verifier.on_forgery = lambda place, member: tell("impostor", member_id=member)
         access = RunAccess(
             *(store, url, "run", store.found_or_match({})),
             on_event=tell,
@@ -120,7 +120,7 @@ def crowd(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 def forge(crowd: Crowd, client: redis.Redis, name: str, said: Ready) -> None:
     """Write over what a member said of round 1."""
-    raw = crowd.poser.judge.seal_ready(crowd.id_of(name), said)
+    raw = crowd.poser.verifier.seal_ready(crowd.id_of(name), said)
     client.hset(crowd.poser.keys.ready(1), crowd.id_of(name), raw)
 
 
@@ -204,7 +204,7 @@ def test_forged_vote_ends_no_round(crowd: Crowd, redis_client: redis.Redis) -> N
         opening = crowd.members[name].await_turn(1, RULES, is_member=True, start_deadline_s=NEVER_S)
         assert isinstance(opening, Opening)
         crowd.members[name].vote(opening, "digest", record_of(opening))
-    forged = crowd.poser.judge.seal_vote(crowd.id_of("a"), opening, "worse")
+    forged = crowd.poser.verifier.seal_vote(crowd.id_of("a"), opening, "worse")
     redis_client.hset(crowd.poser.keys.votes, crowd.id_of("a"), forged)
     last = crowd.members["c"]
     seen = last.store.await_change(1, None, within_s=0.0)

@@ -19,7 +19,7 @@ def entry(round: int, nbytes: int = 40) -> RoundUpdate:
 
 
 def kept(journal: Journal) -> list[int]:
-    return [round for round in range(20) if journal.await_entry(round, patience_s=0.0) is not None]
+    return [round for round in range(20) if journal.await_entry(round, timeout_s=0.0) is not None]
 
 
 @pytest.fixture
@@ -168,15 +168,15 @@ def full(*_arguments: object) -> None:
 def test_journal_entry_that_is_awaited_comes_as_soon_as_it_is_added(tmp_path: Path) -> None:
     journal = filled(tmp_path, max_rounds=3)
     with ThreadPoolExecutor(1) as pool:
-        awaited = pool.submit(journal.await_entry, 11, patience_s=10.0)
+        awaited = pool.submit(journal.await_entry, 11, timeout_s=10.0)
         journal.add(added := entry(11))
         assert awaited.result(timeout=1.0) is added
 
 
 def test_journal_entry_that_is_forgotten_or_does_not_come_is_none(tmp_path: Path) -> None:
     journal = filled(tmp_path, max_rounds=3)
-    assert journal.await_entry(7, patience_s=10.0) is None
-    assert journal.await_entry(11, patience_s=0.01) is None
+    assert journal.await_entry(7, timeout_s=10.0) is None
+    assert journal.await_entry(11, timeout_s=0.01) is None
 
 
 def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:

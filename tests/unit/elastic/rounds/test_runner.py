@@ -355,13 +355,13 @@ def test_rounds_that_were_replayed_are_kept_for_others_once_the_state_is_verifie
     run.damage = lambda update: torch.cat([update[:-1], update[-1:] ^ 1])
     with pytest.raises(RecoveryFailed):
         run.catch_up("c")
-    assert joiner.journal.await_entry(1, patience_s=0) is None
+    assert joiner.journal.await_entry(1, timeout_s=0) is None
     run.damage = torch.clone
     joiner.receive(run["a"])
     run.round(a=noise(3), b=noise(4))
     run.catch_up("c")
     run.settle_journals()
-    kept, theirs = (run[name].journal.await_entry(2, patience_s=0) for name in "ca")
+    kept, theirs = (run[name].journal.await_entry(2, timeout_s=0) for name in "ca")
     assert (kept.record, kept.state_digest) == (theirs.record, theirs.state_digest)
     assert torch.equal(kept.update, theirs.update)
 
@@ -403,7 +403,7 @@ def test_node_whose_disk_is_full_replays_from_memory_and_keeps_nothing(
 
     monkeypatch.setattr(joiner.journal, "room", no_space)
     assert run.catch_up("c") == run["a"].outer.state_digest
-    assert joiner.journal.await_entry(1, patience_s=0) is None
+    assert joiner.journal.await_entry(1, timeout_s=0) is None
 
 
 @ALGORITHMS

@@ -81,12 +81,12 @@ class Node:
 class Run:
     """The nodes, the history that they applied, and how often one of them was fenced. Use as a context."""
 
-    def __init__(self, url: str, *, patience_s: float = 2.0) -> None:
+    def __init__(self, url: str, *, retry_s: float = 2.0) -> None:
         self.client = redis.Redis.from_url(url)
         self.stores: list[RedisStore] = []
 
         def open_store() -> RedisStore:
-            self.stores.append(RedisStore(url, RUN_ID, lease_s=LEASE_S, patience_s=patience_s))
+            self.stores.append(RedisStore(url, RUN_ID, lease_s=LEASE_S, retry_s=retry_s))
             return self.stores[-1]
 
         self.shared = open_store().found_or_match({"model.d_model": "256"})

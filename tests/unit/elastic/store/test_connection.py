@@ -197,8 +197,8 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
     admin.config_resetstat()
     opening, key = Opening(1, 1, 0, ("a#1",), (1,)), "zeroband:{run}:group:k"
     verdict, ready = Verdict(opening, "digest"), Ready(0, 1, "state")
-    with contextlib.closing(RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", patience_s=TIMEOUT_S)) as run:
-        run.reach(patience_s=TIMEOUT_S)
+    with contextlib.closing(RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", retry_s=TIMEOUT_S)) as run:
+        run.reach(retry_s=TIMEOUT_S)
         for _ in range(2):
             shared = run.found_or_match({"train.batch_size": "64"})
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
@@ -336,9 +336,7 @@ def test_wrong_address_is_an_error_of_the_user() -> None:
 @pytest.mark.slow
 def test_view_of_a_store_far_away_takes_one_round_trip(relay: Callable[..., Relay]) -> None:
     way = relay(delay_s=0.05)
-    with contextlib.closing(
-        RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{way.port}", "run", patience_s=TIMEOUT_S)
-    ) as far:
+    with contextlib.closing(RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{way.port}", "run", retry_s=TIMEOUT_S)) as far:
         far.view(0)
         for _ in range(2):
             before = way.requests

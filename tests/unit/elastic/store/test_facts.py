@@ -37,7 +37,7 @@ RUN_ID, TOKEN = "demo", "s3cret"
 KEYS = Keys(RUN_ID)
 STREAM = KEYS.facts("n0")
 AT_ONCE_S, NEVER_S = 0.01, 600.0
-PATIENCE_S = 20.0
+RETRY_S = 20.0
 """For what must come; a machine that is busy with other tests takes seconds for what takes milliseconds."""
 
 Open = Callable[..., StoreFacts]
@@ -82,7 +82,7 @@ class Node:
 
     def open_store(self) -> RedisStore:
         key = RunKey.of(TOKEN, RUN_ID)
-        return RedisStore(self.url, RUN_ID, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
+        return RedisStore(self.url, RUN_ID, key=key, lease_s=RETRY_S, retry_s=RETRY_S)
 
     def tell(self) -> None:
         """Have a publisher tell all that was recorded so far: another one each time, as after a restart."""
@@ -91,7 +91,7 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def _last_words_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fact_publisher, "LAST_WORDS_S", PATIENCE_S)
+    monkeypatch.setattr(fact_publisher, "LAST_WORDS_S", RETRY_S)
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def node(run_dir: Path, server: RedisServer, client: redis.Redis) -> Node:
 def opened(server: RedisServer) -> Iterator[Open]:
     with ExitStack() as stack:
 
-        def one(token: str | None = TOKEN, *, patience_s: float = PATIENCE_S) -> StoreFacts:
-            facts = StoreFacts(server.url, RUN_ID, token, patience_s=patience_s)
+        def one(token: str | None = TOKEN, *, retry_s: float = RETRY_S) -> StoreFacts:
+            facts = StoreFacts(server.url, RUN_ID, token, retry_s=retry_s)
             stack.callback(facts.close)
             return facts
 
@@ -271,7 +271,7 @@ def test_stream_catches_up_after_the_store_was_away(
     server.stop()
     node.train(300)
     with pytest.raises(StoreLost):
-        opened(patience_s=0.2).read()
+        opened(retry_s=0.2).read()
     server.start()
     publisher.close()
     given += shown.read()
@@ -629,7 +629,7 @@ def test_status_follows_a_store_that_goes_away_and_comes_back(
     node: Node, server: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", TOKEN)
-    monkeypatch.setattr(facts, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(facts, "RETRY_S", 0.2)
     node.tell()
     looks = iter([server.stop, server.start, lambda: (node.train(3), node.tell())])
 
@@ -668,7 +668,7 @@ def test_status_says_why_it_shows_nothing(
     code: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr(facts, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(facts, "RETRY_S", 0.2)
     with closing(node.open_store()) as store:
         store.found_or_match({"model.d_model": "256"})
     assert status.main([argument.replace("URL", node.url) for argument in arguments]) == code

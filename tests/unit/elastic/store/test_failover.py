@@ -50,7 +50,7 @@ def nodes(tmp_path: Path, stack: ExitStack) -> Mapping[str, Node]:
 
 def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack: ExitStack) -> Node:
     store = open_at(stack, servers[A], servers[member], lease_s=LEASE_S)
-    store.reach(patience_s=5.0)
+    store.reach(retry_s=5.0)
     flags = SharedFlags(folder / member, create=True)
     stack.callback(flags.close)
     memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
@@ -119,7 +119,7 @@ def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_emp
     nodes[A].server.stop()
     nodes[A].server.start()
     stranger = open_at(stack, nodes[A].server, lease_s=LEASE_S)
-    stranger.reach(patience_s=5.0)
+    stranger.reach(retry_s=5.0)
     begun = stranger.generation
     for _ in range(3):
         nodes[B].mover.recover()

@@ -80,12 +80,14 @@ def texts(draw: st.DrawFn, text: str) -> str:
 
 
 OTHERS = {
-    "run": StoreRecord(SHARED, ("run",), lambda judge: judge.seal_run(SHARED), lambda judge, raw: judge.run("k", raw)),
+    "run": StoreRecord(
+        SHARED, ("run",), lambda verifier: verifier.seal_run(SHARED), lambda verifier, raw: verifier.run("k", raw)
+    ),
     "facts": StoreRecord(
         FACTS,
         ("facts", "k", "a"),
-        lambda judge: judge.seal_facts("k", "a", FACTS),
-        lambda judge, raw: judge.facts("k", "a", raw),
+        lambda verifier: verifier.seal_facts("k", "a", FACTS),
+        lambda verifier, raw: verifier.facts("k", "a", raw),
     ),
 }
 RECORDS = STORE | OTHERS
@@ -124,7 +126,7 @@ def founded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", TOKEN)
     config = load_config(["@debug/diloco", "--run.id", "run"], {"ZERO_BAND_STORE__URL": redis_url})
-    store = open_store(token=TOKEN, patience_s=1.0)
+    store = open_store(token=TOKEN, retry_s=1.0)
     store.found_or_match({key: str(value) for key, value in shared_items(config).items()})
     return store
 
@@ -147,9 +149,9 @@ def test_tool_on_a_record_of_the_run_that_says_anything_ends_with_an_exit_code(
         odd = data.draw(st.one_of(st.none(), ODD.map(str), st.text(max_size=9)))
         told = {k: v for k, v in told.items() if k != key} | ({} if odd is None else {key: odd})
     with contextlib.suppress(ValueError):  # lone surrogates are no text of a store
-        redis_client.set(founded.keys.run, founded.judge.seal_run(told))
+        redis_client.set(founded.keys.run, founded.verifier.seal_run(told))
     assert {*start(redis_url)} <= {0, 1, 2}
-    redis_client.set(founded.keys.run, founded.judge.seal_run(shared or SHARED))
+    redis_client.set(founded.keys.run, founded.verifier.seal_run(shared or SHARED))
 
 
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -162,5 +164,5 @@ def test_tool_on_a_verdict_that_says_anything_ends_with_an_exit_code(
     record = changed(to_record(verdict)["record"], path, data.draw(ODD), drops=data.draw(st.booleans()) and bool(path))
     with contextlib.suppress(ValueError):
         foreign = replace(verdict, record=record if isinstance(record, dict) else {})
-        redis_client.set(founded.keys.committed, founded.judge.seal_verdict(foreign))
+        redis_client.set(founded.keys.committed, founded.verifier.seal_verdict(foreign))
     assert {*start(redis_url)} <= {0, 1, 2}

@@ -46,9 +46,9 @@ def servers(both: tuple[RedisServer, RedisServer]) -> tuple[RedisServer, RedisSe
 
 
 def open_store(stack: ExitStack, *servers: RedisServer) -> RedisStore:
-    store = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, patience_s=5.0)
+    store = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(store.close)
-    store.reach(patience_s=5.0)
+    store.reach(retry_s=5.0)
     return store
 
 
@@ -102,10 +102,10 @@ def test_run_is_begun_only_where_all_its_stores_answer(
 ) -> None:
     first, second = servers
     second.stop()
-    store = RedisStore(f"{first.url} {second.url}", RUN_ID, lease_s=2.0, patience_s=1.0)
+    store = RedisStore(f"{first.url} {second.url}", RUN_ID, lease_s=2.0, retry_s=1.0)
     stack.callback(store.close)
     with pytest.raises(StoreLost, match="1 of 2 do not answer"):
-        store.reach(patience_s=1.0)
+        store.reach(retry_s=1.0)
 
 
 def test_nothing_is_given_back_to_a_store_in_another_generation(store: RedisStore) -> None:
@@ -151,7 +151,7 @@ def idle(stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: Redi
     """The one of two stores that is not in use, asked by somebody who knows of no other; it was told of the other."""
     store.tell_whereabouts()
     (address,) = {server.url for server in servers} - {store.address}
-    asked = RedisStore(address, RUN_ID, lease_s=2.0, patience_s=5.0)
+    asked = RedisStore(address, RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(asked.close)
     return asked
 
@@ -163,11 +163,11 @@ def test_store_that_is_not_in_use_tells_where_the_run_goes_on(idle: RedisStore, 
 
 def test_node_with_one_address_of_several_is_refused(idle: RedisStore) -> None:
     with pytest.raises(ConfigError, match="one of several stores of this run"):
-        idle.reach(patience_s=5.0)
+        idle.reach(retry_s=5.0)
 
 
 def test_tool_at_the_only_store_of_a_run_leaves_nothing_there(servers: tuple[RedisServer, RedisServer]) -> None:
-    with closing(RedisStore(servers[0].url, RUN_ID, lease_s=2.0, patience_s=5.0)) as tool:
+    with closing(RedisStore(servers[0].url, RUN_ID, lease_s=2.0, retry_s=5.0)) as tool:
         tool.find_run()
     with redis.Redis.from_url(servers[0].url) as client:
         assert client.keys() == []
@@ -184,7 +184,7 @@ def held(stack: ExitStack) -> list[HeldStore]:
 
 def reached(stack: ExitStack, *servers: HeldStore) -> RedisStore:
     store = open_at(stack, *servers)
-    store.reach(patience_s=5.0)
+    store.reach(retry_s=5.0)
     return store
 
 
@@ -207,10 +207,10 @@ def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitSta
 
 def test_stores_of_members_let_in_nobody_without_the_token(stack: ExitStack, held: list[HeldStore]) -> None:
     url = f"nodes://{held[0].place}"
-    other = RedisStore(url, RUN_ID, key=RunKey.of("another", RUN_ID), lease_s=2.0, patience_s=0.5)
+    other = RedisStore(url, RUN_ID, key=RunKey.of("another", RUN_ID), lease_s=2.0, retry_s=0.5)
     stack.callback(other.close)
     with pytest.raises(StoreLost, match=r"1 of 1 do not answer.*hung up on the handshake: are run.id and run.token"):
-        other.reach(patience_s=0.5)
+        other.reach(retry_s=0.5)
 
 
 def place_of_store(store: RedisStore) -> str:
@@ -223,7 +223,7 @@ def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
     """It was told so, by members whose store this newcomer does not reach."""
     left = next(candidate for candidate in store.candidates if candidate.address == store.address)
     left.take_whereabouts(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
-    newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, patience_s=5.0)
+    newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(newcomer.close)
     with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):
-        newcomer.reach(patience_s=0.5)
+        newcomer.reach(retry_s=0.5)

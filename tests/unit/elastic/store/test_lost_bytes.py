@@ -22,7 +22,7 @@ from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 
-PATIENCE_S = 60.0
+RETRY_S = 60.0
 LEASE_S = 600.0
 ANSWER_S = 0.1
 """Longest wait for an answer: a byte that is missing is mostly noticed by it."""
@@ -37,7 +37,7 @@ def server() -> Iterator[int]:
         port = free.getsockname()[1]
     with (
         RedisServer(host="127.0.0.1", port=port) as redis,
-        contextlib.closing(RedisStore(redis.url, RUN, lease_s=LEASE_S, patience_s=5)) as run,
+        contextlib.closing(RedisStore(redis.url, RUN, lease_s=LEASE_S, retry_s=5)) as run,
     ):
         for member in ("a#1", "b#1"):
             assert run.renew_lease(member, Peer(member[0], "127.0.0.1", 1, True), first=True)
@@ -67,10 +67,10 @@ def ways(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Way]]:
         opened: list[Way] = []
         for _ in range(WAYS):
             relay = Relay(server)
-            way = Way(relay, RedisStore(f"redis://127.0.0.1:{relay.port}", RUN, lease_s=LEASE_S, patience_s=PATIENCE_S))
+            way = Way(relay, RedisStore(f"redis://127.0.0.1:{relay.port}", RUN, lease_s=LEASE_S, retry_s=RETRY_S))
             stack.callback(way.close)
             opened.append(way)
-            way.store.reach(patience_s=PATIENCE_S)
+            way.store.reach(retry_s=RETRY_S)
             way.store.view(1)
         yield opened
 

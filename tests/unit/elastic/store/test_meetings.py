@@ -41,7 +41,7 @@ def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, token
     """A line that was founded in a store of its own; its member also knows the stores `known`."""
     server = stack.enter_context(HeldStore(KEY, RUN_ID))
     founder = open_at(stack, server)
-    founder.reach(patience_s=5.0)
+    founder.reach(retry_s=5.0)
     founder.found_or_match(SHARED)
     opening = an_opening(member)
     progress = replace(Progress.at_start(), tokens=tokens)
@@ -104,11 +104,11 @@ def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_
     servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
     alone = open_at(stack, servers[0])
     with pytest.raises(StoreLost, match="--found"):
-        alone.reach(patience_s=0.0, least_stores=2)
+        alone.reach(retry_s=0.0, least_stores=2)
     assert alone.survey()[0][1].generation is None
     second = open_at(stack, *servers)
-    second.reach(patience_s=5.0, least_stores=2)
-    alone.reach(patience_s=5.0, least_stores=2)
+    second.reach(retry_s=5.0, least_stores=2)
+    alone.reach(retry_s=5.0, least_stores=2)
     assert alone.generation == second.generation is not None
     told = open_at(stack, servers[1])
-    told.reach(patience_s=5.0, least_stores=1)
+    told.reach(retry_s=5.0, least_stores=1)

@@ -35,7 +35,7 @@ READY = Ready(1, 8, "state")
 def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
     """By the node that speaks through each; A and B are in round 1, and X has the token."""
     opened = {
-        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, patience_s=5.0)
+        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
         for node, key in KEYS.items()
     }
     for node, member in (("a", A), ("b", B)):
@@ -58,7 +58,7 @@ def proposed(stores: dict[str, RedisStore]) -> Opening:
 
 def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores: dict[str, RedisStore]) -> None:
     told: list[tuple[str, str]] = []
-    stores["b"].judge.on_forgery = lambda place, member: told.append((place, member))
+    stores["b"].verifier.on_forgery = lambda place, member: told.append((place, member))
     stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
     assert A not in stores["b"].view(1).ready
     opening = proposed(stores)
@@ -80,7 +80,7 @@ def test_member_writes_over_what_another_said_in_its_name(stores: dict[str, Redi
 
 def test_opening_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[str, RedisStore]) -> None:
     told: list[str] = []
-    stores["b"].judge.on_forgery = lambda place, member: told.append(member)
+    stores["b"].verifier.on_forgery = lambda place, member: told.append(member)
     forged = stores["x"].signed(an_opening(A, B, version=2, round=1), A)
     nobodys = replace(forged, proposer="", signature="")
     changed = replace(proposed(stores), weights=(1, 0))
@@ -131,17 +131,17 @@ def test_words_of_checkpoint_writers_and_facts_count_of_the_node_that_has_the_id
     a, b, x = (stores[node] for node in "abx")
     b.view(1)  # so that it knows whose id is whose
     mine = KEYS["a"].name("a")
-    x.say_saving("attempt", mine, "forged", patience_s=5.0)
-    assert b.saving("attempt", patience_s=5.0) == {}
-    a.say_saving("attempt", mine, "written", patience_s=5.0)
-    x.say_saving("attempt", KEYS["x"].name("a"), "of another key", patience_s=5.0)
-    assert b.saving("attempt", patience_s=5.0) == {"a": "written"}
+    x.say_saving("attempt", mine, "forged", retry_s=5.0)
+    assert b.saving("attempt", retry_s=5.0) == {}
+    a.say_saving("attempt", mine, "written", retry_s=5.0)
+    x.say_saving("attempt", KEYS["x"].name("a"), "of another key", retry_s=5.0)
+    assert b.saving("attempt", retry_s=5.0) == {"a": "written"}
     x.append_facts(mine, "", FactBatch(), FactBatch())
     assert b.recorders() == {mine: None} and [entry.batch for entry in b.read_facts(mine, "")] == [None]
 
 
 def test_name_without_a_key_counts_with_no_node(stores: dict[str, RedisStore], redis_url: str) -> None:
-    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)) as keyless:
+    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, retry_s=5.0)) as keyless:
         keyless.announce_ready("y#1", READY)
     assert stores["b"].view(1).ready == {}
 
@@ -189,7 +189,7 @@ def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pyt
 
 def test_damage_to_a_record_is_not_told_as_posing(stores: dict[str, RedisStore], redis_client: redis.Redis) -> None:
     told: list[str] = []
-    stores["b"].judge.on_forgery = lambda place, member: told.append(member)
+    stores["b"].verifier.on_forgery = lambda place, member: told.append(member)
     redis_client.hset(stores["b"].keys.ready(1), A, "nonsense")
     assert stores["b"].view(1).ready == {} and told == []
 
@@ -212,7 +212,7 @@ def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
         replace(verdict, digest="another"),
         replace(verdict, opening=stores["x"].signed(an_opening(A, B, X, version=3, round=2), X)),
     ):
-        redis_client.set(key, stores["x"].judge.seal_verdict(forged))
+        redis_client.set(key, stores["x"].verifier.seal_verdict(forged))
         assert [stores[node].view(1).committed for node in "ab"] == [None] * 2
         stores["a"].restore(StoreBackup(A, record_of(SHARED), opening, founded, vote=(opening, vote_of(verdict))))
         assert [stores[node].view(1).committed for node in "ab"] == [founded] * 2
@@ -340,16 +340,16 @@ def test_joiner_believes_a_verdict_only_with_the_votes_of_most_that_it_lists(
     opening = three["x"].signed(an_opening(A, B, C, version=3, round=2), C)
     forged = replace(a_verdict(opening, digest="made up"), record={"n": 7})
     honest = redis_client.get(three["x"].keys.committed)
-    redis_client.set(three["x"].keys.committed, three["x"].judge.seal_verdict(forged))
-    redis_client.hset(three["x"].keys.votes, C, three["x"].judge.seal_vote(C, opening, vote_of(forged)))
+    redis_client.set(three["x"].keys.committed, three["x"].verifier.seal_verdict(forged))
+    redis_client.hset(three["x"].keys.votes, C, three["x"].verifier.seal_vote(C, opening, vote_of(forged)))
     joiner = RunKey(b"k" * 32, NodeKey.new())
-    with closing(RedisStore(redis_url, "run", key=joiner, lease_s=1000.0, patience_s=5.0)) as store:
+    with closing(RedisStore(redis_url, "run", key=joiner, lease_s=1000.0, retry_s=5.0)) as store:
         view = store.view(0)
         assert view.committed is None and view.is_settling
         redis_client.set(three["x"].keys.committed, honest or b"")
         view = store.view(0)
         assert view.committed == seen.committed and not view.is_settling
-    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), patience_s=5.0)) as tool:
+    with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), retry_s=5.0)) as tool:
         assert tool.view(0).committed == seen.committed
 
 

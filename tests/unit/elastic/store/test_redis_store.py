@@ -94,7 +94,7 @@ def test_runs_on_one_server_do_not_see_each_other(open_store: Callable[..., Redi
 def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brought_back(
     store: RedisStore, redis_client: redis.Redis, name: str
 ) -> None:
-    """What a look found to be junk is another value than the empty one, which no look judges."""
+    """What a look found to be rejected is another value than the empty one, which no look judges."""
     known = known_to(A, round=5)
     assert store.restore(known)
     redis_client.set(getattr(store.keys, name), b"0")
@@ -205,7 +205,7 @@ def test_wrong_token_is_refused_beside_living_members_and_changes_nothing(
 
 
 def test_store_lost_comes_after_patience_when_nobody_listens() -> None:
-    store = RedisStore("unix:///nowhere/redis.sock", "run", patience_s=0.1)
+    store = RedisStore("unix:///nowhere/redis.sock", "run", retry_s=0.1)
     from_s = time.monotonic()
     with pytest.raises(StoreLost, match=r"for 0\.1 s.*store\.url"):
         store.view(0)
@@ -214,7 +214,7 @@ def test_store_lost_comes_after_patience_when_nobody_listens() -> None:
 
 def test_store_lost_comes_after_patience_when_the_server_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run", patience_s=0.1)
+        store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run", retry_s=0.1)
         from_s = time.monotonic()
         with pytest.raises(StoreLost):
             store.view(0)
@@ -238,7 +238,7 @@ def test_scripts_are_loaded_again_into_a_server_that_lost_them(store: RedisStore
 def test_call_waits_for_a_server_that_restarts(program: Path) -> None:
     seen: list[View] = []
     with RedisServer(program=program) as server:
-        store = RedisStore(server.url, "run", patience_s=30.0)
+        store = RedisStore(server.url, "run", retry_s=30.0)
         hold(store, A)
         server.stop()
         looking = threading.Thread(target=lambda: seen.append(store.view(0)))
@@ -280,7 +280,7 @@ def test_mistake_of_ours_is_raised(store: RedisStore, monkeypatch: pytest.Monkey
 
 
 def test_what_does_not_count_is_said_once(store: RedisStore, redis_client: redis.Redis, caplog: Any) -> None:
-    redis_client.set(store.keys.opening, b"junk")
+    redis_client.set(store.keys.opening, b"rejected")
     for _ in range(3):
         assert store.view(0).opening is None
     said = [record.fields for record in caplog.records if "invalid record" in record.message]
@@ -328,7 +328,7 @@ DECISIONS: dict[str, Callable[[Store], object]] = {
 @pytest.mark.parametrize("decision", DECISIONS)
 def test_whoever_waits_is_woken_by_what_decides(redis_url: str, redis_client: redis.Redis, decision: str) -> None:
     """The wait would be longer than the test may take."""
-    waiting, other = (RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=1000.0) for _ in range(2))
+    waiting, other = (RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=1000.0) for _ in range(2))
     with closing(waiting), closing(other), ThreadPoolExecutor(1) as threads:
         hold(other, A, B)
         assert open_next(other, FIRST)
@@ -382,7 +382,7 @@ def test_holdings_are_of_members_with_a_lease_and_have_a_life(store: RedisStore,
 def test_decision_that_fell_while_links_were_read_is_not_waited_for(
     store: RedisStore, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0)) as other:
+    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0)) as other:
         hold(other, A)
         other.tell_links(A, LinkRates({}, 1))
         seen, opening = store.view(0), an_opening(A)
@@ -435,7 +435,7 @@ def test_who_enters_a_session_is_told_its_words_and_not_again_where_all_are(
 @pytest.fixture
 def reader(redis_url: str) -> Iterator[RedisStore]:
     """Another node of the run."""
-    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0)) as reader:
+    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0)) as reader:
         yield reader
 
 
@@ -570,7 +570,7 @@ def test_wait_that_ends_with_a_verdict_leaves_it_to_who_expects_it(
 
 
 def test_member_is_told_who_else_is_there_once_there_are_enough(store: RedisStore, redis_url: str) -> None:
-    others = [RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0) for _ in range(2)]
+    others = [RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0) for _ in range(2)]
     first, second = (
         other.announce_ready(member, Ready(0, 1, "s"), enough=3) for other, member in zip(others, (A, B), strict=True)
     )

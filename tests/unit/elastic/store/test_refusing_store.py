@@ -49,21 +49,21 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setattr(redis_run, "REFUSES_S", 0.1)
     with contextlib.ExitStack() as stack:
 
-        def one(*addresses: str | int, patience_s: float = LONG_S) -> RedisStore:
+        def one(*addresses: str | int, retry_s: float = LONG_S) -> RedisStore:
             urls = [f"redis://127.0.0.1:{address}" if isinstance(address, int) else address for address in addresses]
-            return stack.enter_context(contextlib.closing(RedisStore(" ".join(urls), "run", patience_s=patience_s)))
+            return stack.enter_context(contextlib.closing(RedisStore(" ".join(urls), "run", retry_s=retry_s)))
 
         yield one
 
 
 def _refusal(store: RedisStore) -> str:
     with pytest.raises(ConfigError) as refused:
-        store.reach(patience_s=LONG_S)
+        store.reach(retry_s=LONG_S)
     return str(refused.value)
 
 
 def test_store_that_serves_is_left_as_it_was(port: int, opened: Open, admin: redis.Redis) -> None:
-    opened(port).reach(patience_s=LONG_S)
+    opened(port).reach(retry_s=LONG_S)
     assert admin.keys() == []
 
 
@@ -129,8 +129,8 @@ def test_server_that_cannot_save_is_refused(launch: Launch, opened: Open) -> Non
 
 def test_refusal_is_waited_for_once_a_run_was_seen_to_work(port: int, opened: Open, admin: redis.Redis) -> None:
     admin.execute_command("ACL", "SETUSER", "run", "reset", "on", "nopass", "-@all", *ACL_RULES.split())
-    store = opened(f"redis://run:any@127.0.0.1:{port}", patience_s=0.3)
-    store.reach(patience_s=LONG_S)
+    store = opened(f"redis://run:any@127.0.0.1:{port}", retry_s=0.3)
+    store.reach(retry_s=LONG_S)
     admin.execute_command("ACL", "SETUSER", "run", "-evalsha")
     with pytest.raises(StoreLost, match=r"Redis refused for 0\.3 s: store\.url: Redis does not let this user"):
         store.view(0)
@@ -177,20 +177,20 @@ def test_one_of_several_stores_in_which_a_run_could_not_go_on_is_said(
     urls = [f"redis://127.0.0.1:{port}", f"redis://run:any@127.0.0.1:{other}"]
     with redis.Redis(port=other) as its_admin:
         its_admin.execute_command("ACL", "SETUSER", "run", "reset", "on", "nopass", "-@all", *ACL_RULES.split())
-        opened(*urls).reach(patience_s=LONG_S)
+        opened(*urls).reach(retry_s=LONG_S)
         its_admin.execute_command("ACL", "SETUSER", "run", "-xadd")
     store = opened(*urls)
-    store.reach(patience_s=LONG_S)
+    store.reach(retry_s=LONG_S)
     assert store.generation is not None and "a spare store is unusable; the run goes on without it" in caplog.text
     admin.flushall()
 
 
 def test_server_that_is_loading_is_waited_for(opened: Open, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(port, patience_s=0.3)
+    store = opened(port, retry_s=0.3)
 
     def loading(*_command: object, **_options: object) -> object:
         raise redis.BusyLoadingError("Redis is loading the dataset in memory")
 
     monkeypatch.setattr("zeroband.elastic.store.connection.StoreClient.execute_command", loading)
     with pytest.raises(StoreLost, match=r"did not answer for 0\.3 s: Redis is loading the dataset in memory"):
-        store.reach(patience_s=0.3)
+        store.reach(retry_s=0.3)

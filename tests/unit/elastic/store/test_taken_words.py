@@ -58,7 +58,7 @@ def commit(stores: Stores, opening: Opening) -> Verdict:
 def stores(redis_url: str) -> Iterator[Stores]:
     """By the node that speaks through each. Round 1 is committed, and nobody has said anything of round 2."""
     opened_stores = {
-        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, patience_s=5.0)
+        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
         for node, key in KEYS.items()
     }
     for node, member in MEMBERS.items():
@@ -86,7 +86,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def watch(stores: Stores, node: str) -> list[tuple[str, str]]:
     told: list[tuple[str, str]] = []
-    stores[node].judge.on_forgery = lambda place, member: told.append((place, member))
+    stores[node].verifier.on_forgery = lambda place, member: told.append((place, member))
     return told
 
 
@@ -155,7 +155,7 @@ def test_member_notices_at_once_that_its_own_word_was_written_over(stores: Store
     told = watch(stores, "a")
     say_ready(stores, "a", "b", "c")
     assert A in look(stores["a"]).ready
-    forged = stores["x"].judge.seal_ready(A, replace(READY, weight=7))
+    forged = stores["x"].verifier.seal_ready(A, replace(READY, weight=7))
     redis_client.hset(stores["a"].keys.ready(2), A, forged)
     assert A not in look(stores["a"]).ready and [member for _, member in told] == [A]
 
@@ -212,7 +212,7 @@ def test_joiner_verifies_the_words_of_all(stores: Stores) -> None:
     name = joiner.new_member_id("d")
     stores["x"].announce_ready(A, READY)
     key = RunKey(b"k" * 32, joiner)
-    with closing(RedisStore(stores["b"].address, "run", key=key, lease_s=1000.0, patience_s=5.0)) as store:
+    with closing(RedisStore(stores["b"].address, "run", key=key, lease_s=1000.0, retry_s=5.0)) as store:
         store.announce_ready(name, READY, enough=3)
         assert {*look(store).ready} == {name}
 

@@ -110,7 +110,7 @@ def test_what_needs_descriptors_is_tried_again_until_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "patience_s", "is_aborted", "ends_at_s"),
+    ("error", "timeout_s", "is_aborted", "ends_at_s"),
     [
         (NONE_LEFT, 3.0, False, 3.0),
         (NONE_LEFT, 3.0, True, 0.0),
@@ -118,7 +118,7 @@ def test_what_needs_descriptors_is_tried_again_until_there_are_some() -> None:
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 3.0, False, 0.0),
     ],
 )
-def test_it_is_given_up_in_bounded_time(error: OSError, patience_s: float, is_aborted: bool, ends_at_s: float) -> None:
+def test_it_is_given_up_in_bounded_time(error: OSError, timeout_s: float, is_aborted: bool, ends_at_s: float) -> None:
     time = FakeTime()
 
     def make() -> None:
@@ -128,7 +128,7 @@ def test_it_is_given_up_in_bounded_time(error: OSError, patience_s: float, is_ab
         with_descriptors(
             *("it fails", make),
             is_aborted=lambda: is_aborted,
-            patience_s=patience_s,
+            timeout_s=timeout_s,
             clock=lambda: time.now_s,
             sleep=time.sleep,
         )

@@ -27,7 +27,7 @@ def publish(run_dir: Path, redis_url: str) -> None:
     key = RunKey.of("s3cret", run_dir.name)
     for node_dir in sorted(run_dir.iterdir()):
         FactPublisher(
-            node_dir, node_dir.name, lambda: RedisStore(redis_url, run_dir.name, key=key, patience_s=5.0)
+            node_dir, node_dir.name, lambda: RedisStore(redis_url, run_dir.name, key=key, retry_s=5.0)
         ).close()
 
 
@@ -131,7 +131,7 @@ def test_page_of_a_folder_and_a_store_shows_the_nodes_of_both(
     far = tmp_path / "elsewhere" / "run"
     write(far, facts_of(3))
     FactPublisher(
-        far / "b", "b", lambda: RedisStore(redis_url, "run", key=RunKey.of("s3cret", "run"), patience_s=5.0)
+        far / "b", "b", lambda: RedisStore(redis_url, "run", key=RunKey.of("s3cret", "run"), retry_s=5.0)
     ).close()
     write(tmp_path / "run", facts_of(4, "a"))
     (tmp_path / "run" / "a" / "config.toml").write_text('[outer]\ntype = "diloco"\n[ckpt]\npath = "checkpoints"\n')
@@ -179,7 +179,7 @@ def test_what_crosses_a_network_in_the_clear_is_warned_of(
     if token is not None:
         monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", token)
     store = ["--store", f"unix://{tmp_path}/nowhere", "--run-id", "run"]
-    monkeypatch.setattr(facts, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(facts, "RETRY_S", 0.05)
     assert command.main([*store, "--host", host, "--port", "0"]) == 0
     said = capsys.readouterr().err
     assert ("everybody who reaches this address can read the run" in said) == warned
@@ -213,7 +213,7 @@ def test_wrong_token_is_said_in_words(
     write(tmp_path / run_id, facts_of(1))
     publish(tmp_path / run_id, redis_url)
     if not is_over:
-        with closing(RedisStore(redis_url, run_id, key=RunKey.of("s3cret", run_id), patience_s=5.0)) as store:
+        with closing(RedisStore(redis_url, run_id, key=RunKey.of("s3cret", run_id), retry_s=5.0)) as store:
             store.found_or_match({"run.id": run_id})
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "guess")
     state = state_of(watched("--store", redis_url, "--run-id", run_id)[0])

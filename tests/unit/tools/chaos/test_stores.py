@@ -22,7 +22,7 @@ def local(tmp_path: Path) -> LocalCluster:
 
 def survey(stores: Stores) -> int:
     """How many of them answer."""
-    store = RedisStore(stores.local_url, "run", patience_s=1.0)
+    store = RedisStore(stores.local_url, "run", retry_s=1.0)
     try:
         return len(store.survey())
     finally:
@@ -50,7 +50,7 @@ def test_fault_strikes_the_store_in_use_and_leaves_the_other_one(local: LocalClu
 def test_lost_store_is_empty_when_another_one_is_started_at_its_address(local: LocalCluster) -> None:
     with Stores(1, None) as stores:
         for kind, is_kept in ((Kind.STORE_RESTARTED, True), (Kind.STORE_LOST, False)):
-            store = RedisStore(stores.local_url, "run", patience_s=5.0)
+            store = RedisStore(stores.local_url, "run", retry_s=5.0)
             store.found_or_match({"protocol": "1"})
             striker, fault = Striker(local, stores), PlannedFault(1, 0.0, kind, (), 3.0)
             striker.strike(fault, store=stores.local_url)

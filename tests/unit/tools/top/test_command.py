@@ -94,7 +94,7 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_store() -> RedisStore:
-        return RedisStore(redis_url, "first", key=RunKey.of("the secret", "first"), lease_s=5.0, patience_s=5.0)
+        return RedisStore(redis_url, "first", key=RunKey.of("the secret", "first"), lease_s=5.0, retry_s=5.0)
 
     with closing(open_store()) as store:
         store.found_or_match({"run.id": "first"})
