@@ -21,7 +21,9 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import noop
 
 NEVER_S = 1e6
-UNWATCHED = TimeOuts(5.0, 5.0, renew_s=NEVER_S, watch_s=NEVER_S, hung_s=NEVER_S, transfer_s=NEVER_S, store_s=NEVER_S)
+UNWATCHED = TimeOuts(
+    5.0, 5.0, renew_s=NEVER_S, watch_s=NEVER_S, hung_s=NEVER_S, gloo_timeout_s=NEVER_S, store_s=NEVER_S
+)
 """The watcher never looks: what is to happen happens at a step of the test."""
 
 

@@ -42,7 +42,18 @@ def test_short_soak_with_two_stores_and_two_nodes_that_cannot_be_dialled_holds_a
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.md"
-    options = ["--nodes", "4", "--stores", "2", "--behind", "2", "--kinds", "store lost,relay killed", "--seed", "1"]
+    options = [
+        "--nodes",
+        "4",
+        "--stores",
+        "2",
+        "--dial-out-only",
+        "2",
+        "--kinds",
+        "store lost,relay killed",
+        "--seed",
+        "1",
+    ]
     times = ["--minutes", "1", "--baseline-minutes", "0.15", "--mtbf-s", "6", "--slack-s", "30", "--fault.detect-s=3"]
     where = ["--run.dir", str(tmp_path / "runs"), "--data.cache-dir", str(tmp_path / "cache")]
     code = main([*options, *times, "--report", str(report), *where, "--outer.inner-seconds", "3"])

@@ -72,9 +72,9 @@ class NodeSection(OwnSection):
     port: int = Field(default=0, ge=0, le=65535)
     """The one port that this node listens on. 0: any that is free, and 29600 where the node holds a store (store.url =
     "nodes"); set it where a firewall has to let it through."""
-    dialable: bool = True
-    """Open that port. False: open none, and take part through connections that this node dials alone. A node that
-    others cannot dial finds that out by itself; false spares them the attempt. Needs comm.backend = "native"."""
+    dial_out_only: bool = False
+    """Open no port, and take part through connections that this node dials. A node that others cannot dial finds that
+    out without this setting, which spares them the attempt. Needs comm.backend = "native"."""
     shm_dir: Path = Path("/dev/shm")
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
     eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
@@ -213,7 +213,7 @@ class FaultConfig(Section):
     hung_s: PositiveFloat | None = None
     """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, such as its
     longest micro-batch, and above detect_s. None: 24 times detect_s, at least 300."""
-    transfer_s: PositiveFloat | None = None
+    gloo_timeout_s: PositiveFloat | None = None
     """gloo's own time-out, which never decides: a transfer is given up after 2 detect_s without a byte. At least
     hung_s. None: 120 times detect_s, at least 600 and twice hung_s."""
     store_s: PositiveFloat | None = None
@@ -453,7 +453,7 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""
-    found: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    bootstrap: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
     """With store.url = "nodes": begin the run though this node sees no other machine of it. Only where no node of the
     run lives: one that is cut off from the others would begin a second run of the same id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
@@ -462,7 +462,7 @@ class RunConfig(Section):
     @property
     def least_stores(self) -> int:
         """Different stores that must be there for this node to begin the run: its own one alone is not enough."""
-        return 2 if self.store.are_of_nodes and self.node.dialable and not self.found else 1
+        return 2 if self.store.are_of_nodes and not (self.node.dial_out_only or self.bootstrap) else 1
 
     @property
     def codec_name(self) -> str:
@@ -473,9 +473,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _gloo_dials_both_ways(self) -> RunConfig:
-        if not self.node.dialable and self.comm.backend == "gloo":
+        if self.node.dial_out_only and self.comm.backend == "gloo":
             raise ValueError(
-                'node.dialable=False needs comm.backend = "native": with gloo each two nodes dial one another; '
+                'node.dial_out_only=True needs comm.backend = "native": with gloo each two nodes dial one another; '
                 "open a port here, or change comm.backend on all nodes"
             )
         return self

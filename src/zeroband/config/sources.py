@@ -27,7 +27,12 @@ _PRESETS = FilePath(__file__).parents[1] / "presets"  # in a clone a link to con
 _SCHEMA = cast("Any", RunConfig)
 """Sources read the fields of any model, and are typed for one kind of it."""
 
-_RENAMED = {"outer.clip_to_median": 'outer.robust.type = "clip"'}
+_RENAMED = {
+    "outer.clip_to_median": 'outer.robust.type = "clip"',
+    "node.dialable": "node.dial_out_only, true where it was false,",
+    "found": "bootstrap",
+    "fault.transfer_s": "fault.gloo_timeout_s",
+}
 """What stands for keys that are no more."""
 
 

@@ -15,7 +15,7 @@ class TimeOuts:
     renew_s: float
     watch_s: float
     hung_s: float
-    transfer_s: float
+    gloo_timeout_s: float
     store_s: float
 
     @staticmethod
@@ -29,7 +29,7 @@ class TimeOuts:
             renew_s=chosen["renew_s"] or lease_s / 5,
             watch_s=chosen["watch_s"] or min(detect_s / 10, 0.25),
             hung_s=hung_s,
-            transfer_s=chosen["transfer_s"] or max(600.0, 120 * detect_s, 2 * hung_s),
+            gloo_timeout_s=chosen["gloo_timeout_s"] or max(600.0, 120 * detect_s, 2 * hung_s),
             store_s=chosen["store_s"] or max(3600.0, 120 * detect_s),
         )
 
@@ -40,7 +40,7 @@ class TimeOuts:
             ("renew_s", self.renew_s, "lease_s / 3", self.lease_s / 3),
             ("watch_s", self.watch_s, "detect_s / 2", self.detect_s / 2),
             ("detect_s", self.detect_s, "hung_s", self.hung_s),
-            ("hung_s", self.hung_s, "transfer_s", self.transfer_s),
+            ("hung_s", self.hung_s, "gloo_timeout_s", self.gloo_timeout_s),
             ("detect_s", self.detect_s, "store_s", self.store_s),
         )
         for name, value, bound, most in order:

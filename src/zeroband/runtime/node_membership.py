@@ -227,7 +227,7 @@ class NodeMembership:
             faults,
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
-            transfer_s=config.fault.time_outs.transfer_s,
+            gloo_timeout_s=config.fault.time_outs.gloo_timeout_s,
             bounds=bounds,
         )
 

@@ -48,7 +48,7 @@ def open_own_store(
     already; None: the node holds no store, and its guardian opens the port. Raises ConfigError, StoreLost.
     """
     address = config.store.address
-    if address is None or not config.store.are_of_nodes or not config.node.dialable:
+    if address is None or not config.store.are_of_nodes or config.node.dial_out_only:
         return config, None
 
     def start() -> tuple[str, str, int]:

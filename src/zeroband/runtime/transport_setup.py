@@ -29,7 +29,7 @@ def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort 
         run_key=key.secret.hex(),
         node_key="" if key.node is None else key.node.secret.hex(),
         is_sealed=config.comm.encryption,
-        is_open=node.dialable,
+        is_open=not node.dial_out_only,
         is_relayed=config.comm.backend == "native",
     )
 

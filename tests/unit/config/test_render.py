@@ -21,7 +21,7 @@ CHANGED = [
     ("--outer.type=diloco", "--outer.optimizer.momentum=0", "--outer.optimizer.lr=1", "--run.token=hunter2"),
     ("--outer.type=diloco", "--outer.inner_seconds", "60", "--outer.straggler_deadline_s", "5"),
     ("--fault.detect_s", "0.7"),
-    ("--fault.detect_s", "33.3", "--fault.watch_s", "1", "--fault.hung_s", "40", "--fault.transfer_s", "50"),
+    ("--fault.detect_s", "33.3", "--fault.watch_s", "1", "--fault.hung_s", "40", "--fault.gloo_timeout_s", "50"),
     ("--fault.lease_s", "3.3"),
     ("--outer.type=ddp", "--fault.inject", "opened@3=SIGKILL,voted@4=SIGSTOP", "--data.source.paths", "a b,c"),
     (

@@ -76,6 +76,9 @@ OUTER = [
     ("--outer.type=demo --outer.robust.type=centered_clip", 'set outer.robust.type = "clip"'),
     (f"--outer.type=demo {CLIP} --outer.aggregator=true", "outer.robust does not trust"),
     ("--outer.type=diloco --outer.clip_to_median=true", 'it is outer.robust.type = "clip" now'),
+    ("--node.dialable=true", "it is node.dial_out_only, true where it was false, now"),
+    ("--found=true", "it is bootstrap now"),
+    ("--fault.transfer_s=7", "it is fault.gloo_timeout_s now"),
     ("--outer.type=sparseloco --outer.score.counts=true", 'set outer.robust.type = "clip"'),
     ("--outer.type=demo --outer.score={} --outer.aggregator=true", "outer.score needs each payload"),
     ("--outer.type=sparseloco --outer.score={} --data.hold_out=0", "set one of them"),
@@ -83,7 +86,7 @@ OUTER = [
     ("--outer.type=diloco --outer.score={}", "outer.score"),
 ]
 NODES = [
-    (f"{DILOCO} --comm.backend=gloo --no-node.dialable", 'node.dialable=False needs comm.backend = "native"'),
+    (f"{DILOCO} --comm.backend=gloo --node.dial_out_only", 'node.dial_out_only=True needs comm.backend = "native"'),
     (f"{DILOCO} --comm.backend=gloo --comm.codec=bf16", "comm.codec='bf16' needs comm.backend = \"native\""),
     (f"{DILOCO} --comm.backend=gloo --comm.codec=int8", "drop comm.codec, or set"),
     (f"{DILOCO} --comm.backend=gloo --node.site=lab", "node.site='lab' needs comm.backend = \"native\""),
@@ -108,8 +111,8 @@ TIME_OUTS = [
     ("--fault.lease_s=3 --fault.renew_s=1.5", "fault.renew_s=1.5 is above fault.lease_s / 3=1;"),
     ("--fault.watch_s=3", "fault.watch_s=3 is above fault.detect_s / 2=2.5;"),
     ("--fault.detect_s=10 --fault.hung_s=9", "fault.detect_s=10 is above fault.hung_s=9;"),
-    ("--fault.hung_s=900 --fault.transfer_s=700", "fault.hung_s=900 is above fault.transfer_s=700;"),
-    ("--fault.transfer_s=200", "fault.hung_s=300 is above fault.transfer_s=200;"),
+    ("--fault.hung_s=900 --fault.gloo_timeout_s=700", "fault.hung_s=900 is above fault.gloo_timeout_s=700;"),
+    ("--fault.gloo_timeout_s=200", "fault.hung_s=300 is above fault.gloo_timeout_s=200;"),
     ("--fault.store_s=1", "fault.detect_s=5 is above fault.store_s=1;"),
     *(
         (f"--fault.{name}={value}", f"fault.{name}='{value}' (from --fault.{name}): input should be ")

@@ -23,23 +23,23 @@ def test_sizes_left_out_follow_from_the_others() -> None:
 
 def test_time_outs_follow_detect_s() -> None:
     assert FaultConfig(detect_s=60.0).time_outs == TimeOuts(
-        detect_s=60.0, lease_s=60.0, renew_s=12.0, watch_s=0.25, hung_s=1440.0, transfer_s=7200.0, store_s=7200.0
+        detect_s=60.0, lease_s=60.0, renew_s=12.0, watch_s=0.25, hung_s=1440.0, gloo_timeout_s=7200.0, store_s=7200.0
     )
     assert FaultConfig(detect_s=0.5).time_outs == TimeOuts(
-        detect_s=0.5, lease_s=0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0
+        detect_s=0.5, lease_s=0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, gloo_timeout_s=600.0, store_s=3600.0
     )
 
 
 def test_time_outs_follow_one_that_is_set() -> None:
     assert FaultConfig(lease_s=3.0).time_outs.renew_s == 0.6
-    assert FaultConfig(hung_s=900.0).time_outs.transfer_s == 1800.0
+    assert FaultConfig(hung_s=900.0).time_outs.gloo_timeout_s == 1800.0
 
 
 @given(detect_s=st.floats(0.5, 600.0))
 def test_time_outs_derived_from_detect_s_are_in_order(detect_s: float) -> None:
     t = FaultConfig(detect_s=detect_s).time_outs
     assert t.watch_s <= t.detect_s / 2
-    assert 3 * t.renew_s < t.lease_s <= t.detect_s < t.hung_s < t.transfer_s <= t.store_s
+    assert 3 * t.renew_s < t.lease_s <= t.detect_s < t.hung_s < t.gloo_timeout_s <= t.store_s
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_time_outs_derived_from_detect_s_are_in_order(detect_s: float) -> None:
         {"renew_s": 0.5},
         {"watch_s": 2.5},
         {"detect_s": 300.0, "hung_s": 300.0},
-        {"hung_s": 300.0, "transfer_s": 300.0},
+        {"hung_s": 300.0, "gloo_timeout_s": 300.0},
         {"store_s": 5.0},
     ],
 )

@@ -158,7 +158,7 @@ class StoreInUse(RedisRun):
         if not sees_enough:
             return (
                 "this node sees no store of another machine: it may be the first of the run, or cut off from all "
-                "others, who go on; start another node of the run, or this one with --found if no other one lives"
+                "others, who go on; start another node of the run, or this one with --bootstrap if no other one lives"
             )
         if not silent:
             return "the stores of the run tell that its members go on with another one, which does not answer yet"

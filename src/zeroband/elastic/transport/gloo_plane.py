@@ -188,7 +188,7 @@ def _sleep(_held: object) -> None:
 class LaneGroups:
     """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks.
 
-    `transfer_s`: gloo's own time-out; no wait here lasts that long. `bounds`: of the waits.
+    `gloo_timeout_s`: gloo's own time-out; no wait here lasts that long. `bounds`: of the waits.
     """
 
     keeps_buffers = False
@@ -202,7 +202,7 @@ class LaneGroups:
         *,
         host: str,
         chunk_bytes: int,
-        transfer_s: float,
+        gloo_timeout_s: float,
         bounds: TransferBounds,
     ) -> None:
         self.ownership = ownership
@@ -211,7 +211,7 @@ class LaneGroups:
         self._faults = faults
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
-        self._transfer_s = transfer_s
+        self._gloo_timeout_s = gloo_timeout_s
         self._building = StallLimit(bounds.connect_s, bounds.most_stall_s)
         self._moving = StallLimit(bounds.stall_s, bounds.most_stall_s)
         self._connected: tuple[int, tuple[str, ...]] | None = None
@@ -287,10 +287,10 @@ class LaneGroups:
 
         def build() -> dist.ProcessGroup:
             prefix = self._store.group_prefix(opening, lane)
-            rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
+            rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._gloo_timeout_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
-            options._timeout = timedelta(seconds=self._transfer_s)
+            options._timeout = timedelta(seconds=self._gloo_timeout_s)
             options._devices = [gloo.create_device(hostname=self._host)]
             return gloo(rendezvous, node_rank, len(opening.members), options)
 

@@ -26,7 +26,7 @@ from zeroband.tools.chaos.effects import Meddling, left_behind
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
 from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault, PlanRules, plan
-from zeroband.tools.chaos.soak import UNDIALLED, Soak, SoakFailed
+from zeroband.tools.chaos.soak import DIAL_OUT_ONLY, Soak, SoakFailed
 from zeroband.tools.chaos.soak_report import compare, render, round_costs
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
 from zeroband.tools.chaos.watch import NodeFiles, SoakWatch, Violations
@@ -98,8 +98,8 @@ def soak(
             if network is not None:
                 stack.enter_context(network.joined("watch"))
         environment = cluster.environment("node0", 1)
-        if options.behind:
-            load_config((*cluster.arguments, *UNDIALLED), environment)
+        if options.dial_out_only:
+            load_config((*cluster.arguments, *DIAL_OUT_ONLY), environment)
         config = load_config(cluster.arguments, environment)
         require_own(config, cluster)
         require_endless(config, options)
@@ -175,7 +175,7 @@ class _Conducted:
             kinds=kinds,
             detect_s=self._config.fault.detect_s,
             keep_undisturbed=options.in_peace,
-            behind=options.behind_nodes,
+            dial_out_only=options.dial_out_only_nodes,
         )
         self._left_out = self._why_left_out(rules)
         return plan(rules, options.seed)

@@ -41,7 +41,7 @@ class ChaosOptions:
     seed: int = 1
     stores: int = 1
     """Number of stores, of which the run uses one at a time; 0: each node holds one."""
-    behind: int = 0
+    dial_out_only: int = 0
     """Nodes that others cannot dial, the last ones."""
     kinds: tuple[Kind, ...] = ()
     """Faults to draw from; none: all that can happen to such a run."""
@@ -65,14 +65,14 @@ class ChaosOptions:
         return tuple(f"node{number}" for number in range(self.nodes))
 
     @property
-    def behind_nodes(self) -> tuple[str, ...]:
+    def dial_out_only_nodes(self) -> tuple[str, ...]:
         """Names of the nodes that others cannot dial."""
-        return self.names[self.nodes - self.behind :]
+        return self.names[self.nodes - self.dial_out_only :]
 
     @property
     def wanted_kinds(self) -> tuple[Kind, ...]:
         """Faults to draw from."""
-        return self.kinds or kinds_of(stores=self.stores, behind=self.behind)
+        return self.kinds or kinds_of(stores=self.stores, dial_out_only=self.dial_out_only)
 
     @property
     def in_peace(self) -> int:
@@ -94,7 +94,7 @@ _NUMBERS = (
     ("--mtbf-s", "mtbf_s", "mean gap of faults"),
     ("--minutes", "minutes", "with faults"),
     ("--seed", "seed", "of the faults"),
-    ("--behind", "behind", "nodes that cannot be dialled"),
+    ("--dial-out-only", "dial_out_only", "nodes that cannot be dialled"),
     ("--keep-undisturbed", "keep_undisturbed", "nodes left in peace; with several stores more than half at least"),
     ("--slack-s", "slack_s", "beyond fault.detect_s before a node counts as hanging"),
 )
@@ -167,19 +167,19 @@ def require_soak(options: ChaosOptions) -> None:
             f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
             "which must be 1 or more: somebody has to be there to notice a fault"
         )
-    if not 0 <= options.behind < options.nodes:
+    if not 0 <= options.dial_out_only < options.nodes:
         raise ConfigError(
-            f"--behind={options.behind} must be 0 or more, and fewer than --nodes={options.nodes}: "
+            f"--dial-out-only={options.dial_out_only} must be 0 or more, and fewer than --nodes={options.nodes}: "
             "somebody must be there who can be dialled"
         )
-    possible = kinds_of(stores=options.stores, behind=options.behind)
+    possible = kinds_of(stores=options.stores, dial_out_only=options.dial_out_only)
     if impossible := [kind.value for kind in options.kinds if kind not in possible]:
         raise ConfigError(
             f"--kinds: {', '.join(impossible)} cannot happen with --stores={options.stores or NODES} "
-            f"--behind={options.behind}: "
+            f"--dial-out-only={options.dial_out_only}: "
             f"{_needs(OF_ONE_STORE)} need --stores=1, {_needs(OF_SEVERAL_STORES)} need 2 or more of them or "
             f"--stores=nodes, {_needs([Kind.HOLDER_KILLED])} needs --stores=nodes, and "
-            f"{_needs([Kind.RELAY_KILLED])} needs --behind=2 or more"
+            f"{_needs([Kind.RELAY_KILLED])} needs --dial-out-only=2 or more"
         )
 
 

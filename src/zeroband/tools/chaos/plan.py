@@ -82,7 +82,7 @@ OF_SEVERAL_STORES = (Kind.STORE_LOST, Kind.STORE_STOPPED)
 OF_STORE = (*OF_ONE_STORE, *OF_SEVERAL_STORES)
 """Faults of the store, which strike no node, and all."""
 
-_LEAST_BEHIND = 2
+_LEAST_DIAL_OUT_ONLY = 2
 """From this number on, nodes that cannot be dialled need another one to talk."""
 
 _SHORTEST, _LONGEST = 0.3, 6.0
@@ -166,7 +166,7 @@ class PlanRules:
     detect_s: float
     keep_undisturbed: int = 2
     """Number of nodes that are left in peace at any time."""
-    behind: tuple[str, ...] = ()
+    dial_out_only: tuple[str, ...] = ()
     """Nodes that cannot be dialled; from two on, one of the others is left in peace, through which they talk."""
     recovery_s: float = 25.0
     """Assumed time from the end of a fault until its node contributes again."""
@@ -177,17 +177,17 @@ class PlanRules:
         return tuple(kind for kind in self.kinds if calendar.is_possible(0.0, kind))
 
 
-def kinds_of(*, stores: int, behind: int) -> tuple[Kind, ...]:
+def kinds_of(*, stores: int, dial_out_only: int) -> tuple[Kind, ...]:
     """Kinds that can happen to a run with these numbers of stores, 0 where nodes hold them, and undialable nodes."""
     apart = OF_SEVERAL_STORES if stores == 1 else OF_ONE_STORE
     holder = (Kind.HOLDER_KILLED,) if stores else ()
-    relay = () if behind >= _LEAST_BEHIND else (Kind.RELAY_KILLED,)
+    relay = () if dial_out_only >= _LEAST_DIAL_OUT_ONLY else (Kind.RELAY_KILLED,)
     return tuple(kind for kind in PLANNED if kind not in (*apart, *holder, *relay))
 
 
-def leaves_enough(in_peace: Collection[str], keep_undisturbed: int, behind: Collection[str]) -> bool:
+def leaves_enough(in_peace: Collection[str], keep_undisturbed: int, dial_out_only: Collection[str]) -> bool:
     """Whether enough nodes are in peace, one of them one that can be dialled where others talk through such a one."""
-    is_way = len(behind) < _LEAST_BEHIND or any(node not in behind for node in in_peace)
+    is_way = len(dial_out_only) < _LEAST_DIAL_OUT_ONLY or any(node not in dial_out_only for node in in_peace)
     return len(in_peace) >= keep_undisturbed and is_way
 
 
@@ -249,9 +249,9 @@ class _Calendar:
         rules, targets = self._rules, targets_of(kind)
         undone = [node for node in rules.nodes if self._undone_s[node] <= at_s]
         calm = [node for node in undone if self._calm_s(node) <= at_s]
-        dialled = [node for node in calm if node not in rules.behind]
+        dialled = [node for node in calm if node not in rules.dial_out_only]
         spared = set(calm if len(calm) - rules.keep_undisturbed < targets else ())
-        if not leaves_enough(dialled[targets:], 0, rules.behind):  # whichever of them are struck
+        if not leaves_enough(dialled[targets:], 0, rules.dial_out_only):  # whichever of them are struck
             spared |= {*dialled}
         free = [node for node in undone if node not in spared]
         rested = [node for node in free if node in calm]

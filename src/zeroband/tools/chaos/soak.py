@@ -46,7 +46,7 @@ _BACK_S = 120.0
 
 _STORE, _OURS = "the store", "this command"
 
-UNDIALLED = ("--node.dialable=false",)
+DIAL_OUT_ONLY = ("--node.dial_out_only=true",)
 """Arguments of a node that others cannot dial."""
 
 
@@ -120,7 +120,7 @@ class Soak:
         """
         names = self._options.names
         for node in names:
-            arguments = UNDIALLED if node in self._options.behind_nodes else ()
+            arguments = DIAL_OUT_ONLY if node in self._options.dial_out_only_nodes else ()
             self._cluster.start(ranks=2 if len(names) >= 3 and node == names[-1] else 1, arguments=arguments)
         if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(names), _FOUNDING_S):
             lost = self._watch.starvation.share(0.0, self._now())
@@ -289,7 +289,7 @@ class Soak:
         """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
         lasting = {name for one in self._lasting() for name in one.names}
         in_peace = [node for node in self._steady() if node not in fault.nodes]
-        is_peace_kept = leaves_enough(in_peace, self._options.in_peace, self._options.behind_nodes)
+        is_peace_kept = leaves_enough(in_peace, self._options.in_peace, self._options.dial_out_only_nodes)
         if lasting.intersection(fault.nodes) or not is_peace_kept:
             return False
         if fault.kind is Kind.RELAY_KILLED and not self._watch.relays() & {*fault.nodes}:

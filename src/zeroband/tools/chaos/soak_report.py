@@ -184,8 +184,8 @@ def _setting(options: ChaosOptions, about: Mapping[str, str], seen: Judgement) -
 
 
 def _special(options: ChaosOptions) -> str:
-    behind = f", of which {options.behind} cannot be dialled" if options.behind else ""
-    return behind + {0: ", each with a store", 1: ""}.get(options.stores, f", {options.stores} stores")
+    dial_out_only = f", of which {options.dial_out_only} cannot be dialled" if options.dial_out_only else ""
+    return dial_out_only + {0: ", each with a store", 1: ""}.get(options.stores, f", {options.stores} stores")
 
 
 def _invariants(seen: Judgement) -> str:

@@ -152,8 +152,8 @@ class SoakWatch:
     def relays(self) -> frozenset[str]:
         """Nodes through which two living members talk that cannot be dialled."""
         peers = {} if self.view is None else {m: self.view.peers[m] for m in self.view.alive if m in self.view.peers}
-        behind = [member for member in peers if is_behind(member, peers)]
-        called = [other for one, other in permutations(behind, 2) if dials(one, other, behind)]
+        dial_out_only = [member for member in peers if is_behind(member, peers)]
+        called = [other for one, other in permutations(dial_out_only, 2) if dials(one, other, dial_out_only)]
         return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := lines_of(other, peers)))
 
     @property

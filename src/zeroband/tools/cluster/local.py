@@ -168,7 +168,7 @@ class LocalCluster:
             founders = [f"node{number}" for number in range(min(self._founders, _PEERS))]
             env["ZERO_BAND_STORE__PEERS"] = json.dumps([self.store_place(founder) for founder in founders])
             if self._founders == 1 and node_id == founders[0]:
-                env["ZERO_BAND_FOUND"] = "true"
+                env["ZERO_BAND_BOOTSTRAP"] = "true"
             env["ZERO_BAND_NODE__PORT"] = self.store_place(node_id).rpartition(":")[2]
         if self.network is not None:
             env["ZERO_BAND_NODE__ADVERTISE_HOST"] = self.network.address(node_id)

@@ -49,7 +49,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
             run_id, waits_s, port = rehearsal_of(config.run.id), _STORE_RETRY_S, None
             if config.store.are_of_nodes:
                 waits_s = wait_s
-                if config.node.dialable:
+                if not config.node.dial_out_only:
                     findings += look_at_server()
                     own = OwnStore(config, host, Departure(0.0))
                     port = own.port

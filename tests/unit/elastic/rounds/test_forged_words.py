@@ -30,7 +30,7 @@ from zeroband.errors import PeerLost
 from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a", "b", "c")
-TIME_OUTS = TimeOuts(60.0, 60.0, renew_s=60.0, watch_s=60.0, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
+TIME_OUTS = TimeOuts(60.0, 60.0, renew_s=60.0, watch_s=60.0, hung_s=300.0, gloo_timeout_s=600.0, store_s=3600.0)
 SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=8)
 RULES = Rules(start_nodes=len(NAMES), shape=SHAPE)
 NEVER_S = float("inf")

@@ -34,7 +34,7 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.tools.plan.forecast import STORE_TRIPS
 
 RULES = Rules()
-TIME_OUTS = TimeOuts(0.5, 0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
+TIME_OUTS = TimeOuts(0.5, 0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, gloo_timeout_s=600.0, store_s=3600.0)
 NEVER_S = float("inf")
 SHARED = {"model.d_model": "256"}
 MakeMember = Callable[..., Member]

@@ -103,7 +103,7 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
 def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_to(stack: ExitStack) -> None:
     servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
     alone = open_at(stack, servers[0])
-    with pytest.raises(StoreLost, match="--found"):
+    with pytest.raises(StoreLost, match="--bootstrap"):
         alone.reach(retry_s=0.0, least_stores=2)
     assert alone.survey()[0][1].generation is None
     second = open_at(stack, *servers)

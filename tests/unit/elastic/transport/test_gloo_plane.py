@@ -147,7 +147,14 @@ def make_groups(tmp_path: Path, store: RedisStore) -> Callable[[int], tuple[Lane
         flags = SharedFlags(tmp_path / f"flags{rank}", create=True)
         ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
         return LaneGroups(
-            store, flags, ownership, FaultPoints(()), host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
+            store,
+            flags,
+            ownership,
+            FaultPoints(()),
+            host="127.0.0.1",
+            chunk_bytes=8,
+            gloo_timeout_s=20.0,
+            bounds=BOUNDS,
         ), flags
 
     return make

@@ -96,12 +96,12 @@ WRONG = [
     (["--nodes", "1"], "--nodes=1"),
     (["--nodes", "2", "--keep-undisturbed", "3"], "--keep-undisturbed=3"),
     (["--stores", "0"], "--stores=0 must be 1 or more"),
-    (["--nodes", "3", "--behind", "3"], "--behind=3 must be 0 or more, and fewer than --nodes=3"),
+    (["--nodes", "3", "--dial-out-only", "3"], "--dial-out-only=3 must be 0 or more, and fewer than --nodes=3"),
     (["--kinds", "store dead"], "--kinds: no kind of fault is called 'store dead'; there are: machine killed, "),
-    (["--kinds", "cut off,store lost"], "--kinds: store lost cannot happen with --stores=1 --behind=0"),
+    (["--kinds", "cut off,store lost"], "--kinds: store lost cannot happen with --stores=1 --dial-out-only=0"),
     (["--stores", "2", "--kinds", "store paused"], "store paused, store restarted, store emptied need --stores=1"),
-    (["--behind", "1", "--kinds", "relay killed"], "relay killed needs --behind=2 or more"),
-    (["--behind", "1", "--comm.backend", "gloo"], 'node.dialable=False needs comm.backend = "native"'),
+    (["--dial-out-only", "1", "--kinds", "relay killed"], "relay killed needs --dial-out-only=2 or more"),
+    (["--dial-out-only", "1", "--comm.backend", "gloo"], 'node.dial_out_only=True needs comm.backend = "native"'),
     (["--keep-undisturbed", "0"], "--keep-undisturbed=0, which must be 1 or more"),
     (["--mtbf-s", "0"], "--mtbf-s=0"),
     (["--minutes", "-1"], "--minutes=-1"),
@@ -159,7 +159,7 @@ def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(node
     "flags",
     [
         ["@a b.toml", "--nodes", "7", "--seed=3", "--minutes", "0.5", "--fault.detect-s", "3"],
-        ["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"],
+        ["--nodes=7", "--stores=2", "--dial-out-only=2", "--kinds=store lost, relay killed"],
         ["--stores=nodes", "--kinds=holder killed", "--shared-host"],
     ],
 )
@@ -172,8 +172,8 @@ def test_report_names_a_command_that_makes_the_same_soak(flags: list[str]) -> No
 def test_options_are_those_of_the_flags() -> None:
     plain, _ = read_options(["@a b.toml", "--nodes", "7", "--seed=3", "--fault.detect-s", "3"])
     assert (plain.arguments, plain.nodes, plain.seed) == (("@a b.toml", "--fault.detect-s", "3"), 7, 3)
-    several, _ = read_options(["--nodes=7", "--stores=2", "--behind=2", "--kinds=store lost, relay killed"])
+    several, _ = read_options(["--nodes=7", "--stores=2", "--dial-out-only=2", "--kinds=store lost, relay killed"])
     assert several.kinds == several.wanted_kinds == (Kind.STORE_LOST, Kind.RELAY_KILLED)
-    assert (several.stores, several.behind, several.behind_nodes) == (2, 2, ("node5", "node6"))
+    assert (several.stores, several.dial_out_only, several.dial_out_only_nodes) == (2, 2, ("node5", "node6"))
     held, _ = read_options(["--stores=nodes", "--kinds=holder killed", "--shared-host"])
     assert (held.stores, held.kinds, held.is_host_shared) == (0, (Kind.HOLDER_KILLED,), True)

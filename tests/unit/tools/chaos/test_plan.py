@@ -20,9 +20,9 @@ from zeroband.tools.chaos.plan import (
 )
 
 NODES = tuple(f"node{number}" for number in range(5))
-KINDS = kinds_of(stores=1, behind=2)
+KINDS = kinds_of(stores=1, dial_out_only=2)
 RULES = PlanRules(nodes=NODES, duration_s=3600.0, mtbf_s=20.0, kinds=KINDS, detect_s=3.0)
-BEHIND = replace(RULES, kinds=kinds_of(stores=2, behind=2), behind=NODES[3:])
+DIAL_OUT_ONLY = replace(RULES, kinds=kinds_of(stores=2, dial_out_only=2), dial_out_only=NODES[3:])
 
 
 def test_plan_is_the_same_for_the_same_seed_and_another_for_another() -> None:
@@ -44,7 +44,7 @@ def in_peace_at(at_s: float, rules: PlanRules, faults: Sequence[PlannedFault]) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("rules", "keep"), [*((RULES, keep) for keep in (1, 2, 4)), *((BEHIND, keep) for keep in (1, 3))]
+    ("rules", "keep"), [*((RULES, keep) for keep in (1, 2, 4)), *((DIAL_OUT_ONLY, keep) for keep in (1, 3))]
 )
 def test_plan_leaves_enough_in_peace_at_every_time_and_one_through_which_two_talk_that_cannot_be_dialled(
     seed: int, rules: PlanRules, keep: int
@@ -53,8 +53,8 @@ def test_plan_leaves_enough_in_peace_at_every_time_and_one_through_which_two_tal
     faults = plan(rules, seed)
     assert len(faults) > 50 and {fault.kind for fault in faults} == set(rules.possible_kinds())
     for fault in faults:
-        assert leaves_enough(in_peace_at(fault.at_s, rules, faults), keep, rules.behind), fault
-        assert fault.kind is not Kind.RELAY_KILLED or fault.nodes[0] not in rules.behind
+        assert leaves_enough(in_peace_at(fault.at_s, rules, faults), keep, rules.dial_out_only), fault
+        assert fault.kind is not Kind.RELAY_KILLED or fault.nodes[0] not in rules.dial_out_only
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,25 +95,29 @@ def test_faults_that_would_leave_too_few_nodes_are_not_possible_and_a_plan_witho
 
 
 def test_kinds_are_those_that_can_happen_to_the_stores_and_nodes_of_a_run() -> None:
-    plain, several, behind = kinds_of(stores=1, behind=0), kinds_of(stores=2, behind=1), kinds_of(stores=1, behind=2)
+    plain, several, dial_out_only = (
+        kinds_of(stores=1, dial_out_only=0),
+        kinds_of(stores=2, dial_out_only=1),
+        kinds_of(stores=1, dial_out_only=2),
+    )
     assert set(PLANNED) - {*plain} == {*OF_SEVERAL_STORES, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
     assert set(PLANNED) - {*several} == {*OF_ONE_STORE, Kind.RELAY_KILLED, Kind.HOLDER_KILLED}
-    assert {*behind} - {*plain} == {Kind.RELAY_KILLED}
+    assert {*dial_out_only} - {*plain} == {Kind.RELAY_KILLED}
 
 
 def test_relay_is_not_killed_where_no_other_one_could_take_over() -> None:
-    one_is_open = replace(BEHIND, behind=NODES[1:], keep_undisturbed=1)
+    one_is_open = replace(DIAL_OUT_ONLY, dial_out_only=NODES[1:], keep_undisturbed=1)
     assert Kind.RELAY_KILLED not in one_is_open.possible_kinds()
     assert {fault.nodes for fault in plan(one_is_open, 1)}.isdisjoint({(NODES[0],)})
 
 
 def test_way_between_two_that_cannot_be_dialled_is_asked_for_only_where_there_are_two() -> None:
-    assert leaves_enough(["a", "b"], 2, behind=["a"])
-    assert not leaves_enough(["a", "b"], 2, behind=["a", "b"])
-    assert not leaves_enough(["a"], 2, behind=[])
+    assert leaves_enough(["a", "b"], 2, dial_out_only=["a"])
+    assert not leaves_enough(["a", "b"], 2, dial_out_only=["a", "b"])
+    assert not leaves_enough(["a"], 2, dial_out_only=[])
 
 
 def test_store_in_use_can_be_lost_with_its_node_where_nodes_hold_the_stores() -> None:
-    held, one = set(kinds_of(stores=0, behind=0)), set(kinds_of(stores=1, behind=0))
+    held, one = set(kinds_of(stores=0, dial_out_only=0)), set(kinds_of(stores=1, dial_out_only=0))
     assert held - one == {Kind.HOLDER_KILLED, *OF_SEVERAL_STORES} and one - held == {*OF_ONE_STORE}
-    assert Kind.HOLDER_KILLED not in kinds_of(stores=3, behind=2)
+    assert Kind.HOLDER_KILLED not in kinds_of(stores=3, dial_out_only=2)
