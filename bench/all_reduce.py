@@ -36,7 +36,7 @@ import torch.distributed as dist
 from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.audit import Auditor, drawers
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
@@ -217,8 +217,8 @@ class Worker:
             reduction.close()
             assert state == State.DONE, state
             if auditor is not None:
-                opening = Opening(number, 1, 1, members, (1,) * job.world)
-                request = RoundRequest(opening, members[job.rank], self.values, self.result)
+                plan = RoundPlan(number, 1, 1, members, (1,) * job.world)
+                request = RoundRequest(plan, members[job.rank], self.values, self.result)
                 told, _ = auditor.audit(request, Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes))
                 assert not told.is_refused
 
@@ -389,8 +389,8 @@ def audited_form() -> None:
     for codec, numel in itertools.product(("int8", "int4", "fp32"), (1 << 20, 16 << 20)):
         ways = [f"native/{codec}/1/sealed/{form}/cubic" for form in ("all", "drawn", "audited")]
         plain, drawn, audited = measure(world, numel, ways, repeats=31).values()
-        opening = Opening(1, 1, 1, tuple(f"n{rank}#1" for rank in range(world)), (1,) * world)
-        shown = (world - 1) * len(drawers(opening, numel)) * CODECS[codec].encoded_size(PIECE)
+        plan = RoundPlan(1, 1, 1, tuple(f"n{rank}#1" for rank in range(world)), (1,) * world)
+        shown = (world - 1) * len(drawers(plan, numel)) * CODECS[codec].encoded_size(PIECE)
         sent = 2 * (world - 1) * CODECS[codec].encoded_size(numel) // world
         more, share = audited.cpu_s / plain.cpu_s - 1, shown / sent
         times = f"{plain.cpu_s:.4f} | {drawn.cpu_s:.4f} | {audited.cpu_s:.4f} | {more:+.1%}"

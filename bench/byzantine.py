@@ -4,7 +4,7 @@ python bench/byzantine.py [--rules off clip trimmed] [--lies flip scale] [--liar
 python bench/byzantine.py --nodes [--rules off clip] [--lies flip vote] [--liars 1]     # 8 real nodes for each figure
 
 Without --nodes all members are in this process: a small model of bytes learns made-up text, of which a quarter is in a
-language of each member. Contributions are encoded, combined and decoded by the code that nodes use, and openings and
+language of each member. Contributions are encoded, combined and decoded by the code that nodes use, and plans and
 verdicts are their records, so that weights and trust are those of a run. With --nodes, 8 nodes train as
 `zeroband simulate` has them (bench/lying_nodes.py), which can also lie about what only a hostile process can, and it is
 said who was named after how many rounds.
@@ -32,7 +32,7 @@ from torch import Tensor
 from zeroband.config.data import SyntheticSource
 from zeroband.config.outer import OuterSGDConfig
 from zeroband.data.sources import documents
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.trust import RECORD, scores_after, trust_of
 from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
@@ -149,14 +149,14 @@ def final_loss(rule: RobustRule | None, kind: str, honest: int, liars: int, seed
                 parts[place][:4] = torch.tensor([math.nan]).view(torch.uint8)
             weights[place] *= 1000 if kind == "weight" else 1
         trust = () if rule is None else trust_of(names, record)
-        opening = Opening(1, 1, number, names, tuple(weights), trust=trust)
+        plan = RoundPlan(1, 1, number, names, tuple(weights), trust=trust)
         if rule is None:
-            each = zip(parts, opening.shares, strict=True)
+            each = zip(parts, plan.shares, strict=True)
             combined = sum((share * CODEC.decode(part, len(outer)) for part, share in each), torch.zeros_like(outer))
         else:
-            combined, measured = combine(rule, CODEC, parts, opening.shares, len(outer))
+            combined, measured = combine(rule, CODEC, parts, plan.shares, len(outer))
             seen = {m: c for m, c in zip(names, measured.cosines(), strict=True) if c is not None}
-            record = {RECORD: scores_after(record, opening, seen)}
+            record = {RECORD: scores_after(record, plan, seen)}
         if not combined.isfinite().all():
             return math.nan  # no owner encodes it
         optimizer.apply(outer, momentum, CODEC.decode(CODEC.encode(combined), len(outer)), outer_step=number + 1)

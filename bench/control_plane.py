@@ -41,7 +41,7 @@ from zeroband.elastic.membership.neighbours import neighbours, suspects
 from zeroband.elastic.membership.node_key import NodeKey, is_signed
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
@@ -238,16 +238,16 @@ class Node:
             except PeerLost:
                 continue
 
-    def _record(self, opening: Opening) -> dict[str, Any]:
+    def _record(self, plan: RoundPlan) -> dict[str, Any]:
         if self.verdict is None:
-            committed = self.member.look(opening.round).committed
+            committed = self.member.look(plan.round).committed
             before = None if committed is None else Progress.from_record(committed.record["progress"])
         else:
             before = Progress.from_record(self.verdict.record["progress"])
         if before is None:
-            after = Progress.at_start().begin(opening, SHAPE, after_round=None)
+            after = Progress.at_start().begin(plan, SHAPE, after_round=None)
         else:
-            after = before.after(opening, SHAPE)
+            after = before.after(plan, SHAPE)
         return {"progress": after.to_record(), "session": "s" * 16}
 
     def die(self) -> None:

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from zeroband.config.store_url import NODES as NODES_URL
 from zeroband.config.store_url import address_of_nodes
 from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.records import Opening, View
+from zeroband.elastic.membership.records import RoundPlan, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
@@ -81,7 +81,7 @@ TINY = (
     *("--fault.detect-s", str(DETECT_S), "--fault.inject", "inner@+0=TAKES0.05"),
 )
 FRAME = struct.Struct("<IBBHQQIIIII4x")
-"""Magic, kind, codec, lane, run, opening, epoch, round, shard, chunk, bytes of payload (kernels/csrc/frame.h)."""
+"""Magic, kind, codec, lane, run, plan, epoch, round, shard, chunk, bytes of payload (kernels/csrc/frame.h)."""
 MAGIC = 0x31425A01
 TROUBLE = ("Traceback", "Task exception", "the guardian ended", "Segmentation", "malloc", "AddressSanitizer")
 """What no node may print."""
@@ -99,16 +99,14 @@ class Target:
     others: tuple[str, ...]
     key: RunKey
     run_id: str
-    opening: Opening | None
+    plan: RoundPlan | None
 
 
 def targets_of(view: View, key: RunKey, run_id: str) -> list[Target]:
     """The living members, each as somebody to be called."""
     alive = sorted(view.alive & view.peers.keys())
     return [
-        Target(
-            m, (view.peers[m].host, view.peers[m].port), tuple(o for o in alive if o != m), key, run_id, view.opening
-        )
+        Target(m, (view.peers[m].host, view.peers[m].port), tuple(o for o in alive if o != m), key, run_id, view.plan)
         for m in alive
     ]
 
@@ -331,13 +329,13 @@ def request_words(chance: random.Random) -> bytes:
 
 def frame_words(target: Target, chance: random.Random) -> tuple[bytes, bytes]:
     """Header and payload of a frame that may belong to the transfer that runs now, or nearly does."""
-    opening, wild = target.opening, chance.randrange(1 << 32)
+    plan, wild = target.plan, chance.randrange(1 << 32)
     run = int.from_bytes(hashlib.sha256(target.run_id.encode()).digest()[:8], "big")
-    number = 0 if opening is None else opening.version << 16 | int(opening.id.rpartition("-")[2], 16) & 0xFFFF
+    number = 0 if plan is None else plan.version << 16 | int(plan.id.rpartition("-")[2], 16) & 0xFFFF
     payload = chance.randbytes(chance.choice((1, 256, 4096)))
     fields = [
         *(MAGIC, chance.choice((1, 2, 3)), chance.choice((0, 1, 2, 3, 255)), 0),
-        *(run, number, 0 if opening is None else opening.epoch, 0 if opening is None else opening.round),
+        *(run, number, 0 if plan is None else plan.epoch, 0 if plan is None else plan.round),
         *(chance.randrange(NODES), chance.randrange(4), len(payload)),
     ]
     for _ in range(chance.choice((0, 0, 1, 3))):

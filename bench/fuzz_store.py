@@ -85,8 +85,8 @@ class Damager:
     def newest(self, name: str) -> bytes:
         """The key of this name; of those that every round has for itself, that of the current one."""
         whole = f"{self._prefix}:{name}"
-        is_string = self._client.type(f"{self._prefix}:opening") == b"string"
-        raw = self._client.get(f"{self._prefix}:opening") if is_string else None
+        is_string = self._client.type(f"{self._prefix}:plan") == b"string"
+        raw = self._client.get(f"{self._prefix}:plan") if is_string else None
         words = (raw or b"").split()
         if name in ("ready", "ready_at") and len(words) > 1 and words[1].isdigit():  # else it was damaged just now
             whole += f":{words[1].decode()}"

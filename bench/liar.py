@@ -68,8 +68,8 @@ class LyingExchange(MeanExchange):
         self._lie = lie
         self._own, self._common = parts.buffers[CONTRIBUTION], parts.buffers[RESULT]
 
-    def load(self, round: int, turn: int, names: Collection[str]) -> bool:
-        is_finite = super().load(round, turn, names)
+    def load(self, round: int, fragment_index: int, names: Collection[str]) -> bool:
+        is_finite = super().load(round, fragment_index, names)
         own = self._own
         match self._lie:
             case "noise":

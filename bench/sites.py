@@ -102,7 +102,7 @@ def tell(runs: dict[str, SimulationResult]) -> None:
         took_s = statistics.median(after[1] - before[1] for before, after in pairs)
         rounds = found.counted[-1][0].round - found.counted[0][0].round
         wide = (found.counted[-1][2] - found.counted[0][2]) / rounds / 1e6
-        last = found.counted[-1][0].opening
+        last = found.counted[-1][0].plan
         speak = len(set(last.sites)) or len(last.members)
         print(f"| {name} | {len(last.members)} | {speak} | {wide:.2f} | {took_s:.2f} |", flush=True)
 

@@ -77,7 +77,7 @@ class SimulationResult:
     def rounds_with_slow(self) -> int:
         """Rounds in which the slow node counted."""
         return sum(
-            any(node_id_of_member(m) == SLOW for m in verdict.opening.contributors()) for verdict, _ in self.ended_at_s
+            any(node_id_of_member(m) == SLOW for m in verdict.plan.contributors()) for verdict, _ in self.ended_at_s
         )
 
 

@@ -28,9 +28,9 @@ from zeroband.elastic.membership.records import (
     Carried,
     Carry,
     Claim,
-    Opening,
     Peer,
     Ready,
+    RoundPlan,
     Verdict,
     View,
 )
@@ -40,7 +40,7 @@ from zeroband.elastic.membership.round_rules import (
     Wait,
     has_quorum,
     must_leave,
-    next_opening,
+    next_plan,
     next_verdict,
 )
 from zeroband.elastic.rounds.background import LOOK_S
@@ -87,7 +87,7 @@ class _Node:
     claim: tuple[int, Claim] | None = None
     """What it trains on that no round has dealt it, with the newest round when it joined."""
     is_member: bool = False
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     """Whose transfer it is in."""
     born_s: float = 0.0
     began_s: float = 0.0
@@ -132,7 +132,7 @@ class SimulationResult:
     late: int = 0
     """Contributions that counted in a later round than they were meant for."""
     reopened: int = 0
-    """Openings beyond the first of a round."""
+    """Plans beyond the first of a round."""
     spent_s: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     """Seconds of all nodes together, by what they did."""
     members: int = 0
@@ -283,7 +283,7 @@ class VirtualRun:
         earlier = node.member_id
         node.lives += 1
         node.is_member = node.is_pending = node.is_behind = node.is_leaving = False
-        node.claim, node.missed, node.opening, node.began_s = None, 0, None, self._now_s
+        node.claim, node.missed, node.plan, node.began_s = None, 0, None, self._now_s
         if self._model.mtbf_s is not None:
             self._after(self._lives_s.draw(), self._in_this_life(node, self._lose))
         if (leaves_s := self._model.chaos.leave_every_s) is not None:
@@ -357,7 +357,7 @@ class VirtualRun:
         self._found.losses += len(nodes)
         lost = [node.member_id for node in nodes]
         for node in nodes:
-            spoken = () if node.opening is None else node.opening.speakers().values()
+            spoken = () if node.plan is None else node.plan.speakers().values()
             self._found.speakers_lost += node.member_id in spoken
             self._go_away(node, self._away_s.draw())
         self._after(self._model.detect_s, lambda: self._expire(*lost))
@@ -383,16 +383,16 @@ class VirtualRun:
             self._after(0.0, come_in)
 
     def _give_up_if_lost(self) -> None:
-        opening = self._record.opening
-        if opening is not None and self._store.view(opening.round).lost(opening):
-            self._give_up(opening, "members are lost")
+        plan = self._record.plan
+        if plan is not None and self._store.view(plan.round).lost(plan):
+            self._give_up(plan, "members are lost")
 
-    def _give_up(self, opening: Opening, reason: str) -> None:
-        if self._store.report_failure(opening, reason):
+    def _give_up(self, plan: RoundPlan, reason: str) -> None:
+        if self._store.report_failure(plan, reason):
             for node in self._nodes:
-                if node.opening != opening or node.doing == "away":
+                if node.plan != plan or node.doing == "away":
                     continue
-                node.opening = None
+                node.plan = None
                 if node.phase is None:
                     self._turn_to(node, "retrying")
 
@@ -463,7 +463,7 @@ class VirtualRun:
             return
         self._stop_training(node, steps)
         if node.is_pending:
-            self._turn_to(node, "waiting" if node.opening is None else "transferring")
+            self._turn_to(node, "waiting" if node.plan is None else "transferring")
         else:
             self._go_on(node)
 
@@ -551,7 +551,7 @@ class VirtualRun:
         committed = self._record.committed
         if node.claim is None or committed is None or committed.round <= node.claim[0]:
             return
-        if node.member_id in (*committed.members, *committed.opening.late):
+        if node.member_id in (*committed.members, *committed.plan.late):
             node.claim = None
 
     def _begin_again(self, node: _Node) -> None:
@@ -559,9 +559,9 @@ class VirtualRun:
         self._start(node)
 
     def _is_slow(self, node: _Node) -> bool:
-        """Whether the newest opening has another member carry what it contributes."""
-        opening = self._record.opening
-        return opening is not None and any(carried.member == node.member_id for carried in opening.carried)
+        """Whether the newest plan has another member carry what it contributes."""
+        plan = self._record.plan
+        return plan is not None and any(carried.member == node.member_id for carried in plan.carried)
 
     def _watch(self, node: _Node) -> None:
         """It trains, and no round waits for it: it sees when the others stand at the boundary, and joins them."""
@@ -602,15 +602,15 @@ class VirtualRun:
         self._decide(node)
 
     def _offer_of(self, node: _Node) -> str | None:
-        """What it says that its carrier can fetch: nothing yet, where no opening lists it as carried."""
+        """What it says that its carrier can fetch: nothing yet, where no plan lists it as carried."""
         if not node.is_member or self._model.overlaps:
             return None
         return _offer(node) if self._is_slow(node) else ""
 
     def _carried_by(self, node: _Node) -> tuple[Carry, ...]:
         """What it holds whole of members with slow links, whose contributions travel from when they are made."""
-        opening, found = self._record.opening, list[Carry]()
-        mine = {c.member for c in opening.carried if c.carrier == node.member_id} if opening is not None else set[str]()
+        plan, found = self._record.plan, list[Carry]()
+        mine = {c.member for c in plan.carried if c.carrier == node.member_id} if plan is not None else set[str]()
         for other in self._nodes if mine else ():
             travels_s = self._model.encoded_bytes * 8e-6 / self._mbit(other)
             is_here = other.doing != "away" and other.offered > 0 and self._now_s - other.offer[1] >= travels_s
@@ -662,7 +662,7 @@ class VirtualRun:
 
     def _at_boundary(self) -> list[_Node]:
         """Nodes that wait for a round to be opened to them."""
-        return [n for n in self._nodes if n.is_pending and n.opening is None and n.doing != "away"]
+        return [n for n in self._nodes if n.is_pending and n.plan is None and n.doing != "away"]
 
     def _decide(self, node: _Node) -> bool:
         """What a node that waits makes of the store. Whether it opened a round."""
@@ -676,12 +676,12 @@ class VirtualRun:
             self._miss(node, view.committed)
             return False
         self._note_quorum(view, node.round)
-        decision = next_opening(view, node.round, self._rules, self._waits, claims=self._store.claims)
-        if isinstance(decision, Wait) or decision == view.opening:  # it is open to others
+        decision = next_plan(view, node.round, self._rules, self._waits, claims=self._store.claims)
+        if isinstance(decision, Wait) or decision == view.plan:  # it is open to others
             return False
-        if not self._store.propose_opening(decision, current=view.opening):
+        if not self._store.propose_plan(decision, current=view.plan):
             return False
-        self._found.reopened += view.opening is not None and view.opening.round == decision.round
+        self._found.reopened += view.plan is not None and view.plan.round == decision.round
         self._begin(decision)
         return True
 
@@ -701,42 +701,42 @@ class VirtualRun:
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def _begin(self, opening: Opening) -> None:
+    def _begin(self, plan: RoundPlan) -> None:
         """Its members transfer."""
         by_id = {node.member_id: node for node in self._nodes if node.doing != "away"}
-        members = [by_id[member] for member in opening.members if member in by_id]
+        members = [by_id[member] for member in plan.members if member in by_id]
         for node in members:
-            node.opening = opening
+            node.plan = plan
             if node.phase is None:
                 self._turn_to(node, "transferring")
-            elif node.timed != opening.round:  # its phase counts its time from here, as those of the others
-                node.timed, node.phase.clock_s = opening.round, self._now_s
+            elif node.timed != plan.round:  # its phase counts its time from here, as those of the others
+                node.timed, node.phase.clock_s = plan.round, self._now_s
                 self._plan_end(node)
         seconds = self._model.agreement_s
-        if opening.round != FOUNDING_ROUND:
-            speaking = {*opening.speakers().values()} or {*opening.members}
+        if plan.round != FOUNDING_ROUND:
+            speaking = {*plan.speakers().values()} or {*plan.members}
             seconds += transfer_s(self._model, [self._mbit(n) for n in members if n.member_id in speaking])
-        self._after(seconds, lambda: self._end(opening, members))
+        self._after(seconds, lambda: self._end(plan, members))
 
-    def _end(self, opening: Opening, members: list[_Node]) -> None:
+    def _end(self, plan: RoundPlan, members: list[_Node]) -> None:
         """The members that are still there vote; the last one commits the round, if all have."""
-        if self._record.opening != opening or opening in self._record.failed:
+        if self._record.plan != plan or plan in self._record.failed:
             return
         if len({node.number in self._apart for node in members}) > 1:  # it stands still
-            self._after(self._model.detect_s, lambda: self._end(opening, members))
+            self._after(self._model.detect_s, lambda: self._end(plan, members))
             return
-        if self._is_put_off(lambda: self._end(opening, members)):
+        if self._is_put_off(lambda: self._end(plan, members)):
             return
         for node in members:
-            if node.opening == opening and node.doing != "away":
-                self._store.vote(opening, node.member_id, f"state {opening.round}")
-        verdict = next_verdict(self._store.view(opening.round), opening, {})
+            if node.plan == plan and node.doing != "away":
+                self._store.vote(plan, node.member_id, f"state {plan.round}")
+        verdict = next_verdict(self._store.view(plan.round), plan, {})
         if not isinstance(verdict, Verdict):
             return
-        if opening.round == FOUNDING_ROUND:
-            progress = self._progress.begin(opening, self._shape, after_round=None)
+        if plan.round == FOUNDING_ROUND:
+            progress = self._progress.begin(plan, self._shape, after_round=None)
         else:
-            progress = self._progress.after(opening, self._shape)
+            progress = self._progress.after(plan, self._shape)
         verdict = replace(verdict, record=_Record(progress))
         if self._store.propose_verdict(verdict):
             self._progress = progress
@@ -755,36 +755,36 @@ class VirtualRun:
     def _settle(self, node: _Node, round: int) -> None:
         """What it contributed counted in this round."""
         node.offered, node.longest, node.missed, node.holds = 0, 0, 0, round
-        node.opening, node.is_pending = None, False
+        node.plan, node.is_pending = None, False
         if node.doing == "away":
             return
         if node.phase is None:
             self._go_on(node)
 
     def _commit(self, verdict: Verdict, members: list[_Node]) -> None:
-        opening = verdict.opening
+        plan = verdict.plan
         self._settled_at_s, self._quorum_at_s, self._is_reached = self._now_s, None, False
-        if opening.round == FOUNDING_ROUND:
+        if plan.round == FOUNDING_ROUND:
             self._begin_chaos()
         else:
             self._found.rounds += 1
-            self._found.members += len(opening.members)
-            self._found.weightless += opening.weights.count(0)
-        self._forget_rounds_before(opening.round)
-        for carried in opening.counted:
-            self._count_carried(carried, opening.round)
+            self._found.members += len(plan.members)
+            self._found.weightless += plan.weights.count(0)
+        self._forget_rounds_before(plan.round)
+        for carried in plan.counted:
+            self._count_carried(carried, plan.round)
         for node in members:
-            if node.opening == opening:
+            if node.plan == plan:
                 self._counted += node.offered
                 self._found.late += node.missed > 0
                 node.is_member, node.claim = True, None
-                self._settle(node, opening.round)
+                self._settle(node, plan.round)
         self._look_again()
 
     def _look_again(self) -> None:
         """Those who wait for a round that is over now, and those who came to the next one before it was."""
         for node in self._at_boundary():
-            if node.is_pending and node.opening is None:
+            if node.is_pending and node.plan is None:
                 self._decide(node)
 
     def _forget_rounds_before(self, round: int) -> None:
@@ -796,7 +796,7 @@ class VirtualRun:
             del record.claims[gone]
         record.votes.clear()
         record.failed.clear()
-        record.openings.clear()
+        record.plans.clear()
         record.verdicts.clear()
 
     # -- chaos ----------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
@@ -64,18 +64,18 @@ class MemoryRecord:
     shared: Said[dict[str, str]] | None = None
     restart_point: RestartPoint | None = None
     orders: Said[Orders] | None = None
-    opening: Opening | None = None
-    openings: list[Opening] = field(default_factory=list[Opening])
+    plan: RoundPlan | None = None
+    plans: list[RoundPlan] = field(default_factory=list[RoundPlan])
     """All that there have been, the oldest first."""
     committed: Verdict | None = None
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     ready: dict[int, dict[str, Said[Ready]]] = field(default_factory=lambda: defaultdict(dict))
     """By round and member."""
-    votes: dict[Opening, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
-    """By opening and member."""
-    evidence: dict[Opening, dict[str, Evidence]] = field(default_factory=lambda: defaultdict(dict))
-    """By opening and member."""
-    failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
+    votes: dict[RoundPlan, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
+    """By plan and member."""
+    evidence: dict[RoundPlan, dict[str, Evidence]] = field(default_factory=lambda: defaultdict(dict))
+    """By plan and member."""
+    failed: dict[RoundPlan, Said[str]] = field(default_factory=dict[RoundPlan, Said[str]])
     generation: StoreTerm | None = None
     accounts: dict[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told that want to go to this store."""
@@ -151,13 +151,13 @@ class MemoryStore(Store):
         self._lineage = committed.sessions
         return committed
 
-    def _opening(self) -> Opening | None:
-        opening, committed = self.record.opening, self._committed()
-        if opening is None or opening == (committed and committed.opening):
-            return opening
+    def _plan(self) -> RoundPlan | None:
+        plan, committed = self.record.plan, self._committed()
+        if plan is None or plan == (committed and committed.plan):
+            return plan
         if committed is None:
-            return opening if not self._session or self._session in opening.sessions else None
-        return opening if opening.sessions == committed.sessions else None
+            return plan if not self._session or self._session in plan.sessions else None
+        return plan if plan.sessions == committed.sessions else None
 
     def _orders(self) -> Orders:
         said = self.record.orders
@@ -202,8 +202,8 @@ class MemoryStore(Store):
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         with self.record.changed:
-            now = (self._restart_point(), self._opening(), self._committed())
-            if self._is_settling() or now != (view.restart_point, view.opening, view.committed):
+            now = (self._restart_point(), self._plan(), self._committed())
+            if self._is_settling() or now != (view.restart_point, view.plan, view.committed):
                 return False
             self.record.restart_point = restart_point
             self.record.changed.notify_all()
@@ -215,20 +215,20 @@ class MemoryStore(Store):
             if known.generation is not None and known.generation != record.generation:
                 return False
             has_lost = record.shared is None
-            committed, opening = self._committed(), self._opening()
+            committed, plan = self._committed(), self._plan()
             if known.committed is not None and _age(committed) < _age(known.committed):
                 record.committed, has_lost = known.committed, True
                 record.verdicts.append(known.committed)
-            if known.opening is not None and (opening is None or opening.version < known.opening.version):
-                record.opening, has_lost = known.opening, True
-                record.openings.append(known.opening)
+            if known.plan is not None and (plan is None or plan.version < known.plan.version):
+                record.plan, has_lost = known.plan, True
+                record.plans.append(known.plan)
             if self._orders().version < known.orders.version:
                 record.orders, has_lost = self._say(known.orders), True
             if self._shared() is None:
                 record.shared = self._say(dict(known.run))
             if known.ready is not None:
                 self._say_again(record.ready[known.ready.round], known.member_id, known.ready)
-            if known.vote is not None and known.vote[0] == record.opening:
+            if known.vote is not None and known.vote[0] == record.plan:
                 self._say_again(record.votes[known.vote[0]], known.member_id, known.vote[1])
             if has_lost:
                 record.settled_ms = record.now_ms + self._lease_ms
@@ -275,14 +275,14 @@ class MemoryStore(Store):
         record = self.record
         with record.changed:
             self._wake()
-            opening, holds = self._opening(), record.leases.get(member_id, 0) > record.now_ms
+            plan, holds = self._plan(), record.leases.get(member_id, 0) > record.now_ms
             is_newer = (
-                opening is not None
-                and opening.version > listed_version
+                plan is not None
+                and plan.version > listed_version
                 and member_id
                 not in (
-                    *opening.members,
-                    *opening.late,
+                    *plan.members,
+                    *plan.late,
                 )
             )
             if is_newer and not (first or holds):
@@ -325,16 +325,16 @@ class MemoryStore(Store):
     def view(self, round: int) -> View:
         record = self.record
         with record.changed:
-            committed, opening = self._committed(), self._opening()
-            votes = self._read_all({} if opening is None else record.votes[opening])
+            committed, plan = self._committed(), self._plan()
+            votes = self._read_all({} if plan is None else record.votes[plan])
             ready = self._read_all(record.ready[round])
             view = View(
-                opening=opening,
+                plan=plan,
                 committed=committed,
                 alive=self._alive(),
                 ready=ready,
                 votes=votes,
-                failed=None if opening is None else self._read(record.failed.get(opening)),
+                failed=None if plan is None else self._read(record.failed.get(plan)),
                 peers=dict(record.peers),
                 is_known=self._shared() is not None,
                 is_settling=self._is_settling(),
@@ -345,7 +345,7 @@ class MemoryStore(Store):
             return view.counted()
 
     def await_change(
-        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: RoundPlan | None = None
     ) -> View:
         with self.record.changed:
             self.record.changed.wait_for(lambda: self.view(round) != seen, timeout=within_s)
@@ -386,26 +386,26 @@ class MemoryStore(Store):
         with record.changed:
             if record.generation is not None and record.generation >= generation:
                 return False
-            record.generation, record.committed, record.opening = generation, legacy.committed, legacy.opening
+            record.generation, record.committed, record.plan = generation, legacy.committed, legacy.plan
             record.verdicts.append(legacy.committed)
             record.shared, record.orders = self._say(dict(legacy.run)), self._say(legacy.orders)
-            if legacy.opening is not None:
-                record.openings.append(legacy.opening)
-                record.votes.pop(legacy.opening, None)
-                record.failed.pop(legacy.opening, None)
+            if legacy.plan is not None:
+                record.plans.append(legacy.plan)
+                record.votes.pop(legacy.plan, None)
+                record.failed.pop(legacy.plan, None)
             record.leases = dict.fromkeys(legacy.members, record.now_ms + self._lease_ms)
             record.pulse_ms, record.settled_ms = record.now_ms, 0
             record.changed.notify_all()
             return True
 
-    def signed(self, opening: Opening, member_id: str) -> Opening:
-        return replace(opening, proposer=member_id)
+    def signed(self, plan: RoundPlan, member_id: str) -> RoundPlan:
+        return replace(plan, proposer=member_id)
 
-    def propose_opening(
+    def propose_plan(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         *,
-        current: Opening | None,
+        current: RoundPlan | None,
         generation: StoreTerm | None = None,
         heard: Attempt | None = None,
     ) -> bool:
@@ -414,71 +414,71 @@ class MemoryStore(Store):
             if record.generation != generation:
                 return False
             committed = self._committed()
-            is_committed = committed is not None and committed.round >= opening.round
-            if self._opening() != current or is_committed or self._is_settling():
+            is_committed = committed is not None and committed.round >= plan.round
+            if self._plan() != current or is_committed or self._is_settling():
                 return False
-            if self._orders().version != opening.orders:
+            if self._orders().version != plan.orders:
                 return False
-            if heard is not None and heard != self.attempt(heard.opening.id):
+            if heard is not None and heard != self.attempt(heard.plan.id):
                 return False
-            record.opening = opening
-            record.openings.append(opening)
+            record.plan = plan
+            record.plans.append(plan)
             record.changed.notify_all()
             return True
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+    def testify(self, plan: RoundPlan, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
         record = self.record
         with record.changed:
-            if record.opening == opening or (again and opening in record.openings):
-                record.evidence[opening].setdefault(member_id, evidence)
+            if record.plan == plan or (again and plan in record.plans):
+                record.evidence[plan].setdefault(member_id, evidence)
                 record.changed.notify_all()
-            return member_id in record.evidence[opening]
+            return member_id in record.evidence[plan]
 
-    def attempt(self, opening_id: str) -> Attempt | None:
+    def attempt(self, plan_id: str) -> Attempt | None:
         record = self.record
         with record.changed:
-            opening = next((o for o in reversed(record.openings) if o.id == opening_id), None)
-            if opening is None:
+            plan = next((o for o in reversed(record.plans) if o.id == plan_id), None)
+            if plan is None:
                 return None
-            votes, failed = self._read_all(record.votes[opening]), self._read(record.failed.get(opening))
-            return Attempt(opening, votes, dict(record.evidence[opening]), failed or "")
+            votes, failed = self._read_all(record.votes[plan]), self._read(record.failed.get(plan))
+            return Attempt(plan, votes, dict(record.evidence[plan]), failed or "")
 
-    def report_failure(self, opening: Opening, reason: str) -> bool:
+    def report_failure(self, plan: RoundPlan, reason: str) -> bool:
         with self.record.changed:
             committed = self._committed()
-            if committed is not None and committed.opening.version >= opening.version:
+            if committed is not None and committed.plan.version >= plan.version:
                 return False
-            if self.record.opening == opening:
-                self.record.failed.setdefault(opening, self._say(reason))
+            if self.record.plan == plan:
+                self.record.failed.setdefault(plan, self._say(reason))
             self.record.changed.notify_all()
             return True
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
+    def vote(self, plan: RoundPlan, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
         with self.record.changed:
-            if self.record.generation == generation and self.record.opening == opening:
-                self.record.votes[opening].setdefault(member_id, self._say(digest))
+            if self.record.generation == generation and self.record.plan == plan:
+                self.record.votes[plan].setdefault(member_id, self._say(digest))
             self.record.changed.notify_all()
-            return self.view(opening.round)
+            return self.view(plan.round)
 
     def expect_verdict(self, verdict: Verdict) -> None:
         """A look at memory costs nothing."""
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
-        record, opening = self.record, verdict.opening
+        record, plan = self.record, verdict.plan
         with record.changed:
             if record.generation != generation:
                 return False
             committed, orders = self._committed(), self._orders()
             is_committed = committed is not None and committed.round >= verdict.round
-            if record.opening != opening or is_committed or self._is_settling() or opening in record.failed:
+            if record.plan != plan or is_committed or self._is_settling() or plan in record.failed:
                 return False
-            if opening.rollback is not None and orders.rollback == opening.rollback:
+            if plan.rollback is not None and orders.rollback == plan.rollback:
                 record.orders = self._say(replace(orders, rollback=None, version=orders.version + 1))
             record.committed = verdict
             record.verdicts.append(verdict)
             if self._ours is not None and verdict.session != self._session:
                 record.shared = Said(self._ours, verdict.sessions)
-            gone = record.leases.keys() - self._alive() - {*opening.members, *opening.late}
+            gone = record.leases.keys() - self._alive() - {*plan.members, *plan.late}
             for member in gone:  # the dead that cannot return
                 del record.leases[member]
                 record.peers.pop(member, None)
@@ -487,8 +487,8 @@ class MemoryStore(Store):
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
         with self.record.changed:
-            opening, orders = self._opening(), self._orders()
-            newest = 0 if opening is None else opening.orders
+            plan, orders = self._plan(), self._orders()
+            newest = 0 if plan is None else plan.orders
             changed = change(replace(orders, version=max(orders.version, newest)))
             self.record.orders = self._say(changed)
             self.record.changed.notify_all()
@@ -496,5 +496,5 @@ class MemoryStore(Store):
 
 
 def _age(verdict: Verdict | None) -> tuple[int, int]:
-    """What of two verdicts is higher: the round, and then the version of the opening."""
-    return (-1, -1) if verdict is None else (verdict.round, verdict.opening.version)
+    """What of two verdicts is higher: the round, and then the version of the plan."""
+    return (-1, -1) if verdict is None else (verdict.round, verdict.plan.version)

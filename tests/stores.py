@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import redis
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.records import Opening, Peer, Verdict
+from zeroband.elastic.membership.records import Peer, RoundPlan, Verdict
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
 from zeroband.elastic.store.keys import Keys
@@ -114,13 +114,13 @@ class RedisUnderTest:
         self._client.close()
 
 
-def an_opening(*members: str, version: int = 1, round: int = 0, late: tuple[str, ...] = ()) -> Opening:
+def a_plan(*members: str, version: int = 1, round: int = 0, late: tuple[str, ...] = ()) -> RoundPlan:
     zeros = tuple(0 for _ in members)
-    return Opening(version, version, round, members, zeros, zeros, zeros, late)
+    return RoundPlan(version, version, round, members, zeros, zeros, zeros, late)
 
 
-def a_verdict(opening: Opening, digest: str = "d") -> Verdict:
-    return Verdict(opening, digest, {"n": 1})
+def a_verdict(plan: RoundPlan, digest: str = "d") -> Verdict:
+    return Verdict(plan, digest, {"n": 1})
 
 
 def a_peer(member: str, *cut_off: str) -> Peer:
@@ -135,17 +135,17 @@ def hold(store: Store, *members: str) -> None:
     assert all(renew(store, member, first=True) for member in members)
 
 
-def open_next(store: Store, opening: Opening) -> bool:
-    """Propose what follows on the current opening, as a member does that has just looked."""
-    return store.propose_opening(opening, current=store.view(opening.round).opening)
+def open_next(store: Store, plan: RoundPlan) -> bool:
+    """Propose what follows on the current plan, as a member does that has just looked."""
+    return store.propose_plan(plan, current=store.view(plan.round).plan)
 
 
-def commit(store: Store, opening: Opening) -> None:
-    assert open_next(store, opening) and store.propose_verdict(a_verdict(opening))
+def commit(store: Store, plan: RoundPlan) -> None:
+    assert open_next(store, plan) and store.propose_verdict(a_verdict(plan))
 
 
 def known_to(member: str, *, round: int, version: int = 0, **fields: Any) -> StoreBackup:
     """What a member knows that saw `round` committed."""
-    opening = an_opening("a#1", "b#1", version=version or round + 1, round=round)
-    usual: dict[str, Any] = {"run": record_of(SHARED), "opening": opening, "committed": a_verdict(opening)}
+    plan = a_plan("a#1", "b#1", version=version or round + 1, round=round)
+    usual: dict[str, Any] = {"run": record_of(SHARED), "plan": plan, "committed": a_verdict(plan)}
     return StoreBackup(member, **{**usual, **fields})

@@ -32,10 +32,10 @@ from zeroband.elastic.membership.records import (
     Evidence,
     Gain,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
 )
@@ -66,7 +66,7 @@ PROGRESS = Progress(
     closing=0,
 )
 LOSSES = LossRecord(loss=3.25, is_finite=True, mean=3.5, rounds=2, from_step=20)
-OPENING = Opening(
+PLAN = RoundPlan(
     version=41,
     epoch=7,
     round=3,
@@ -84,7 +84,7 @@ OPENING = Opening(
     skips_data=True,
     loss=3.25,
     sessions=("s2", "s1"),
-    trained=(1.0, 0.25),
+    phase_fraction=(1.0, 0.25),
     corpora=("", "b/00ff"),
     is_equal=True,
     sites=(0, 0),
@@ -99,7 +99,7 @@ OPENING = Opening(
 )
 EVIDENCE = Evidence(("h0", "h1"), ("c#3",), (B,), ("d#4",), ("s0", "s1"), (A,), ("e#5",))
 VERDICT = Verdict(
-    OPENING,
+    PLAN,
     "d1",
     {
         "progress": PROGRESS.to_record(),
@@ -144,10 +144,10 @@ ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1, ("c#3",))
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
 GENERATION = StoreTerm(3, "store3")
 _PROMISES = (StoreTerm(2, "store2"), GENERATION)
-ACCOUNT = MemberReport(_PROMISES, _PROMISES[0], VERDICT, OPENING, "d0", VERDICT.record, ORDERS, {"protocol": "1"})
+MEMBER_REPORT = MemberReport(_PROMISES, _PROMISES[0], VERDICT, PLAN, "d0", VERDICT.record, ORDERS, {"protocol": "1"})
 LINE = Line("first", 7, 4096, ("a#1", "b#1"))
 MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
-WHEREABOUTS = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)
+FORWARD_POINTER = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ class StoreRecord:
 
 HOLDING = Holding(True, Held(630, 63, "digest", "7-aa11", "1-00ff"), "", 630, "a.00ff", ("b.11aa",))
 STORE = {
-    "opening": StoreRecord(
-        OPENING,
-        ("opening",),
-        lambda verifier: verifier.seal_opening(OPENING),
-        lambda verifier, raw: verifier.opening("k", raw, None),
+    "plan": StoreRecord(
+        PLAN,
+        ("plan",),
+        lambda verifier: verifier.seal_plan(PLAN),
+        lambda verifier, raw: verifier.plan("k", raw, None),
     ),
     "verdict": StoreRecord(
         VERDICT,
@@ -182,9 +182,9 @@ STORE = {
     ),
     "evidence": StoreRecord(
         EVIDENCE,
-        ("evidence", OPENING.id, A),
-        lambda verifier: verifier.seal_evidence(A, OPENING, EVIDENCE),
-        lambda verifier, raw: verifier.evidence("k", OPENING, {A: raw}).get(A),
+        ("evidence", PLAN.id, A),
+        lambda verifier: verifier.seal_evidence(A, PLAN, EVIDENCE),
+        lambda verifier, raw: verifier.evidence("k", PLAN, {A: raw}).get(A),
     ),
     "peer": StoreRecord(
         PEER,
@@ -222,17 +222,17 @@ STORE = {
         lambda verifier: verifier.seal_restart_point(RESTART_POINT),
         lambda verifier, raw: verifier.restart_point("k", raw, VERDICT),
     ),
-    "account": StoreRecord(
-        ACCOUNT,
-        ("account", A),
-        lambda verifier: verifier.seal_account(A, ACCOUNT),
-        lambda verifier, raw: verifier.accounts("k", {A: raw}).get(A),
+    "member_report": StoreRecord(
+        MEMBER_REPORT,
+        ("member_report", A),
+        lambda verifier: verifier.seal_member_report(A, MEMBER_REPORT),
+        lambda verifier, raw: verifier.member_reports("k", {A: raw}).get(A),
     ),
-    "whereabouts": StoreRecord(
-        WHEREABOUTS,
-        ("whereabouts",),
-        lambda verifier: verifier.seal_whereabouts(WHEREABOUTS),
-        lambda verifier, raw: verifier.whereabouts("k", raw),
+    "forward_pointer": StoreRecord(
+        FORWARD_POINTER,
+        ("forward_pointer",),
+        lambda verifier: verifier.seal_forward_pointer(FORWARD_POINTER),
+        lambda verifier, raw: verifier.forward_pointer("k", raw),
     ),
     "meeting": StoreRecord(
         MEETING,
@@ -291,9 +291,9 @@ def test_record_that_a_member_signs_is_written_and_read_as_it_always_was() -> No
     verifier, raw = RecordVerifier(NODES_SEALS), SAMPLES["signed_ready"].encode()
     assert verifier.seal_ready(MEMBER, READY).encode() == raw
     assert verifier.ready("k", 4, {MEMBER: raw}) == {MEMBER: READY}
-    assert SAMPLES["signed_opening"] == verifier.seal_opening(verifier.signed(OPENING, MEMBER))
-    opening = verifier.opening("k", SAMPLES["signed_opening"].encode(), None)
-    assert opening is not None and (opening.proposer, opening.members) == (MEMBER, OPENING.members)
+    assert SAMPLES["signed_plan"] == verifier.seal_plan(verifier.signed(PLAN, MEMBER))
+    plan = verifier.plan("k", SAMPLES["signed_plan"].encode(), None)
+    assert plan is not None and (plan.proposer, plan.members) == (MEMBER, PLAN.members)
 
 
 @pytest.mark.parametrize("name", STORE | LABELS)
@@ -327,7 +327,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-69147aca0af0"
+    assert PLAN.id == "41-140cb2be72ae"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:

@@ -21,8 +21,8 @@ from tests.stores import (
     RedisUnderTest,
     Server,
     a_peer,
+    a_plan,
     a_verdict,
-    an_opening,
     commit,
     hold,
     known_to,
@@ -31,7 +31,7 @@ from tests.stores import (
 )
 
 from zeroband.elastic.membership.orders import Orders, drain, go_on, pause, roll_back
-from zeroband.elastic.membership.records import LinkRates, Opening, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Ready, RestartPoint, RoundPlan, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
 from zeroband.errors import JoinRefused
@@ -90,13 +90,13 @@ def test_view_shows_what_was_written_so_far_at_each_moment_of_a_run(store: Store
             word = Ready(round, 10 * round, f"state {round}")
             expected = replace(expected, ready={**expected.ready, member: word})
             assert store.announce_ready(member, word) == other.view(round) == expected
-        opening = an_opening(A, B, version=round + 1, round=round)
-        assert store.propose_opening(opening, current=expected.opening)
-        expected = replace(expected, opening=opening, votes={})
+        plan = a_plan(A, B, version=round + 1, round=round)
+        assert store.propose_plan(plan, current=expected.plan)
+        expected = replace(expected, plan=plan, votes={})
         for member in (A, B):
             expected = replace(expected, votes={**expected.votes, member: f"digest {round}"})
-            assert store.vote(opening, member, f"digest {round}") == other.view(round) == expected
-        verdict = a_verdict(opening, f"digest {round}")
+            assert store.vote(plan, member, f"digest {round}") == other.view(round) == expected
+        verdict = a_verdict(plan, f"digest {round}")
         assert other.propose_verdict(verdict)
         expected = replace(expected, committed=verdict)
         assert store.view(round) == other.view(round) == expected
@@ -146,13 +146,13 @@ def test_store_takes_one_of_many_simultaneous_proposals(server: Server) -> None:
 
     def race(racer: int) -> None:
         for round in range(25):
-            opening = an_opening(f"racer#{racer}", version=round + 1, round=round)
-            current = stores[racer].view(round).opening
+            plan = a_plan(f"racer#{racer}", version=round + 1, round=round)
+            current = stores[racer].view(round).plan
             start.wait()
-            if stores[racer].propose_opening(opening, current=current):
+            if stores[racer].propose_plan(plan, current=current):
                 opened.append((round, racer))
             start.wait()
-            if stores[racer].propose_verdict(a_verdict(opening, digest=str(racer))):
+            if stores[racer].propose_verdict(a_verdict(plan, digest=str(racer))):
                 committed.append((round, racer))
 
     threads = [threading.Thread(target=race, args=(racer,)) for racer in range(racers)]
@@ -165,93 +165,93 @@ def test_store_takes_one_of_many_simultaneous_proposals(server: Server) -> None:
     assert [v.round for v in stores[0].history()] == list(range(25))
 
 
-def test_opening_must_follow_the_current_one(store: Store) -> None:
-    first, second = an_opening(A), an_opening(A, B, version=2)
-    assert store.propose_opening(first, current=None)
-    assert not store.propose_opening(an_opening(B), current=None)
-    assert store.propose_opening(second, current=first)
-    assert not store.propose_opening(an_opening(B, version=2), current=first)
-    assert store.view(0).opening == second
+def test_plan_must_follow_the_current_one(store: Store) -> None:
+    first, second = a_plan(A), a_plan(A, B, version=2)
+    assert store.propose_plan(first, current=None)
+    assert not store.propose_plan(a_plan(B), current=None)
+    assert store.propose_plan(second, current=first)
+    assert not store.propose_plan(a_plan(B, version=2), current=first)
+    assert store.view(0).plan == second
 
 
-def test_opening_that_follows_on_another_of_the_same_version_is_refused(store: Store) -> None:
+def test_plan_that_follows_on_another_of_the_same_version_is_refused(store: Store) -> None:
     """A store that came back with old data gives a version twice: who looked before must look again."""
-    first, replayed = an_opening(A, B), an_opening(A, C)
-    assert store.propose_opening(replayed, current=None)
-    assert not store.propose_opening(an_opening(A, B, version=2), current=first)
-    assert store.view(0).opening == replayed
+    first, replayed = a_plan(A, B), a_plan(A, C)
+    assert store.propose_plan(replayed, current=None)
+    assert not store.propose_plan(a_plan(A, B, version=2), current=first)
+    assert store.view(0).plan == replayed
 
 
-def test_opening_of_a_committed_round_is_refused(store: Store) -> None:
-    commit(store, an_opening(A))
-    assert not open_next(store, an_opening(A, version=2))
-    assert open_next(store, an_opening(A, version=2, round=1))
+def test_plan_of_a_committed_round_is_refused(store: Store) -> None:
+    commit(store, a_plan(A))
+    assert not open_next(store, a_plan(A, version=2))
+    assert open_next(store, a_plan(A, version=2, round=1))
 
 
-def test_verdict_of_a_superseded_opening_is_refused(store: Store) -> None:
-    assert open_next(store, an_opening(A, B)) and open_next(store, an_opening(A, version=2))
-    assert not store.propose_verdict(a_verdict(an_opening(A, B)))
+def test_verdict_of_a_superseded_plan_is_refused(store: Store) -> None:
+    assert open_next(store, a_plan(A, B)) and open_next(store, a_plan(A, version=2))
+    assert not store.propose_verdict(a_verdict(a_plan(A, B)))
     assert store.view(0).committed is None
 
 
-def test_verdict_of_another_opening_of_the_same_version_is_refused(store: Store) -> None:
-    assert open_next(store, an_opening(A, B))
-    assert not store.propose_verdict(a_verdict(an_opening(A, C)))
+def test_verdict_of_another_plan_of_the_same_version_is_refused(store: Store) -> None:
+    assert open_next(store, a_plan(A, B))
+    assert not store.propose_verdict(a_verdict(a_plan(A, C)))
 
 
 def test_verdict_is_written_once(store: Store) -> None:
-    commit(store, an_opening(A))
-    assert not store.propose_verdict(a_verdict(an_opening(A), digest="another"))
-    assert store.view(0).committed == a_verdict(an_opening(A))
+    commit(store, a_plan(A))
+    assert not store.propose_verdict(a_verdict(a_plan(A), digest="another"))
+    assert store.view(0).committed == a_verdict(a_plan(A))
 
 
-def test_verdict_without_an_opening_is_refused(store: Store) -> None:
-    assert not store.propose_verdict(a_verdict(an_opening(A)))
+def test_verdict_without_a_plan_is_refused(store: Store) -> None:
+    assert not store.propose_verdict(a_verdict(a_plan(A)))
 
 
 @pytest.mark.defect(11)
-def test_failed_opening_can_not_be_committed_any_more(store: Store) -> None:
+def test_failed_plan_can_not_be_committed_any_more(store: Store) -> None:
     """Who saw a failure has dropped the result: the others must not be able to commit it behind its back."""
-    assert open_next(store, an_opening(A, B))
-    assert store.report_failure(an_opening(A, B), "b#1 lost")
-    assert not store.propose_verdict(a_verdict(an_opening(A, B)))
+    assert open_next(store, a_plan(A, B))
+    assert store.report_failure(a_plan(A, B), "b#1 lost")
+    assert not store.propose_verdict(a_verdict(a_plan(A, B)))
     assert store.view(0).failed == "b#1 lost"
 
 
-def test_committed_opening_can_not_fail_any_more(store: Store) -> None:
-    commit(store, an_opening(A, B))
-    assert not store.report_failure(an_opening(A, B), "b#1 lost")
+def test_committed_plan_can_not_fail_any_more(store: Store) -> None:
+    commit(store, a_plan(A, B))
+    assert not store.report_failure(a_plan(A, B), "b#1 lost")
     assert store.view(0).failed is None
 
 
 def test_first_reason_of_a_failure_stays(store: Store) -> None:
-    open_next(store, an_opening(A))
-    assert store.report_failure(an_opening(A), "first") and store.report_failure(an_opening(A), "second")
+    open_next(store, a_plan(A))
+    assert store.report_failure(a_plan(A), "first") and store.report_failure(a_plan(A), "second")
     assert store.view(0).failed == "first"
 
 
 def test_first_vote_and_first_word_of_a_member_count(store: Store) -> None:
-    open_next(store, an_opening(A))
+    open_next(store, a_plan(A))
     for digest, weight in (("first", 1), ("second", 2)):
-        store.vote(an_opening(A), A, digest)
+        store.vote(a_plan(A), A, digest)
         store.announce_ready(A, Ready(0, weight, "s"))
     view = store.view(0)
     assert view.votes == {A: "first"} and view.ready == {A: Ready(0, 1, "s")}
 
 
-def test_view_shows_votes_and_failure_of_the_current_opening_only(store: Store) -> None:
-    open_next(store, an_opening(A, B))
-    store.vote(an_opening(A, B), A, "old")
-    store.report_failure(an_opening(A, B), "old")
-    open_next(store, an_opening(A, version=2))
+def test_view_shows_votes_and_failure_of_the_current_plan_only(store: Store) -> None:
+    open_next(store, a_plan(A, B))
+    store.vote(a_plan(A, B), A, "old")
+    store.report_failure(a_plan(A, B), "old")
+    open_next(store, a_plan(A, version=2))
     view = store.view(0)
     assert view.votes == {} and view.failed is None
 
 
-def test_votes_and_failure_of_another_opening_of_the_same_version_do_not_count(store: Store) -> None:
-    open_next(store, an_opening(A, B))
-    store.vote(an_opening(A, C), A, "of another line")
-    store.report_failure(an_opening(A, C), "of another line")
+def test_votes_and_failure_of_another_plan_of_the_same_version_do_not_count(store: Store) -> None:
+    open_next(store, a_plan(A, B))
+    store.vote(a_plan(A, C), A, "of another line")
+    store.report_failure(a_plan(A, C), "of another line")
     view = store.view(0)
     assert view.votes == {} and view.failed is None
 
@@ -320,10 +320,10 @@ def test_lease_that_ran_out_returns_while_nothing_was_decided(store: Store) -> N
     assert store.view(0).alive == {A}
 
 
-@pytest.mark.parametrize("opening", [an_opening(A, B), an_opening(A, late=(B,))], ids=["member", "late"])
-def test_lease_that_ran_out_returns_to_those_whom_the_opening_names(store: Store, opening: Opening) -> None:
+@pytest.mark.parametrize("plan", [a_plan(A, B), a_plan(A, late=(B,))], ids=["member", "late"])
+def test_lease_that_ran_out_returns_to_those_whom_the_plan_names(store: Store, plan: RoundPlan) -> None:
     hold(store, A, B)
-    open_next(store, opening)
+    open_next(store, plan)
     store.expire_lease(B)
     assert store.view(0).alive == {A}
     assert renew(store, B)
@@ -332,17 +332,17 @@ def test_lease_that_ran_out_returns_to_those_whom_the_opening_names(store: Store
 
 def test_lease_that_ran_out_is_refused_once_a_round_was_opened_without_it(store: Store) -> None:
     hold(store, A, B)
-    commit(store, an_opening(A, B))
+    commit(store, a_plan(A, B))
     store.expire_lease(B)
-    open_next(store, an_opening(A, version=2, round=1))
+    open_next(store, a_plan(A, version=2, round=1))
     assert not renew(store, B)
     assert store.view(1).alive == {A}
 
 
-def test_lease_is_not_refused_for_an_opening_of_before_the_one_that_lists_its_member(store: Store) -> None:
+def test_lease_is_not_refused_for_a_plan_of_before_the_one_that_lists_its_member(store: Store) -> None:
     """As a server shows it that came back with an earlier file of this run."""
     hold(store, A)
-    open_next(store, an_opening(A, version=4))
+    open_next(store, a_plan(A, version=4))
     assert store.renew_lease(B, a_peer(B), listed_version=3) is None
     for version in (4, 5):
         assert store.renew_lease(B, a_peer(B), listed_version=version) is not None
@@ -351,14 +351,14 @@ def test_lease_is_not_refused_for_an_opening_of_before_the_one_that_lists_its_me
 
 def test_lease_that_holds_is_renewed_even_if_a_round_was_opened_without_it(store: Store) -> None:
     hold(store, A, B)
-    open_next(store, an_opening(A))
+    open_next(store, a_plan(A))
     assert renew(store, B)
 
 
 def test_new_member_of_the_same_node_is_not_fenced(store: Store) -> None:
     hold(store, A, B)
     store.expire_lease(B)
-    open_next(store, an_opening(A))
+    open_next(store, a_plan(A))
     assert not renew(store, B)
     hold(store, "b#2")
     assert store.view(0).alive == {A, "b#2"}
@@ -376,7 +376,7 @@ def test_commit_forgets_the_dead_that_can_not_return(store: Store, server: Serve
     hold(store, A, B, C, joiner, late)
     for member in (B, C, late):
         store.expire_lease(member)
-    commit(store, an_opening(A, B, late=(late,)))
+    commit(store, a_plan(A, B, late=(late,)))
     assert set(store.view(0).peers) == {A, B, joiner, late}
     assert store.lease_ends_ms().keys() == {A, B, joiner, late}
 
@@ -395,7 +395,7 @@ def test_whoever_held_a_lease_when_the_silence_began_gets_a_fresh_one(store: Sto
     hold(store, A, B, C)
     store.expire_lease(C)
     server.let_pass(60_000, is_silent=True)
-    open_next(store, an_opening(A))
+    open_next(store, a_plan(A))
     assert renew(store, A)
     assert store.view(0).alive == {A, B}, "the first to come back does not end the others' leases"
     assert renew(store, B) and not renew(store, C)
@@ -442,24 +442,24 @@ def test_highest_committed_round_wins_in_an_empty_store(store: Store, rounds: tu
     for member, round in zip((A, B), rounds, strict=True):
         store.restore(known_to(member, round=round))
     view = store.view(5)
-    opening = an_opening(A, B, version=6, round=5)
-    assert (view.opening, view.committed, view.is_known) == (opening, a_verdict(opening), True)
+    plan = a_plan(A, B, version=6, round=5)
+    assert (view.plan, view.committed, view.is_known) == (plan, a_verdict(plan), True)
     assert store.history()[-1] == view.committed
 
 
-def test_of_two_verdicts_of_one_round_the_newer_opening_wins(store: Store) -> None:
+def test_of_two_verdicts_of_one_round_the_newer_plan_wins(store: Store) -> None:
     store.restore(known_to(A, round=5, version=6))
     store.restore(known_to(B, round=5, version=7))
     store.restore(known_to(A, round=5, version=6))
     committed = store.view(5).committed
-    assert committed is not None and committed.opening.version == 7
+    assert committed is not None and committed.plan.version == 7
 
 
 def test_member_brings_back_what_it_said(store: Store, server: Server) -> None:
-    current, word = an_opening(A, B, version=7, round=6), Ready(6, 5, "s", 4, 4)
-    assert store.restore(known_to(A, round=5, opening=current, ready=word, vote=(current, "d")))
+    current, word = a_plan(A, B, version=7, round=6), Ready(6, 5, "s", 4, 4)
+    assert store.restore(known_to(A, round=5, plan=current, ready=word, vote=(current, "d")))
     view = store.view(6)
-    assert (view.opening, view.ready, view.votes) == (current, {A: word}, {A: "d"})
+    assert (view.plan, view.ready, view.votes) == (current, {A: word}, {A: "d"})
     assert view.is_known and store.found_or_match(SHARED) == record_of(SHARED)
 
 
@@ -476,21 +476,21 @@ def test_nothing_is_decided_until_the_members_had_time_to_bring_the_record_back(
     """Who restored first may have missed the newest round, and must not open it a second time."""
     known = known_to(A, round=5)
     store.restore(known)
-    following = an_opening(A, version=7, round=6)
+    following = a_plan(A, version=7, round=6)
     assert store.view(6).is_settling
-    assert not store.propose_opening(following, current=known.opening)
+    assert not store.propose_plan(following, current=known.plan)
     server.settle()
     assert not store.view(6).is_settling
-    assert store.propose_opening(following, current=known.opening)
+    assert store.propose_plan(following, current=known.plan)
 
 
 def test_nothing_is_committed_until_the_members_had_time_to_bring_the_record_back(store: Store, server: Server) -> None:
     """Not even what all have voted for: its failure may be among what is still missing."""
-    opening = an_opening(A, version=7, round=6)
-    store.restore(known_to(A, round=5, opening=opening, vote=(opening, "d")))
-    assert not store.propose_verdict(a_verdict(opening))
+    plan = a_plan(A, version=7, round=6)
+    store.restore(known_to(A, round=5, plan=plan, vote=(plan, "d")))
+    assert not store.propose_verdict(a_verdict(plan))
     server.settle()
-    assert store.propose_verdict(a_verdict(opening))
+    assert store.propose_verdict(a_verdict(plan))
 
 
 def test_settling_takes_one_lease(store: Store, server: Server) -> None:
@@ -504,16 +504,16 @@ def test_settling_takes_one_lease(store: Store, server: Server) -> None:
 def test_store_with_an_older_record_takes_the_newer_one(store: Store, server: Server) -> None:
     """It came back from a copy on its disk."""
     store.found_or_match(SHARED)
-    commit(store, an_opening(A, B, version=3, round=2))
+    commit(store, a_plan(A, B, version=3, round=2))
     assert store.restore(known_to(A, round=5)) and store.view(5).is_settling
     server.settle()
-    assert not open_next(store, an_opening(A, B, version=7, round=5)), "it is committed"
-    assert open_next(store, an_opening(A, B, version=7, round=6))
+    assert not open_next(store, a_plan(A, B, version=7, round=5)), "it is committed"
+    assert open_next(store, a_plan(A, B, version=7, round=6))
 
 
 def test_lease_is_taken_by_everybody_while_the_store_is_empty(store: Store, server: Server) -> None:
     hold(store, A)
-    open_next(store, an_opening(A))
+    open_next(store, a_plan(A))
     server.lose_everything()
     assert renew(store, A) and renew(store, B)
 
@@ -557,27 +557,25 @@ def test_refusal_leaves_the_record_as_it_was(store: Store, server: Server) -> No
 
 def test_repeated_proposal_after_a_lost_reply_changes_nothing(store: Store) -> None:
     """A call whose reply was lost is sent again: refused, and the member finds its own proposal at its next look."""
-    opening = an_opening(A)
-    store.propose_opening(opening, current=None)
-    assert not store.propose_opening(opening, current=None) and store.view(0).opening == opening
-    store.propose_verdict(a_verdict(opening))
-    assert not store.propose_verdict(replace(a_verdict(opening), record={"n": 2}))
-    assert store.view(0).committed == a_verdict(opening)
+    plan = a_plan(A)
+    store.propose_plan(plan, current=None)
+    assert not store.propose_plan(plan, current=None) and store.view(0).plan == plan
+    store.propose_verdict(a_verdict(plan))
+    assert not store.propose_verdict(replace(a_verdict(plan), record={"n": 2}))
+    assert store.view(0).committed == a_verdict(plan)
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 def of_session(session: str, *before: str, round: int = 5) -> Verdict:
-    opening = replace(an_opening(A, B, version=round + 1, round=round), sessions=before)
-    return Verdict(opening, "d", {"session": session})
+    plan = replace(a_plan(A, B, version=round + 1, round=round), sessions=before)
+    return Verdict(plan, "d", {"session": session})
 
 
 def test_member_of_a_session_sees_no_record_of_another_one(server: Server) -> None:
     other, ours = server.open(), server.open()
-    other.restore(
-        StoreBackup(A, SHARED, of_session("old").opening, of_session("old"), orders=Orders(9, is_paused=True))
-    )
+    other.restore(StoreBackup(A, SHARED, of_session("old").plan, of_session("old"), orders=Orders(9, is_paused=True)))
     assert ours.view(5).committed == of_session("old"), "who is in none believes it"
     ours.session = "new"
     view = ours.view(5)
@@ -585,11 +583,11 @@ def test_member_of_a_session_sees_no_record_of_another_one(server: Server) -> No
 
 
 def test_what_nodes_share_is_of_the_session_that_a_verdict_begins(server: Server) -> None:
-    founder, other, opening = server.open(), server.open(), an_opening(A)
+    founder, other, plan = server.open(), server.open(), a_plan(A)
     founder.found_or_match(SHARED)
     hold(founder, A)
-    assert founder.propose_opening(opening, current=None)
-    assert founder.propose_verdict(Verdict(opening, "d", {"session": "new"}))
+    assert founder.propose_plan(plan, current=None)
+    assert founder.propose_verdict(Verdict(plan, "d", {"session": "new"}))
     other.session = "new"
     assert other.view(0).is_known, "nobody has to bring it back for the session"
     assert other.found_or_match(SHARED) == record_of(SHARED)
@@ -598,11 +596,11 @@ def test_what_nodes_share_is_of_the_session_that_a_verdict_begins(server: Server
 def test_member_writes_over_another_session_however_many_rounds_that_has(server: Server) -> None:
     other, ours = server.open(), server.open()
     old, new = of_session("old", round=500), replace(of_session("new", "new"))
-    other.restore(StoreBackup(A, SHARED, old.opening, old))
+    other.restore(StoreBackup(A, SHARED, old.plan, old))
     ours.session = "new"
     ours.view(6)
-    assert ours.restore(StoreBackup(B, SHARED, new.opening, new))
-    assert ours.view(6).committed == new and ours.view(6).opening == new.opening
+    assert ours.restore(StoreBackup(B, SHARED, new.plan, new))
+    assert ours.view(6).committed == new and ours.view(6).plan == new.plan
 
 
 def test_session_that_goes_on_from_ours_counts(server: Server) -> None:
@@ -610,17 +608,17 @@ def test_session_that_goes_on_from_ours_counts(server: Server) -> None:
     other, ours = server.open(), server.open()
     again = of_session("new", "old")
     assert again.sessions == ("new", "old")
-    other.restore(StoreBackup(A, SHARED, again.opening, again))
+    other.restore(StoreBackup(A, SHARED, again.plan, again))
     ours.session = "old"
     view = ours.view(5)
-    assert view.committed == again and view.opening == again.opening
+    assert view.committed == again and view.plan == again.plan
 
 
-def test_lease_is_not_refused_by_an_opening_of_another_session(server: Server) -> None:
-    """Redis came back with the file of an earlier run: none of today's members is in its opening."""
+def test_lease_is_not_refused_by_a_plan_of_another_session(server: Server) -> None:
+    """Redis came back with the file of an earlier run: none of today's members is in its plan."""
     other, ours = server.open(), server.open()
-    old = Verdict(replace(an_opening(C, round=5, version=6), sessions=("old",)), "d", {"session": "old"})
-    other.restore(StoreBackup(C, SHARED, old.opening, old))
+    old = Verdict(replace(a_plan(C, round=5, version=6), sessions=("old",)), "d", {"session": "old"})
+    other.restore(StoreBackup(C, SHARED, old.plan, old))
     assert not renew(ours, A), "who is in no session believes it"
     ours.session = "new"
     assert renew(ours, A)
@@ -640,15 +638,15 @@ def test_joiner_leaves_it_to_the_living_to_bring_back_what_nodes_share(server: S
 
 
 def test_run_that_begins_on_the_checkpoint_of_a_session_goes_on_from_it() -> None:
-    founded = Verdict(an_opening(A), "d", {"session": "new", "session_before": "of the checkpoint"})
+    founded = Verdict(a_plan(A), "d", {"session": "new", "session_before": "of the checkpoint"})
     assert founded.sessions == ("new", "of the checkpoint") and founded.session == "new"
-    assert a_verdict(an_opening(A)).sessions == ()
+    assert a_verdict(a_plan(A)).sessions == ()
 
 
 def test_word_of_another_session_is_not_seen(server: Server) -> None:
     other, ours = server.open(), server.open()
     old = of_session("old")
-    other.restore(StoreBackup(A, SHARED, old.opening, old))
+    other.restore(StoreBackup(A, SHARED, old.plan, old))
     assert other.view(6).committed == old, "from here on it writes in that session"
     other.announce_ready(A, Ready(6, 1, "s"))
     other.say_leaving(A)
@@ -662,11 +660,11 @@ def test_word_of_another_session_is_not_seen(server: Server) -> None:
 # -- orders of an operator --------------------------------------------------------------------------------------------
 
 
-def test_opening_under_other_orders_is_refused(store: Store) -> None:
+def test_plan_under_other_orders_is_refused(store: Store) -> None:
     """Who has not seen an order may not begin a round without it."""
     assert store.give_orders(pause).version == 1
-    assert not store.propose_opening(an_opening(A), current=None)
-    assert store.propose_opening(replace(an_opening(A), orders=1), current=None)
+    assert not store.propose_plan(a_plan(A), current=None)
+    assert store.propose_plan(replace(a_plan(A), orders=1), current=None)
 
 
 def test_orders_of_two_operators_at_once_are_both_given(server: Server) -> None:
@@ -688,19 +686,19 @@ def test_orders_of_two_operators_at_once_are_both_given(server: Server) -> None:
 
 
 def test_rollback_is_done_once_its_round_is_committed(store: Store) -> None:
-    commit(store, an_opening(A))
+    commit(store, a_plan(A))
     ordered = store.give_orders(lambda given: roll_back(pause(given), 40, [40]))
-    commit(store, replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40))
+    commit(store, replace(a_plan(A, version=2, round=1), orders=ordered.version, rollback=40))
     assert store.view(2).orders == Orders(ordered.version + 1, is_paused=True)
 
 
 def test_rollback_ordered_while_another_is_on_its_way_stays(store: Store) -> None:
-    commit(store, an_opening(A))
+    commit(store, a_plan(A))
     ordered = store.give_orders(lambda given: roll_back(given, 40, [40]))
-    opening = replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40)
-    assert open_next(store, opening)
+    plan = replace(a_plan(A, version=2, round=1), orders=ordered.version, rollback=40)
+    assert open_next(store, plan)
     later = store.give_orders(lambda given: roll_back(given, 20, [20]))
-    assert store.propose_verdict(a_verdict(opening))
+    assert store.propose_verdict(a_verdict(plan))
     assert store.view(2).orders == later
 
 
@@ -743,13 +741,13 @@ def test_store_agrees_on_one_of_many_beginnings(server: Server) -> None:
 
 
 def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> None:
-    opening = an_opening(A)
-    assert open_next(store, opening)
+    plan = a_plan(A)
+    assert open_next(store, plan)
     before = store.view(0)
-    assert store.propose_verdict(a_verdict(opening))
+    assert store.propose_verdict(a_verdict(plan))
     assert not store.propose_restart_point(a_restart_point(), before)
     after = store.view(0)
-    assert open_next(store, an_opening(A, version=2, round=1))
+    assert open_next(store, a_plan(A, version=2, round=1))
     assert not store.propose_restart_point(a_restart_point(), after)
     assert store.propose_restart_point(a_restart_point(), store.view(0))
 
@@ -757,12 +755,12 @@ def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> N
 def test_what_the_nodes_of_a_run_shared_is_forgotten_once_all_are_dead(store: Store, server: Server) -> None:
     store.found_or_match(SHARED)
     hold(store, A)
-    commit(store, an_opening(A))
+    commit(store, a_plan(A))
     assert not store.forget_dead_run()
     server.let_pass(10_000, is_silent=False)
     assert store.forget_dead_run()
     assert store.found_or_match({"model.d_model": "512"})["model.d_model"] == "512"
-    assert store.view(0).committed == a_verdict(an_opening(A))
+    assert store.view(0).committed == a_verdict(a_plan(A))
 
 
 def test_run_that_was_silent_as_a_whole_is_not_taken_for_dead_before_a_lease_has_passed(

@@ -105,7 +105,7 @@ class Arena:
     def contributing(self) -> set[str]:
         """Nodes whose update counted in the newest round."""
         committed = self.store.view(0).committed
-        return set() if committed is None else {node_id_of_member(m) for m in committed.opening.contributors()}
+        return set() if committed is None else {node_id_of_member(m) for m in committed.plan.contributors()}
 
     def until_contributing(self, *node_ids: str) -> None:
         self.until(lambda: self.contributing() == set(node_ids), f"{', '.join(node_ids)} contribute, and nobody else")

@@ -173,7 +173,7 @@ class Story:
 
 
 def contributors(verdict: Verdict) -> list[str]:
-    return list(verdict.opening.contributors())
+    return list(verdict.plan.contributors())
 
 
 def samples_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
@@ -229,7 +229,7 @@ class Recorded:
     def ranges(self, round: int) -> dict[str, Sequence[Range]]:
         """The ranges of samples that each member was dealt for a round, or claimed in it as a joiner."""
         progress = Progress.from_record(self.history[round - 1].record["progress"])
-        ledgers = dealt_to(dict(self.history[round].opening.claims), progress.ledgers)
+        ledgers = dealt_to(dict(self.history[round].plan.claims), progress.ledgers)
         return {member: ranges for ledger in ledgers.values() for member, ranges in ledger.assigned.items()}
 
     def assigned(self, round: int) -> dict[str, set[int]]:
@@ -238,7 +238,7 @@ class Recorded:
 
     def trained(self, round: int) -> dict[str, set[int]]:
         """The samples behind each update that counted in a round: the first ones of its member's ranges."""
-        held, steps = self.ranges(round), self.history[round].opening.contributors()
+        held, steps = self.ranges(round), self.history[round].plan.contributors()
         return {m: samples_of(take(held[m], s * self.setup.batch_size)[0]) for m, s in steps.items()}
 
     def contributors(self, round: int) -> list[str]:

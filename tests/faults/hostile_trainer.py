@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zeroband.elastic.membership.records import Blame, Opening, Ready
+from zeroband.elastic.membership.records import Blame, Ready, RoundPlan
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds import member as rounds
 from zeroband.elastic.rounds.member import Member
@@ -29,36 +29,36 @@ READY: dict[str, Callable[[Ready], Ready]] = {
 }
 
 
-def altered(opening: Opening, **fields: object) -> Opening:
-    """An opening that no rule gives, past the checks of its type."""
-    copy = replace(opening)
+def altered(plan: RoundPlan, **fields: object) -> RoundPlan:
+    """A plan that no rule gives, past the checks of its type."""
+    copy = replace(plan)
     for name, value in fields.items():
         object.__setattr__(copy, name, value)
     return copy
 
 
-def to_itself(opening: Opening) -> Opening:
-    """The opening without any other member."""
-    place = opening.members.index(opening.proposer)
+def to_itself(plan: RoundPlan) -> RoundPlan:
+    """The plan without any other member."""
+    place = plan.members.index(plan.proposer)
     lists = ("members", "weights", "steps", "steps_requested", "trust", "trained", "corpora", "largest")
-    kept = {name: (getattr(opening, name)[place],) for name in lists if getattr(opening, name)}
-    return replace(opening, sites=(), gains=(), network=LinkTable(), **kept)
+    kept = {name: (getattr(plan, name)[place],) for name in lists if getattr(plan, name)}
+    return replace(plan, sites=(), gains=(), network=LinkTable(), **kept)
 
 
-def with_made_up_finding(opening: Opening) -> Opening:
-    """The opening, by which the last other member lied and is put out."""
-    other = next(m for m in reversed(opening.members) if m != opening.proposer)
-    lie = Blame((other,), "it sent two different parts", is_lie=True, consequence="out", round=opening.round)
-    return replace(opening, blames=(*opening.blames, lie))
+def with_made_up_finding(plan: RoundPlan) -> RoundPlan:
+    """The plan, by which the last other member lied and is put out."""
+    other = next(m for m in reversed(plan.members) if m != plan.proposer)
+    lie = Blame((other,), "it sent two different parts", is_lie=True, consequence="out", round=plan.round)
+    return replace(plan, blames=(*plan.blames, lie))
 
 
-OPENINGS: dict[str, Callable[[RedisStore, Opening], Opening]] = {
-    "sites out of range": lambda _, opening: altered(opening, sites=(9,) * len(opening.members)),
-    "other weights": lambda store, opening: store.signed(
-        replace(opening, weights=tuple(1 + weight for weight in opening.weights)), opening.proposer
+PLANS: dict[str, Callable[[RedisStore, RoundPlan], RoundPlan]] = {
+    "sites out of range": lambda _, plan: altered(plan, sites=(9,) * len(plan.members)),
+    "other weights": lambda store, plan: store.signed(
+        replace(plan, weights=tuple(1 + weight for weight in plan.weights)), plan.proposer
     ),
-    "made-up finding": lambda store, opening: store.signed(with_made_up_finding(opening), opening.proposer),
-    "alone": lambda store, opening: store.signed(to_itself(opening), opening.proposer),
+    "made-up finding": lambda store, plan: store.signed(with_made_up_finding(plan), plan.proposer),
+    "alone": lambda store, plan: store.signed(to_itself(plan), plan.proposer),
 }
 
 
@@ -70,7 +70,7 @@ class Attacker:
         self._attacked_as = ""
 
     def install(self) -> None:
-        announce, propose, start = Member.announce_ready, RedisStore.propose_opening, Engine.start
+        announce, propose, start = Member.announce_ready, RedisStore.propose_plan, Engine.start
 
         def announce_ready(member: Member, ready: Ready, *rest: Any, **more: Any) -> None:
             if ready.weight > 0 and member.member_id != self._attacked_as and self._is_next(*READY):
@@ -78,9 +78,9 @@ class Attacker:
                 ready = READY[self._plan.pop(0)](ready)
             announce(member, ready, *rest, **more)
 
-        def propose_opening(store: RedisStore, opening: Opening, **more: Any) -> bool:
-            is_next = opening.total_weight > 0 and self._is_next(*OPENINGS)
-            is_first = propose(store, OPENINGS[self._plan[0]](store, opening) if is_next else opening, **more)
+        def propose_plan(store: RedisStore, plan: RoundPlan, **more: Any) -> bool:
+            is_next = plan.total_weight > 0 and self._is_next(*PLANS)
+            is_first = propose(store, PLANS[self._plan[0]](store, plan) if is_next else plan, **more)
             if is_next and is_first:
                 self._plan.pop(0)
             return is_first
@@ -95,7 +95,7 @@ class Attacker:
         rounds.follows = lambda *_: None  # it takes its own forgery for good
         rounds.FaultInquiry.objection = lambda *_: None  # type: ignore[method-assign]
         Member.announce_ready = announce_ready  # type: ignore[method-assign]
-        RedisStore.propose_opening = propose_opening  # type: ignore[method-assign]
+        RedisStore.propose_plan = propose_plan  # type: ignore[method-assign]
         Engine.start = reduce  # type: ignore[method-assign]
 
     def _is_next(self, *attacks: str) -> bool:

@@ -92,15 +92,15 @@ def noted_number(self: Links, member: str) -> int:
     return found
 
 
-def vote_for_another(self: Member, opening: Any, digest: str, record: Any = None) -> None:
-    vote(self, opening, digest[::-1] if opening.round >= FROM else digest, record)
+def vote_for_another(self: Member, plan: Any, digest: str, record: Any = None) -> None:
+    vote(self, plan, digest[::-1] if plan.round >= FROM else digest, record)
 
 
 def one_percent_more(self: NativePlane, request: RoundRequest) -> Moved:
     """All get one mean of what this node owns, it too: 1 % more than the mean of what was sent. With float32."""
     moved = reduce_mean(self, request)
-    if request.opening.round >= FROM and moved.borders:
-        place = request.opening.members.index(request.member_id)
+    if request.plan.round >= FROM and moved.borders:
+        place = request.plan.members.index(request.member_id)
         request.result[slice(*moved.borders[place : place + 2])].mul_(MORE.item())
     return moved
 

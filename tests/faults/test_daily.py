@@ -30,7 +30,7 @@ def test_node_that_is_cut_off_in_a_transfer_costs_the_time_of_detection_and_come
     for bundle in bundles:
         assert "round" in (bundle / "reason.txt").read_text()
         assert "in reduce_mean" in (stacks := (bundle / "stacks.rank0.txt").read_text()) or "train.py" in stacks
-        assert "opening" in json.loads((bundle / "view.json").read_text())
+        assert "plan" in json.loads((bundle / "view.json").read_text())
 
 
 def test_of_two_nodes_that_are_cut_off_from_one_another_one_goes_on(arena: Arena) -> None:
@@ -48,7 +48,7 @@ def test_node_that_is_asked_to_leave_hands_over_its_steps_and_ends_with_0(arena:
     arena.others_go_on()
     last = max((v for v in arena.history.values() if any("victim" in m for m in v.members)), key=lambda v: v.round)
     (victim_id,) = [member for member in last.members if "victim" in member]
-    assert 0 < last.opening.contributors()[victim_id] < 10
+    assert 0 < last.plan.contributors()[victim_id] < 10
 
 
 def test_node_that_loses_a_rank_to_lack_of_memory_ends_whole(arena: Arena) -> None:
@@ -61,7 +61,7 @@ def test_node_that_loses_a_rank_to_lack_of_memory_ends_whole(arena: Arena) -> No
 def test_late_node_contributes_in_a_later_round(arena: Arena) -> None:
     """Its steps take half a second: it comes to the boundary when the others are several rounds further."""
     victim = arena.start("late", ["--fault.inject", "inner@+1=TAKES0.5"])
-    arena.until(lambda: any("late" in m for v in arena.history.values() for m in v.opening.late), "it is late")
+    arena.until(lambda: any("late" in m for v in arena.history.values() for m in v.plan.late), "it is late")
     late_since = max(arena.history)
     arena.until(lambda: arena.newest() > late_since and "late" in arena.contributing(), "it contributes after all")
     assert not victim.events("fenced")

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 FUZZ = Path(__file__).parents[2] / "bench" / "fuzz_store.py"
 KINDS = ("deleted", "made a list", "forged")
 NAMES = (
-    *("changes", "clock", "committed", "facts", "failed", "history", "leases", "leaving", "links", "news", "opening"),
+    *("changes", "clock", "committed", "facts", "failed", "history", "leases", "leaving", "links", "news", "plan"),
     *("orders", "peers", "ready", "recorders", "restart_point", "run", "votes"),
 )
 

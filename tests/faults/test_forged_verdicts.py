@@ -13,7 +13,7 @@ import redis
 from tests.faults.conftest import Story
 
 from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
@@ -24,11 +24,11 @@ TOKEN, STEPS, STOLEN = "sesame", 10, 1000
 NODES = ("node0", "node1", "node2")
 
 
-def forged(opening: Opening, after: Verdict) -> Verdict:
+def forged(plan: RoundPlan, after: Verdict) -> Verdict:
     """A verdict by which the run has gone on by a thousand steps that nobody made."""
     progress = after.record["progress"]
     return Verdict(
-        opening, "made up", {**after.record, "progress": {**progress, "inner_step": progress["inner_step"] + STOLEN}}
+        plan, "made up", {**after.record, "progress": {**progress, "inner_step": progress["inner_step"] + STOLEN}}
     )
 
 
@@ -42,21 +42,21 @@ def commit_alone(story: Story) -> None:
 
         def write(ahead: int, *, without: str = "") -> None:
             def is_open() -> bool:
-                opening, committed = (view := store.view(0)).opening, view.committed
-                return opening is not None and committed is not None and opening.round > committed.round
+                plan, committed = (view := store.view(0)).plan, view.committed
+                return plan is not None and committed is not None and plan.round > committed.round
 
             story.until(is_open, "a round is open")
             view = store.view(0)
-            assert view.opening is not None and view.committed is not None
-            opening = view.opening
+            assert view.plan is not None and view.committed is not None
+            plan = view.plan
             if ahead:
-                gone = tuple(m for m in opening.members if node_id_of_member(m) == without)
-                left = [place for place, member in enumerate(opening.members) if member not in gone]
+                gone = tuple(m for m in plan.members if node_id_of_member(m) == without)
+                left = [place for place, member in enumerate(plan.members) if member not in gone]
                 lists = ("members", "weights", "steps", "steps_requested", "largest")
-                said = {name: getattr(opening, name) for name in lists if getattr(opening, name)}
+                said = {name: getattr(plan, name) for name in lists if getattr(plan, name)}
                 kept = {name: tuple(values[place] for place in left) for name, values in said.items()}
-                opening = replace(opening, version=opening.version + 1, round=opening.round + ahead, late=gone, **kept)
-            client.set(store.keys.committed, store.verifier.seal_verdict(forged(opening, view.committed)))
+                plan = replace(plan, version=plan.version + 1, round=plan.round + ahead, late=gone, **kept)
+            client.set(store.keys.committed, store.verifier.seal_verdict(forged(plan, view.committed)))
             written = view.committed.round
             story.until(lambda: max(story.history) >= written + 3, "the run goes on")
 
@@ -79,7 +79,7 @@ def test_nobody_believes_a_verdict_that_the_members_did_not_vote_for(recorded: A
     """Rounds follow one another by as many steps as were made, all nodes in each, and none is put out."""
     rounds = sorted(recorded.history)
     steps = {round: recorded.history[round].record["progress"]["inner_step"] for round in rounds}
-    made = {round: max(recorded.history[round].opening.steps) for round in rounds}
+    made = {round: max(recorded.history[round].plan.steps) for round in rounds}
     assert all(steps[later] - steps[round] == made[later] <= STEPS for round, later in pairwise(rounds))
     assert all(verdict.digest != "made up" for verdict in recorded.history.values())
     for node in NODES:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.guardian.process import process_state
-from zeroband.elastic.membership.records import Opening, Peer
+from zeroband.elastic.membership.records import Peer, RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
@@ -136,7 +136,7 @@ def test_continued_trainer_learns_that_the_run_went_on(start_trainer: Callable[.
     trainer = start_trainer()
     trainer.signal(signal.SIGSTOP)
     until(lambda: not trainer.has_lease(), within_s=DETECT_S + SLACK_S)
-    assert trainer.store.propose_opening(Opening(1, 1, 0, (OTHER,), (0,)), current=None)
+    assert trainer.store.propose_plan(RoundPlan(1, 1, 0, (OTHER,), (0,)), current=None)
     trainer.signal(signal.SIGCONT)
     flags = SharedFlags(trainer.shm_dir / "flags", create=False)
     until(lambda: flags.is_fenced, within_s=DETECT_S + SLACK_S)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(1500)]
 
 ROUNDS = 200
 SUSPICIONS = (
-    *("blamed", "record_refused", "opening_refused", "payload_refused", "update_refused", "impostor"),
+    *("blamed", "record_refused", "plan_refused", "payload_refused", "update_refused", "impostor"),
     "transfer_stalled",
 )
 FOUNDERS, JOINERS = ("node0", "node1", "node2", "node3"), ("node4", "node5")

@@ -62,13 +62,13 @@ def test_records_out_of_range_are_refused_by_member_field_value_and_bound(record
     assert {node_id_of_member(member) for member in members} == {HOSTILE} and len(members) == 2
 
 
-def test_opening_with_other_numbers_is_refused_and_the_round_opened_again(recorded: Any) -> None:
-    said = [text for texts in reasons(recorded, "opening_refused").values() for text in texts]
+def test_plan_with_other_numbers_is_refused_and_the_round_opened_again(recorded: Any) -> None:
+    said = [text for texts in reasons(recorded, "plan_refused").values() for text in texts]
     assert said and all("its weights of " in text or "no signed words say so" in text for text in said)
 
 
 def test_member_that_a_made_up_finding_puts_out_stays(recorded: Any) -> None:
-    said = [text for texts in reasons(recorded, "opening_refused").values() for text in texts]
+    said = [text for texts in reasons(recorded, "plan_refused").values() for text in texts]
     assert any("it sent two different parts; no signed words say so" in text for text in said), said
     for node in HONEST:
         assert not [e for e in recorded.events[node] if e["kind"] in ("fenced", "left_behind", "rejoined")]
@@ -87,8 +87,8 @@ def test_nothing_of_it_counts(recorded: Any) -> None:
     """Weights and progress are those of honest members; every round has one result."""
     most = recorded.setup.tokens_per_round
     for verdict in recorded.history.values():
-        assert all(0 <= weight <= most for weight in verdict.opening.weights)
-        assert all(0 <= steps <= recorded.setup.steps_per_round for steps in verdict.opening.steps)
+        assert all(0 <= weight <= most for weight in verdict.plan.weights)
+        assert all(0 <= steps <= recorded.setup.steps_per_round for steps in verdict.plan.steps)
     newest = max(recorded.history)
     assert recorded.history[newest].record["progress"]["inner_step"] <= newest * recorded.setup.steps_per_round
     digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
@@ -108,9 +108,9 @@ def test_member_that_goes_on_alone_is_named_and_costs_the_others_no_step(record_
 
     def tell(story: Any) -> None:
         def is_refused() -> bool:
-            return all(any(e["kind"] == "opening_refused" for e in story.node(n).events()) for n in HONEST)
+            return all(any(e["kind"] == "plan_refused" for e in story.node(n).events()) for n in HONEST)
 
-        story.until(is_refused, "all others refuse the opening")
+        story.until(is_refused, "all others refuse the plan")
         seen = max(story.history)
         story.until(lambda: max(story.history) >= seen + 5, "the run goes on")
         reached.append(seen + 5)
@@ -118,13 +118,13 @@ def test_member_that_goes_on_alone_is_named_and_costs_the_others_no_step(record_
     env = {"HOSTILE_NODE": HOSTILE, "HOSTILE_PLAN": "alone"}
     outer = ("diloco", "--outer.inner-steps", "4")
     recorded = record_run(tell, outer=outer, ranks=(1, 1, 1), faults={}, steps_per_round=4, script=SCRIPT, env=env)
-    for node, said in reasons(recorded, "opening_refused").items():
+    for node, said in reasons(recorded, "plan_refused").items():
         assert any(f"{HOSTILE}#" in text and "without most members" in text for text in said), said
         assert len(recorded.lives(node)) == 1
         assert not [e for e in recorded.events[node] if e["kind"] in ("fenced", "left_behind", "rejoined")]
     digests = {(e["round"], e["digest"]) for n in HONEST for e in recorded.events[n] if e["kind"] == "round_committed"}
     assert len(digests) == len({round for round, _ in digests})
-    made = [verdict.opening.contributors() for round, verdict in recorded.history.items() if 0 < round <= reached[0]]
+    made = [verdict.plan.contributors() for round, verdict in recorded.history.items() if 0 < round <= reached[0]]
     assert made and all(
         steps == 4 for by in made for member, steps in by.items() if node_id_of_member(member) in HONEST
     )

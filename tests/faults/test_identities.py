@@ -37,13 +37,13 @@ def member_of(view: View, node_id: str) -> str:
 def pose(story: Story) -> None:
     """Say in the name of node0 that it is ready for rounds to come, vote for the current one, and call node1."""
     view = story.store.view(0)
-    assert view.committed is not None and view.opening is not None and story.cluster.store_url is not None
+    assert view.committed is not None and view.plan is not None and story.cluster.store_url is not None
     poser = RunKey.of(TOKEN, story.cluster.run_id, node=NodeKey.new())
     victim, called = member_of(view, "node0"), member_of(view, "node1")
     with closing(RedisStore(story.cluster.store_url, story.cluster.run_id, key=poser, retry_s=30.0)) as store:
         for ahead in range(1, 6):
             store.announce_ready(victim, Ready(view.committed.round + ahead, 10**9, "another state"))
-        store.vote(view.opening, victim, "another digest")
+        store.vote(view.plan, victim, "another digest")
     peer, introduction = view.peers[called], Introduction(victim, called, "", True, Purpose.PROBE)
 
     async def dial() -> None:
@@ -78,7 +78,7 @@ def recorded(record_run: RecordRun) -> Any:
 def test_what_was_said_in_node0s_name_had_no_effect(recorded: Any) -> None:
     """Its own words count in every round: no weight that it did not bring, no round without it."""
     assert all("node0" in map(node_id_of_member, verdict.members) for verdict in recorded.history.values())
-    assert max(weight for verdict in recorded.history.values() for weight in verdict.opening.weights) < 10**9
+    assert max(weight for verdict in recorded.history.values() for weight in verdict.plan.weights) < 10**9
     assert not [e for events in recorded.events.values() for e in events if e["kind"] == "fenced"]
 
 
@@ -102,7 +102,7 @@ def test_others_keep_their_inner_steps_when_one_is_banned(recorded: Any) -> None
     """The round that was under way is opened again with all that they made for it."""
     (life,) = recorded.lives("node2")
     for round in (life.last + 1, life.last + 2):
-        steps = recorded.history[round].opening.contributors()
+        steps = recorded.history[round].plan.contributors()
         assert {node_id_of_member(member): made for member, made in steps.items()} == {"node0": 10, "node1": 10}
 
 

@@ -26,8 +26,8 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 def weights_of(arena: Arena, node_id: str) -> list[int]:
     """What a node weighed in the rounds that it was in."""
-    openings = [verdict.opening for _, verdict in sorted(arena.history.items()) if verdict.round]
-    told = [(node_id_of_member(m), w) for o in openings for m, w in zip(o.members, o.weights, strict=True)]
+    plans = [verdict.plan for _, verdict in sorted(arena.history.items()) if verdict.round]
+    told = [(node_id_of_member(m), w) for o in plans for m, w in zip(o.members, o.weights, strict=True)]
     return [weight for member, weight in told if member == node_id]
 
 

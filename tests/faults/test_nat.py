@@ -42,7 +42,7 @@ class Run:
 
     def contributing(self) -> set[str]:
         committed = self.view.committed
-        return set() if committed is None else {node_id_of_member(m) for m in committed.opening.contributors()}
+        return set() if committed is None else {node_id_of_member(m) for m in committed.plan.contributors()}
 
     def newest(self) -> int:
         committed = self.view.committed
@@ -55,10 +55,10 @@ class Run:
         self.until(lambda: self.newest() >= newest + rounds, f"{rounds} rounds after {newest}")
         assert self.contributing() == set(nodes)
 
-    def lines(self) -> dict[str, tuple[str, ...]]:
+    def relays(self) -> dict[str, tuple[str, ...]]:
         """Through whom nodes are called."""
         peers = self.view.peers
-        return {peers[m].node_id: tuple(map(node_id_of_member, peers[m].lines)) for m in self.view.alive if m in peers}
+        return {peers[m].node_id: tuple(map(node_id_of_member, peers[m].relays)) for m in self.view.alive if m in peers}
 
     def check(self) -> None:
         """Equal digests on all nodes, for each round."""
@@ -88,7 +88,7 @@ def running(folder: Path, *, public: Sequence[str], homes: Sequence[str], symmet
 def test_two_of_three_behind_nats_train_one_is_lost_and_comes_back(tmp_path: Path, symmetric: bool) -> None:
     with running(tmp_path, public=["pub"], homes=["home0", "home1"], symmetric=symmetric) as run:
         run.until_train("pub", "home0", "home1")
-        assert run.lines() == {"pub": (), "home0": ("pub",), "home1": ("pub",)}
+        assert run.relays() == {"pub": (), "home0": ("pub",), "home1": ("pub",)}
         assert (run.net.router_address("home1") in run.net.talks_to("home0")) is not symmetric
         run.cluster.nodes["home0"].kill()
         run.until_train("pub", "home1")
@@ -111,9 +111,9 @@ def test_one_of_two_behind_a_nat_trains_and_is_the_donor_of_a_joiner(tmp_path: P
 def test_another_member_takes_over_from_a_relay_that_is_lost(tmp_path: Path) -> None:
     with running(tmp_path, public=["pub0", "pub1"], homes=["home0", "home1"]) as run:
         run.until_train("pub0", "pub1", "home0", "home1")
-        lost = run.lines()["home1"][0]
+        lost = run.relays()["home1"][0]
         left = ({"pub0", "pub1"} - {lost}).pop()
         run.cluster.nodes[lost].kill()
         run.until_train(left, "home0", "home1")
-        assert run.lines() == {left: (), "home0": (left,), "home1": (left,)}
+        assert run.relays() == {left: (), "home0": (left,), "home1": (left,)}
         run.check()

@@ -169,10 +169,10 @@ def test_rejoined_nodes_hold_the_state_of_the_others_from_their_first_round_to_t
         counted = [life.member_id in run.contributors(number) for number in range(life.first, life.last + 1)]
         assert counted[0] == run.setup.has_own_steps and all(counted[1:]), (life, counted)
         (joined,) = [e for e in run.events[node_id] if e["kind"] == "joined" and e["member_id"] == life.member_id]
-        missed = [run.history[number].opening for number in range(joined["round"], life.first)]
+        missed = [run.history[number].plan for number in range(joined["round"], life.first)]
         assert joined["round"] <= life.first and (run.setup.has_own_steps or not missed)
         # Rounds that were opened before the joiner claimed samples do not know it; later ones keep its samples for it.
-        assert all(life.member_id in opening.late for opening in missed[run.setup.rounds_held :]), (life, missed)
+        assert all(life.member_id in plan.late for plan in missed[run.setup.rounds_held :]), (life, missed)
         for number in range(life.first, life.last):
             reported = run.of_round("round_committed", number)
             assert len({event["digest"] for event in reported.values()}) == 1
@@ -186,7 +186,7 @@ def test_every_sample_is_trained_once_or_still_owed(run: Recorded) -> None:
     trained: dict[str, Counter[int]] = defaultdict(Counter)
     for number, verdict in list(run.history.items())[1:]:
         for member, samples in run.trained(number).items():
-            trained[verdict.opening.corpus_of()[member]].update(samples)
+            trained[verdict.plan.corpus_of()[member]].update(samples)
     last = Progress.from_record(run.history[len(run.history) - 1].record["progress"])
     assert trained and set(trained) == set(last.ledgers)
     for corpus, ledger in last.ledgers.items():
@@ -203,11 +203,11 @@ def test_steady_node_loses_no_inner_step(run: Recorded, steady: str) -> None:
     assert steps == list(range(1, len(steps) + 1))
     rounds = [event["round"] for event in run.events[steady] if event["kind"] == "round_committed" and event["round"]]
     assert rounds == list(range(1, len(rounds) + 1))
-    openings = [verdict.opening for verdict in list(run.history.values())[1:]]
-    for opening in [o for o in openings if o.round <= len(rounds)]:  # the others may end a moment after it
-        number = [node_id_of_member(m) for m in opening.members].index(steady)
-        if opening.steps_requested[number]:  # it leaves with the last round, which it does not finish
-            weight = opening.weights[number]
+    plans = [verdict.plan for verdict in list(run.history.values())[1:]]
+    for plan in [o for o in plans if o.round <= len(rounds)]:  # the others may end a moment after it
+        number = [node_id_of_member(m) for m in plan.members].index(steady)
+        if plan.steps_requested[number]:  # it leaves with the last round, which it does not finish
+            weight = plan.weights[number]
             assert run.setup.tokens_per_round - run.setup.ragged_tokens < weight <= run.setup.tokens_per_round
 
 
@@ -245,11 +245,11 @@ def test_survivors_commit_the_round_of_a_loss_with_all_their_tokens(run: Recorde
     before, after = run.history[lost.last], run.history[lost.last + 1]
     assert lost.member_id in run.contributors(before.round)
     assert set(before.members) - set(after.members) == {lost.member_id}
-    assert after.opening.epoch > before.opening.epoch
+    assert after.plan.epoch > before.plan.epoch
     reported = run.of_round("round_committed", after.round)
     assert set(reported) == {node_id_of_member(m) for m in after.members}
     assert len({event["digest"] for event in reported.values()}) == 1
-    weights = dict(zip(after.members, after.opening.weights, strict=True))
+    weights = dict(zip(after.members, after.plan.weights, strict=True))
     joined = set(after.members) - set(before.members)  # an earlier loss may come back with this very round
     assert {weights.pop(member) > 0 for member in joined} <= {run.setup.has_own_steps}
     assert weights and min(weights.values()) > run.setup.tokens_per_round - run.setup.ragged_tokens
@@ -289,9 +289,7 @@ def test_one_node_of_four_is_lost_in_an_inner_step_and_in_the_reduce(diloco: Rec
         assert len(diloco.history[lost.last].members) == 4
         assert len(diloco.history[lost.last + 1].members) == 3
     assert diloco.of_round("round_retried", first.last + 1) == {}  # it had not arrived: nothing was begun without it
-    retried = set(
-        diloco.of_round("round_retried", second.last + 1)
-    )  # who had not looked yet sees the next opening only
+    retried = set(diloco.of_round("round_retried", second.last + 1))  # who had not looked yet sees the next plan only
     assert retried and retried <= {"node0", "node1", "node2"}
     assert third.first > second.last + 1
 

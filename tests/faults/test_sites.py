@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, Network
@@ -37,8 +37,8 @@ EACH_OUTER = pytest.mark.parametrize(
 """Each node sends payloads through a member of the other site, so who speaks for its site also passes some on."""
 
 
-def speaker_of(opening: Opening, site: str) -> str:
-    found = {node_id_of_member(m): node_id_of_member(s) for m, s in opening.speakers().items()}
+def speaker_of(plan: RoundPlan, site: str) -> str:
+    found = {node_id_of_member(m): node_id_of_member(s) for m, s in plan.speakers().items()}
     (speaker,) = {found[node] for node, own in SITE_OF.items() if node in found and own == site}
     return speaker
 
@@ -68,10 +68,10 @@ def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: t
             while after is None:
                 assert time.monotonic() < end_s, cluster.describe()
                 view = store.view(0)
-                opening, committed = view.opening, view.committed
-                if opening is not None and opening.round == STRUCK_ROUND and not victim:
-                    assert len(opening.members) == len(SITE_OF)
-                    victim = speaker_of(opening, "x")
+                plan, committed = view.plan, view.committed
+                if plan is not None and plan.round == STRUCK_ROUND and not victim:
+                    assert len(plan.members) == len(SITE_OF)
+                    victim = speaker_of(plan, "x")
                     time.sleep(1.0)  # of the 4 s and more that the transfer takes
                     seen = store.view(0)
                     assert seen.committed is not None and seen.committed.round < STRUCK_ROUND, "it was over before"
@@ -82,7 +82,7 @@ def test_lost_speaker_is_replaced_and_no_sample_is_lost(tmp_path: Path, outer: t
         assert after.round == STRUCK_ROUND
         left = {node for node in SITE_OF if node != victim}
         assert {node_id_of_member(member) for member in after.members} == left
-        assert speaker_of(after.opening, "x") in left
+        assert speaker_of(after.plan, "x") in left
         codes = cluster.wait(timeout_s=DEADLINE_S)
         assert {codes[node] for node in left} == {0}, cluster.describe()
         assert audit(read_rounds(cluster.run_dir)).is_exact

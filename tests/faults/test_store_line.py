@@ -65,7 +65,7 @@ class Run:
     def contributing(self) -> dict[str, str]:
         """Member ids by node of those whose update counted in the newest round."""
         committed = self.look.view(0).committed
-        return {} if committed is None else {node_id_of_member(m): m for m in committed.opening.contributors()}
+        return {} if committed is None else {node_id_of_member(m): m for m in committed.plan.contributors()}
 
     def until_all_contribute(self) -> None:
         self.until(lambda: self.contributing().keys() == self.cluster.nodes.keys(), "all nodes contribute")

@@ -122,7 +122,7 @@ def test_bytes_of_a_round_are_those_of_its_payloads(recorded: Recorded) -> None:
     (payload_bytes,) = {r["outer/payload_bytes"] for r in rounds if r["outer/weight"] and not r["outer/retries"]}
     for records in recorded.metrics.values():
         for before, r in pairwise(r for r in records if "outer/round" in r):
-            joins = 0 in recorded.history[r["outer/round"]].opening.weights
+            joins = 0 in recorded.history[r["outer/round"]].plan.weights
             if joins or r["outer/nodes"] != 2 or r["step"] != before["step"] + 1:
                 continue
             bytes_of_rounds = (r["outer/round"] - before["outer/round"]) * payload_bytes  # a node that leaves makes two
@@ -149,7 +149,7 @@ def test_node_of_two_ranks_scores_payloads_as_nodes_of_one_do(tmp_path: Path) ->
         assert len(measured) > 3 and all(-1 <= r["outer/gain"] <= 1 for r in records if "outer/gain" in r)
     for number in list(recorded.history)[:-1]:
         assert len({event["digest"] for event in recorded.of_round("round_committed", number).values()}) == 1
-    scored = {gain.member for verdict in recorded.history.values() for gain in verdict.opening.gains}
+    scored = {gain.member for verdict in recorded.history.values() for gain in verdict.plan.gains}
     assert {node_id_of_member(member) for member in scored} == {"node0", "node1", "node2"}
 
 
@@ -180,12 +180,12 @@ def test_node_uploads_once_a_step_and_the_aggregator_is_replaced(aggregated: Rec
         counts = [r["outer/weight"] > 0 and not r["outer/retries"] for r in made.values()]
         if len(members) == 1 or made.keys() != members or not all(counts):
             continue  # the founding, the round of the kill, and those that a node did not live to record
-        aggregator = made.pop(node_id_of_member(aggregator_of(verdict.opening)))
+        aggregator = made.pop(node_id_of_member(aggregator_of(verdict.plan)))
         (uploaded,) = {r["outer/sent_bytes"] for r in made.values()}
         assert {r["outer/payload_bytes"] for r in made.values()} == {uploaded}
         assert aggregator["outer/received_bytes"] == len(made) * uploaded
         assert aggregator["outer/sent_bytes"] == sum(r["outer/received_bytes"] for r in made.values())
-        seen.setdefault(len(members), set()).add(node_id_of_member(aggregator_of(verdict.opening)))
+        seen.setdefault(len(members), set()).add(node_id_of_member(aggregator_of(verdict.plan)))
     assert seen.keys() == {3, 2} and "node0" in seen[3] and "node0" not in seen[2]
     for number in list(aggregated.history)[:-1]:
         reported = aggregated.of_round("round_committed", number)

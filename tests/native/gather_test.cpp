@@ -15,8 +15,8 @@ constexpr double DEADLINE_S = 60;
 struct Gathering {
     explicit Gathering(const Case& shape) : members(shape), out(shape.world) {}
 
-    GatherSpec spec(uint32_t member, uint64_t opening, uint32_t receiver = EVERYBODY) {
-        GatherSpec made = gather_of(members.shape, member, opening, bytes_of(members.in[member].data()), nullptr, receiver);
+    GatherSpec spec(uint32_t member, uint64_t plan, uint32_t receiver = EVERYBODY) {
+        GatherSpec made = gather_of(members.shape, member, plan, bytes_of(members.in[member].data()), nullptr, receiver);
         uint64_t total = 0;
         for (const uint64_t length : made.lengths) total += length;
         if (out[member].empty()) out[member].assign(total, 0xEE);
@@ -25,10 +25,10 @@ struct Gathering {
     }
 
     // `allowed`: share of its frames that member 0 may send.
-    std::vector<RunningPtr> start_all(uint64_t opening, uint32_t receiver = EVERYBODY, double allowed = 1) {
+    std::vector<RunningPtr> start_all(uint64_t plan, uint32_t receiver = EVERYBODY, double allowed = 1) {
         std::vector<RunningPtr> running;
         for (uint32_t member = 0; member < members.shape.world; ++member) {
-            GatherSpec made = spec(member, opening, receiver);
+            GatherSpec made = spec(member, plan, receiver);
             if (member == 0) made.allowed = allowed;
             running.push_back(members.engines[member]->start(std::move(made), members.links));
         }
@@ -63,9 +63,9 @@ void members_have_all_payloads() {
     for (const uint32_t world : {2u, 3u, 5u})
         for (const bool is_sealed : {false, true}) {
             Gathering gathering({world, 30011, FP32, false, is_sealed});
-            uint64_t opening = 0;
+            uint64_t plan = 0;
             for (const uint32_t receiver : {EVERYBODY, 0u, world - 1, EVERYBODY}) {
-                gathering.require_done(gathering.start_all(++opening, receiver));
+                gathering.require_done(gathering.start_all(++plan, receiver));
                 gathering.require_payloads(receiver);
             }
         }
@@ -76,8 +76,8 @@ void payloads_cross_once_into_each_site() {
     for (const uint32_t world : {4u, 7u})
         for (const uint32_t per_site : {2u, 3u}) {
             Gathering gathering({world, 30011, FP32, false, world == 7, 2, 2, per_site});
-            for (uint64_t opening = 1; opening < 3; ++opening) {
-                const auto running = gathering.start_all(opening);
+            for (uint64_t plan = 1; plan < 3; ++plan) {
+                const auto running = gathering.start_all(plan);
                 for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S));
                 for (uint32_t member = 0; member < world; ++member) {
                     uint64_t wide = 0, sites = (world + per_site - 1) / per_site;
@@ -141,9 +141,9 @@ void payloads_are_taken_from_their_sources_alone() {
 
 void aborted_gathering_leaves_the_links_as_they_were(uint32_t per_site, int rounds) {
     Gathering gathering({4, 100003, FP32, false, true, 2, 2, per_site});
-    uint64_t opening = 1;
-    for (int round = 0; round < rounds; ++round, opening += 2) {
-        const auto aborted = gathering.start_all(opening);
+    uint64_t plan = 1;
+    for (int round = 0; round < rounds; ++round, plan += 2) {
+        const auto aborted = gathering.start_all(plan);
         std::vector<std::thread> threads;
         for (uint32_t member = 0; member < 4; ++member)
             threads.emplace_back([&, member] {
@@ -152,7 +152,7 @@ void aborted_gathering_leaves_the_links_as_they_were(uint32_t per_site, int roun
             });
         for (auto& thread : threads) thread.join();
         for (auto& bytes : gathering.out) std::fill(bytes.begin(), bytes.end(), uint8_t{0xEE});
-        gathering.require_done(gathering.start_all(opening + 1));
+        gathering.require_done(gathering.start_all(plan + 1));
         gathering.require_payloads();
     }
 }
@@ -168,8 +168,8 @@ void lost_link_ends_the_gathering_of_both() {
     }
 }
 
-// A reduction and a gathering of one opening, on lanes of their own, go on beside each other.
-void operations_of_one_opening_do_not_mix() {
+// A reduction and a gathering of one plan, on lanes of their own, go on beside each other.
+void operations_of_one_plan_do_not_mix() {
     Gathering gathering({3, 100003, INT8, false, true});
     const auto reductions = gathering.members.start_all(1);
     std::vector<RunningPtr> running;
@@ -194,6 +194,6 @@ int main() {
     aborted_gathering_leaves_the_links_as_they_were(1, 20);
     aborted_gathering_leaves_the_links_as_they_were(2, 10);
     lost_link_ends_the_gathering_of_both();
-    operations_of_one_opening_do_not_mix();
+    operations_of_one_plan_do_not_mix();
     std::puts("ok");
 }

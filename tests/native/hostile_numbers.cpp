@@ -22,7 +22,7 @@ struct Arrays {
     std::vector<uint8_t> receivers = std::vector<uint8_t>(MOST_MEMBERS, 0), near = receivers;
     std::vector<float> in = std::vector<float>(4 * NUMEL, 1.0f), out = in, error = in;
 
-    zb_spec reduction(uint32_t self, uint64_t opening) {
+    zb_spec reduction(uint32_t self, uint64_t plan) {
         for (uint32_t member = 0; member < WORLD; ++member) {
             bounds[member] = 1024 * member;
             shares[member] = 1.0f / WORLD;
@@ -30,17 +30,17 @@ struct Arrays {
             order[member] = links[member] = next[member] = member;
         }
         bounds[WORLD] = NUMEL;
-        return {7,  opening << 16, 1, 1, 0, INT8, 0, WORLD, WORLD, self, 1024, bounds.data(), shares.data(), order.data(), links.data(),
+        return {7,  plan << 16, 1, 1, 0, INT8, 0, WORLD, WORLD, self, 1024, bounds.data(), shares.data(), order.data(), links.data(),
                 next.data(), in.data(), out.data(), error.data(), nullptr, nullptr, 1.0, largest.data()};
     }
 
-    zb_gather_spec gathering(uint32_t self, uint64_t opening) {
+    zb_gather_spec gathering(uint32_t self, uint64_t plan) {
         for (uint32_t member = 0; member < WORLD; ++member) {
             lengths[member] = NUMEL;
             links[member] = sources[member] = member;
             receivers[member] = near[member] = member != self;
         }
-        return {7, opening << 16, 1, 1, 0, WORLD, self, 1024, lengths.data(), links.data(), sources.data(), receivers.data(),
+        return {7, plan << 16, 1, 1, 0, WORLD, self, 1024, lengths.data(), links.data(), sources.data(), receivers.data(),
                 near.data(), bytes_of(in.data()), bytes_of(out.data()), 1.0};
     }
 };

@@ -20,11 +20,11 @@ enum Disaster : unsigned { DIES = 0, HANGS_UP = 1, GIVES_UP = 2, DISASTERS = 3 }
 
 // One member's share in an operation, in memory of its own that is freed with it.
 struct Part {
-    Part(Engine* of, RunningPtr (*begin)(Part&), const Case& shape, uint32_t self, uint64_t opening,
+    Part(Engine* of, RunningPtr (*begin)(Part&), const Case& shape, uint32_t self, uint64_t plan,
          std::vector<uint32_t> links)
-        : engine(of), shape(shape), self(self), opening(opening), links(std::move(links)),
+        : engine(of), shape(shape), self(self), plan(plan), links(std::move(links)),
           in(shape.numel), out(shape.world * shape.numel), error(shape.numel) {
-        std::mt19937 random(self + static_cast<unsigned>(opening));
+        std::mt19937 random(self + static_cast<unsigned>(plan));
         std::normal_distribution<float> normal;
         for (float& value : in) value = normal(random);
         running = begin(*this);
@@ -34,20 +34,20 @@ struct Part {
     Engine* const engine;
     const Case shape;
     const uint32_t self;
-    const uint64_t opening;
+    const uint64_t plan;
     const std::vector<uint32_t> links;
     std::vector<float> in, out, error;
     RunningPtr running;
 };
 
 RunningPtr begin_reduction(Part& part) {
-    ReduceSpec spec = spec_of(part.shape, part.self, part.opening, part.in.data(), part.out.data());
+    ReduceSpec spec = spec_of(part.shape, part.self, part.plan, part.in.data(), part.out.data());
     spec.error = part.error.data();
     return part.engine->start(std::move(spec), part.links);
 }
 
 RunningPtr begin_gathering(Part& part) {
-    GatherSpec spec = gather_of(part.shape, part.self, part.opening, bytes_of(part.in.data()), bytes_of(part.out.data()));
+    GatherSpec spec = gather_of(part.shape, part.self, part.plan, bytes_of(part.in.data()), bytes_of(part.out.data()));
     return part.engine->start(std::move(spec), part.links);
 }
 
@@ -85,13 +85,13 @@ struct Nodes {
     Parts start(Kind kind, const std::vector<uint32_t>& members) {
         const auto world = static_cast<uint32_t>(members.size());
         const Case shape{world, 4096 + random() % 60000, random() % 2 ? INT8 : FP32, kind == RING, false};
-        ++opening;
+        ++plan;
         Parts parts;
         for (uint32_t at = 0; at < world; ++at) {
             std::vector<uint32_t> links;
             for (const uint32_t other : members) links.push_back(link[members[at]][other]);
             const auto begin = kind == GATHER ? begin_gathering : begin_reduction;
-            parts.push_back(std::make_unique<Part>(engines[members[at]].get(), begin, shape, at, opening, links));
+            parts.push_back(std::make_unique<Part>(engines[members[at]].get(), begin, shape, at, plan, links));
         }
         return parts;
     }
@@ -111,7 +111,7 @@ struct Nodes {
     std::unique_ptr<Engine> engines[WORLD];
     uint32_t link[WORLD][WORLD] = {};
     uint32_t links_made = 0;
-    uint64_t opening = 0;
+    uint64_t plan = 0;
 };
 
 void pause_us(unsigned most, unsigned random) { std::this_thread::sleep_for(std::chrono::microseconds(random % most)); }

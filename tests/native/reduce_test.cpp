@@ -38,8 +38,8 @@ void reductions_agree(const std::vector<uint32_t>& worlds) {
             for (const bool is_ring : {false, true})
                 for (const bool is_sealed : {false, true}) {
                     Members members({world, 30011, static_cast<CodecId>(codec), is_ring, is_sealed});
-                    for (uint64_t opening = 1; opening <= 2; ++opening) {
-                        const auto running = members.start_all(opening);
+                    for (uint64_t plan = 1; plan <= 2; ++plan) {
+                        const auto running = members.start_all(plan);
                         for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
                         members.finish_all(running);
                         require_equal(members);
@@ -51,8 +51,8 @@ void sites_agree() {
     for (const bool is_ring : {false, true})
         for (const CodecId codec : {FP32, INT8, INT4}) {
             Members members({6, 30011, codec, is_ring, true, 2, 2, 3});
-            for (uint64_t opening = 1; opening <= 2; ++opening) {
-                const auto running = members.start_all(opening);
+            for (uint64_t plan = 1; plan <= 2; ++plan) {
+                const auto running = members.start_all(plan);
                 for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
                 members.finish_all(running);
                 require_equal(members);
@@ -127,9 +127,9 @@ void late_member_is_waited_for() {
 
 void aborted_reduction_leaves_the_links_as_they_were(const int rounds) {
     Members members({4, 400009, INT8, false, true});
-    uint64_t opening = 1;
-    for (int round = 0; round < rounds; ++round, opening += 2) {
-        const auto aborted = members.start_all(opening);
+    uint64_t plan = 1;
+    for (int round = 0; round < rounds; ++round, plan += 2) {
+        const auto aborted = members.start_all(plan);
         std::vector<std::thread> threads;
         for (uint32_t member = 0; member < 4; ++member)
             threads.emplace_back([&, member] {
@@ -139,7 +139,7 @@ void aborted_reduction_leaves_the_links_as_they_were(const int rounds) {
         for (auto& thread : threads) thread.join();
         for (auto* buffers : {&members.out, &members.error})
             for (auto& buffer : *buffers) std::fill(buffer.begin(), buffer.end(), 1e9f);  // nobody writes there any more
-        const auto running = members.start_all(opening + 1);
+        const auto running = members.start_all(plan + 1);
         for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
         members.finish_all(running);
         require_equal(members);

@@ -38,9 +38,9 @@ struct Case {
     uint32_t next_of(uint32_t member) const { return member % per_site == 0 ? member : member - 1; }
 };
 
-inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const float* in, float* out) {
+inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t plan, const float* in, float* out) {
     ReduceSpec spec;
-    spec.operation = {7, opening << 16, 1, 1, 0};
+    spec.operation = {7, plan << 16, 1, 1, 0};
     spec.codec = c.codec;
     spec.is_ring = c.is_ring;
     spec.self = self;
@@ -66,10 +66,10 @@ constexpr uint32_t EVERYBODY = NOBODY;
 
 // Payloads of other lengths for each member, none longer than 4 * numel bytes. To one receiver directly; to everybody
 // through the member of each other site that has the sender's place in its own, as far as there is one.
-inline GatherSpec gather_of(const Case& c, uint32_t self, uint64_t opening, const uint8_t* in, uint8_t* out,
+inline GatherSpec gather_of(const Case& c, uint32_t self, uint64_t plan, const uint8_t* in, uint8_t* out,
                             uint32_t receiver = EVERYBODY) {
     GatherSpec spec;
-    spec.operation = {7, opening << 16, 1, 1, 0};
+    spec.operation = {7, plan << 16, 1, 1, 0};
     spec.self = self;
     const auto site = [&](uint32_t member) { return member / c.per_site; };
     const auto relay = [&](uint32_t sender, uint32_t member) {
@@ -123,8 +123,8 @@ struct Members {
         engines[b]->add_stream(a, ends[1], sealed ? back : nullptr, sealed ? forth : nullptr);
     }
 
-    ReduceSpec spec(uint32_t member, uint64_t opening) {
-        ReduceSpec spec = spec_of(shape, member, opening, in[member].data(), out[member].data());
+    ReduceSpec spec(uint32_t member, uint64_t plan) {
+        ReduceSpec spec = spec_of(shape, member, plan, in[member].data(), out[member].data());
         spec.error = error[member].data();
         return spec;
     }
@@ -135,13 +135,13 @@ struct Members {
         return bytes;
     }
 
-    RunningPtr start(uint32_t member, uint64_t opening) {
-        return engines[member]->start(spec(member, opening), links);
+    RunningPtr start(uint32_t member, uint64_t plan) {
+        return engines[member]->start(spec(member, plan), links);
     }
 
-    std::vector<RunningPtr> start_all(uint64_t opening) {
+    std::vector<RunningPtr> start_all(uint64_t plan) {
         std::vector<RunningPtr> running;
-        for (uint32_t member = 0; member < shape.world; ++member) running.push_back(start(member, opening));
+        for (uint32_t member = 0; member < shape.world; ++member) running.push_back(start(member, plan));
         return running;
     }
 

@@ -29,7 +29,7 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.scoring import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
@@ -88,17 +88,17 @@ class RunInMemory(MemoryStore):
     def __init__(self) -> None:
         super().__init__(MemoryRecord())
         self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
-        """(id of an opening, lane) -> what each member put into the all-reduce."""
+        """(id of a plan, lane) -> what each member put into the all-reduce."""
         self.connected: set[tuple[str, str]] = set()
-        """(id of an opening, member) that began the transfer."""
+        """(id of a plan, member) that began the transfer."""
 
     @property
     def verdicts(self) -> list[Verdict]:
         return self.record.verdicts
 
     @property
-    def openings(self) -> list[Opening]:
-        return self.record.openings
+    def plans(self) -> list[RoundPlan]:
+        return self.record.plans
 
     def change(self, change: Callable[[], object]) -> None:
         with self.record.changed:
@@ -110,11 +110,11 @@ class RunInMemory(MemoryStore):
         return self.record.wait_for(decide)
 
     def await_connected(self, dying: str) -> None:
-        """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
+        """Wait until the others are in the transfer of the current plan, so that all of them notice a loss."""
 
         def decide() -> bool | Wait:
-            opening = self.openings[-1]
-            others = {(opening.id, member) for member in opening.members if member != dying}
+            plan = self.plans[-1]
+            others = {(plan.id, member) for member in plan.members if member != dying}
             return others <= self.connected or Wait("others to connect")
 
         self.wait_for(decide)
@@ -127,10 +127,10 @@ class RunInMemory(MemoryStore):
         """Wait until a round has its verdict."""
         self.wait_for(lambda: any(v.round == round for v in self.verdicts) or Wait(f"round {round} to be committed"))
 
-    def require_sound(self, opening: Opening) -> None:
-        """Raise PeerLost where an opening cannot be finished: what a member's watcher does for a real data plane."""
-        if not self.view(opening.round).can_finish(opening):
-            raise PeerLost(f"round {opening.round} cannot be finished")
+    def require_sound(self, plan: RoundPlan) -> None:
+        """Raise PeerLost where a plan cannot be finished: what a member's watcher does for a real data plane."""
+        if not self.view(plan.round).can_finish(plan):
+            raise PeerLost(f"round {plan.round} cannot be finished")
 
 
 class MemoryLanes:
@@ -154,76 +154,76 @@ class MemoryLanes:
         self,
         request: RoundRequest,
     ) -> Moved:
-        opening, member_id, contribution, result = request.opening, request.member_id, request.sent, request.result
+        plan, member_id, contribution, result = request.plan, request.member_id, request.sent, request.result
         errors, encoded = request.residual, request.encoded
         assert member_id == self.member_id
-        self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
-        share = opening.share(member_id)
+        self._store.change(lambda: self._store.connected.add((plan.id, self.member_id)))
+        share = plan.share(member_id)
         if encoded is not None:
             contribution = self.codec.decode(encoded.contribution, result.numel())
         if request.robust is not None:
-            self._combine(contribution, result, opening, request.robust)
+            self._combine(contribution, result, plan, request.robust)
             return Moved(0, 0)
         if self.codec.needs_feedback:
-            self._average_encoded(contribution, result, opening, errors if share > 0 else None)
+            self._average_encoded(contribution, result, plan, errors if share > 0 else None)
             return Moved(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
-        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening)
+        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], plan)
         if encoded is not None:
             encoded.result.copy_(self.codec.encode(result))
             result.copy_(self.codec.decode(encoded.result, result.numel()))
-        moved = ring_bytes(result.numel(), len(opening.members))
+        moved = ring_bytes(result.numel(), len(plan.members))
         return Moved(moved, moved)
 
-    def _combine(self, contribution: Tensor, result: Tensor, opening: Opening, robust: Robustly) -> None:
+    def _combine(self, contribution: Tensor, result: Tensor, plan: RoundPlan, robust: Robustly) -> None:
         """As the native path, where every member owns everything: all come to the same."""
-        sources = self._all_sent(contribution, opening)
-        shares, numel = [opening.share(member) for member in opening.members], result.numel()
+        sources = self._all_sent(contribution, plan)
+        shares, numel = [plan.share(member) for member in plan.members], result.numel()
         counted = zip(sources, shares, strict=True)
         parts = [self.codec.encode(source if share > 0 else torch.zeros(numel)) for source, share in counted]
         combined, measured = combine(robust.rule, self.codec, parts, shares, numel)
         robust.measured.values.copy_(measured.values)
         result.copy_(self.codec.decode(self.codec.encode(combined), numel))
 
-    def _average_encoded(self, contribution: Tensor, result: Tensor, opening: Opening, errors: Tensor | None) -> None:
+    def _average_encoded(self, contribution: Tensor, result: Tensor, plan: RoundPlan, errors: Tensor | None) -> None:
         """As the native path: all-to-all, the first member owns everything."""
-        shares = [opening.share(member) for member in opening.members]
+        shares = [plan.share(member) for member in plan.members]
         if errors is not None:
             errors.fill_(float("nan"))
-        sources = self._all_sent(contribution, opening)
+        sources = self._all_sent(contribution, plan)
         mean, taken = averaged(self.codec, sources, shares, (0, *[result.numel()] * len(sources)))
         result.copy_(mean)
         if errors is not None:
-            errors.copy_(taken[opening.members.index(self.member_id)])
+            errors.copy_(taken[plan.members.index(self.member_id)])
 
-    def _all_sent(self, contribution: Tensor, opening: Opening) -> list[Tensor]:
+    def _all_sent(self, contribution: Tensor, plan: RoundPlan) -> list[Tensor]:
         """What all members contribute, in their order."""
         sent = self._store.sent
-        self._store.change(lambda: sent.setdefault((opening.id, 0), {}).update({self.member_id: contribution.clone()}))
+        self._store.change(lambda: sent.setdefault((plan.id, 0), {}).update({self.member_id: contribution.clone()}))
 
         def arrived() -> bool | Wait:
-            if len(sent[opening.id, 0]) == len(opening.members):
+            if len(sent[plan.id, 0]) == len(plan.members):
                 return True
-            self._store.require_sound(opening)
+            self._store.require_sound(plan)
             return Wait("parts of others")
 
         self._store.wait_for(arrived)
-        return [sent[opening.id, 0][member] for member in opening.members]
+        return [sent[plan.id, 0][member] for member in plan.members]
 
-    def all_reduce(self, parts: Sequence[tuple[int, Tensor]], opening: Opening) -> None:
-        if len(opening.members) == 1:
+    def all_reduce(self, parts: Sequence[tuple[int, Tensor]], plan: RoundPlan) -> None:
+        if len(plan.members) == 1:
             return
-        points = self._faults.transfer(opening.round)
-        store, number = self._store, opening.id
+        points = self._faults.transfer(plan.round)
+        store, number = self._store, plan.id
         for lane, part in parts:
             sent = {self.member_id: part.clone()}
             store.change(lambda lane=lane, sent=sent: store.sent.setdefault((number, lane), {}).update(sent))
 
         def arrived() -> bool | Wait:
-            if all(len(store.sent[number, lane]) == len(opening.members) for lane, _ in parts):
+            if all(len(store.sent[number, lane]) == len(plan.members) for lane, _ in parts):
                 return True
-            store.require_sound(opening)
+            store.require_sound(plan)
             return Wait("parts of others")
 
         try:
@@ -232,7 +232,7 @@ class MemoryLanes:
             self.abandoned += [part for _, part in parts]
             raise
         for lane, part in parts:
-            part.copy_(sum((store.sent[number, lane][m] for m in opening.members), torch.zeros_like(part)))
+            part.copy_(sum((store.sent[number, lane][m] for m in plan.members), torch.zeros_like(part)))
         damage, self.damage = self.damage, None
         if damage is not None:
             damage(parts[0][1])
@@ -246,16 +246,16 @@ class MemoryLanes:
         request: RoundRequest,
         gathering: Gathering,
     ) -> Moved:
-        opening, member_id, payload, result = request.opening, request.member_id, request.sent, request.result
-        store, key, sent = self._store, (opening.id, -1 - gathering.number), payload.clone()
+        plan, member_id, payload, result = request.plan, request.member_id, request.sent, request.result
+        store, key, sent = self._store, (plan.id, -1 - gathering.number), payload.clone()
         self.forge.pop(gathering.number, lambda payload: None)(sent)
-        store.change(lambda: store.connected.add((opening.id, member_id)))
+        store.change(lambda: store.connected.add((plan.id, member_id)))
         store.change(lambda: store.sent.setdefault(key, {}).update({member_id: sent}))
 
         def arrived() -> bool | Wait:
-            if len(store.sent[key]) == len(opening.members):
+            if len(store.sent[key]) == len(plan.members):
                 return True
-            store.require_sound(opening)
+            store.require_sound(plan)
             return Wait("payloads of others")
 
         try:
@@ -265,9 +265,9 @@ class MemoryLanes:
             raise
         receives = gathering.receiver in (None, member_id)
         if receives:
-            result.copy_(torch.cat([store.sent[key][member] for member in opening.members]))
-        self._faults.transfer(opening.round).reach(1.0)
-        receivers = len(opening.members) if gathering.receiver is None else 1
+            result.copy_(torch.cat([store.sent[key][member] for member in plan.members]))
+        self._faults.transfer(plan.round).reach(1.0)
+        receivers = len(plan.members) if gathering.receiver is None else 1
         received = gathering.total_bytes - len(payload) if receives else 0
         return Moved(len(payload) * (receivers - receives), received)
 

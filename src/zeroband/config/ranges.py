@@ -26,7 +26,7 @@ Round = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Number of a round; frames of the data plane have 32 bits for it, as for an epoch."""
 Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
 Version = Annotated[int, Field(ge=0, lt=1 << 47)]
-"""Number of an opening; frames have 48 bits for it."""
+"""Number of a plan; frames have 48 bits for it."""
 Number = Annotated[int, Field(ge=-1, le=MOST_COUNT)]
 """Number of a round or step; -1: none."""
 Mbit = Annotated[int, Field(ge=0, le=10**9)]
@@ -34,7 +34,7 @@ Mbit = Annotated[int, Field(ge=0, le=10**9)]
 Millis = Annotated[int, Field(ge=0, le=10**9)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 MemberPlace = Annotated[int, Field(ge=0, lt=MOST_MEMBERS)]
-"""Place of a member in an opening."""
+"""Place of a member in a plan."""
 Loss = Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)]
 """Nats per token."""
 Magnitude = Annotated[float, Field(ge=0, le=MOST_MAGNITUDE, allow_inf_nan=False)]

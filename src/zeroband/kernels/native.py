@@ -24,7 +24,7 @@ class ReduceSpec(ctypes.Structure):
 
     _fields_ = (
         ("run", c_uint64),
-        ("opening", c_uint64),
+        ("plan", c_uint64),
         ("epoch", c_uint32),
         ("round", c_uint32),
         ("lane", c_uint32),
@@ -63,7 +63,7 @@ class GatherSpec(ctypes.Structure):
 
     _fields_ = (
         ("run", c_uint64),
-        ("opening", c_uint64),
+        ("plan", c_uint64),
         ("epoch", c_uint32),
         ("round", c_uint32),
         ("lane", c_uint32),

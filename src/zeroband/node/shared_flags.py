@@ -63,7 +63,7 @@ class SharedFlags:
 
     @property
     def aborted_version(self) -> int:
-        """The newest opening that cannot be finished; transfers for it and older ones stop. Written by the watcher."""
+        """The newest plan that cannot be finished; transfers for it and older ones stop. Written by the watcher."""
         return self._read(_ABORTED)
 
     def abort(self, version: int) -> None:
@@ -87,7 +87,7 @@ class SharedFlags:
 
     @property
     def listed_version(self) -> int:
-        """The newest opening that lists this node's member; 0: none does. Written by local rank 0."""
+        """The newest plan that lists this node's member; 0: none does. Written by local rank 0."""
         return self._read(_LISTED)
 
     def set_listed_version(self, version: int) -> None:

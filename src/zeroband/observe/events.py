@@ -111,9 +111,9 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
-    "opening_refused": EventKind(
-        "{node} refused an opening of round {round}: {reason}.",
-        "The opening of this round says other numbers than its members announced, or something else of who was at "
+    "plan_refused": EventKind(
+        "{node} refused a plan of round {round}: {reason}.",
+        "The plan of this round says other numbers than its members announced, or something else of who was at "
         "fault than follows from what they signed; or one member opened it without most others, which live: the round "
         "is opened again.",
         ("round", "reason"),

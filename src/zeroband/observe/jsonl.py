@@ -145,7 +145,7 @@ class LineTail:
         """
         self.has_more = False
         try:
-            seen = self.path.stat()  # a tenth of what opening costs
+            seen = self.path.stat()  # a tenth of what plan costs
             if (seen.st_ino, seen.st_size) == (self._inode, self._place.offset):
                 return []
             with self.path.open("rb") as file:

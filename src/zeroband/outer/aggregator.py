@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.rounds.exchange import hash_of
 from zeroband.elastic.rounds.journal import Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer, sum_known
@@ -30,11 +30,11 @@ _LENGTH_BYTES = 8
 _log = get_logger(__name__)
 
 
-def aggregator_of(opening: Opening) -> str:
+def aggregator_of(plan: RoundPlan) -> str:
     """The member with the fastest access link, as far as known; the next one where a round was given up."""
-    rates = opening.network.rates or (0,) * len(opening.members)
-    order = sorted(range(len(opening.members)), key=lambda member: (-rates[member], member))
-    return opening.members[order[opening.retries % len(order)]]
+    rates = plan.network.rates or (0,) * len(plan.members)
+    order = sorted(range(len(plan.members)), key=lambda member: (-rates[member], member))
+    return plan.members[order[plan.retries % len(order)]]
 
 
 class AggregatedExchange(PayloadExchange[SparseCodec]):
@@ -42,37 +42,37 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
 
     _told: Tensor
     """What the last result was decoded from; empty: nothing moved."""
-    _opening: Opening | None = None
+    _plan: RoundPlan | None = None
     """That of the newest round, which has a result; None: it has none, or parts came through others."""
 
     def testimony(self) -> Evidence:
         """Only the aggregator makes a part of the result: all of it."""
-        if self._opening is None:
+        if self._plan is None:
             return Evidence()
-        aggregator, told = aggregator_of(self._opening), hash_of(self._told)
-        return Evidence(held=tuple(told if member == aggregator else "" for member in self._opening.members))
+        aggregator, told = aggregator_of(self._plan), hash_of(self._told)
+        return Evidence(held=tuple(told if member == aggregator else "" for member in self._plan.members))
 
-    def _run(self, opening: Opening) -> Transfer:
-        aggregator, self._opening = aggregator_of(opening), None
-        moved, gathered = self.gather(opening, aggregator)
+    def _run(self, plan: RoundPlan) -> Transfer:
+        aggregator, self._plan = aggregator_of(plan), None
+        moved, gathered = self.gather(plan, aggregator)
         self._told = torch.empty(0, dtype=torch.uint8)
-        if not any(opening.weights):
+        if not any(plan.weights):
             self.zero_result()
-            self._opening = None if opening.sites else opening
+            self._plan = None if plan.sites else plan
             return moved
         combined = torch.empty(0, dtype=torch.uint8)
         if self._mesh.member_id == aggregator:
-            combined = self._combined(opening, gathered)
-        told = self._send(opening, aggregator, _length_of(combined), 1, _LENGTH_BYTES)
+            combined = self._combined(plan, gathered)
+        told = self._send(plan, aggregator, _length_of(combined), 1, _LENGTH_BYTES)
         length = broadcast_json(int.from_bytes(bytes(told[1].tolist()), "little"), self._mesh.local)
         parts = [moved, told[0]]
-        if length > combined_bytes(self._codec, len(opening.members), divisor=self._divisor):
+        if length > combined_bytes(self._codec, len(plan.members), divisor=self._divisor):
             self._give_up(aggregator, f"it announces {length} bytes")
         else:
-            sent, data = self._send(opening, aggregator, combined, 2, length)
+            sent, data = self._send(plan, aggregator, combined, 2, length)
             parts.append(sent)
-            self._take(opening, aggregator, data)
-        self._opening = None if opening.sites else opening
+            self._take(plan, aggregator, data)
+        self._plan = None if plan.sites else plan
         return replace(
             moved,
             took_s=sum(part.took_s for part in parts),
@@ -82,19 +82,19 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
         )
 
     def _send(
-        self, opening: Opening, aggregator: str, content: Tensor, number: int, size: int
+        self, plan: RoundPlan, aggregator: str, content: Tensor, number: int, size: int
     ) -> tuple[Transfer, Tensor]:
         """Bring so many bytes of the aggregator to all members, into memory that the local ranks share."""
-        lengths = tuple(size if member == aggregator else 0 for member in opening.members)
+        lengths = tuple(size if member == aggregator else 0 for member in plan.members)
         room, own = self.room_for(size), content if self._mesh.member_id == aggregator else content[:0]
-        request = RoundRequest(opening, self._mesh.member_id, own, room)
+        request = RoundRequest(plan, self._mesh.member_id, own, room)
         return self._mesh.gather(request, Gathering(lengths, number=number)), room
 
-    def _combined(self, opening: Opening, gathered: Mapping[str, Tensor]) -> Tensor:
+    def _combined(self, plan: RoundPlan, gathered: Mapping[str, Tensor]) -> Tensor:
         """What the payloads make together, as one payload; on local rank 0, empty on the others."""
         found = [torch.empty(0, dtype=torch.uint8)]
 
-        def is_combined(_opening: Opening, payloads: Mapping[str, Payload]) -> bool:
+        def is_combined(_plan: RoundPlan, payloads: Mapping[str, Payload]) -> bool:
             is_finite = True
             if self._mesh.local.rank == 0 and payloads:
                 try:
@@ -103,15 +103,15 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
                     is_finite = False
             return all_ok(is_finite, self._mesh.local)
 
-        self.add_up(opening, self.checked(gathered), is_combined)
+        self.add_up(plan, self.checked(gathered), is_combined)
         return found[0]
 
-    def _take(self, opening: Opening, aggregator: str, data: Tensor) -> None:
+    def _take(self, plan: RoundPlan, aggregator: str, data: Tensor) -> None:
         """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
         problem = "" if len(data) else "no payload was any good"
         if len(data):
             try:
-                self._write_combined(data, most_sources=len(opening.contributors()))
+                self._write_combined(data, most_sources=len(plan.contributors()))
             except MalformedPayload as error:
                 problem = str(error)
         if all_ok(not problem, self._mesh.local):

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroband.config.outer import OuterSGDConfig
 from zeroband.config.section import Section
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.rounds.exchange import Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.kernels.host_passes import write_difference
@@ -53,7 +53,7 @@ class AnyAlgorithm(ABC):
         """What makes the result of a round of the contributions. Called once, when the schedule is built."""
         ...
 
-    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the verdict says of a result, besides the progress. `before`: the record before it. Local rank 0."""
         return {}
 
@@ -61,7 +61,7 @@ class AnyAlgorithm(ABC):
         """What the founding's verdict says, besides the progress. `before`: the record before it; none at a start."""
         return {}
 
-    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+    def score(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
         """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
         return ()
 

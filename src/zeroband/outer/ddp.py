@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.kernels.scan import norm
@@ -55,7 +55,7 @@ class Ddp(StepAlgorithm):
             for shard in gradient_shards(self.parts.model).values():
                 shard.mul_(self._clip_norm / norm)
 
-    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
         """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
         return {"grad_norm": norm(result), "updates_before": self.parts.stepper.update_count}
 

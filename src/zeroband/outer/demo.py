@@ -68,8 +68,8 @@ class Demo(StepAlgorithm):
     def exchange(self) -> Exchange:
         return self._payloads
 
-    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
-        return self._scores.measure(verdict, turn)
+    def score(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, fragment_index)
 
     def contribute(self, exchange: Exchange, round: int) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""

@@ -214,17 +214,17 @@ class DeviceState(Merge):
     def anchor(self) -> Tensor:
         return self._canonical[0]
 
-    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
+    def write(self, fragment_index: int, contribute: Contribute) -> Mapping[str, float | None]:
         """Write nothing: `DeviceExchange` has the contribution encoded on the GPU."""
         return {}
 
-    def on_late_apply(self, turn: int) -> None:
-        self.restart(turn)
+    def on_late_apply(self, fragment_index: int) -> None:
+        self.restart(fragment_index)
 
-    def receive(self, turn: int) -> None:
-        self.restart(turn)
+    def receive(self, fragment_index: int) -> None:
+        self.restart(fragment_index)
 
-    def restart(self, turn: int) -> None:
+    def restart(self, fragment_index: int) -> None:
         """Train from the outer parameters: those of the step just taken, else the canonical ones, loaded anew.
 
         Raises RuntimeError where the GPU and the CPU came to other values.
@@ -240,12 +240,12 @@ class DeviceState(Merge):
         for name, place in self._places.items():
             shards[name].detach().view(-1).copy_(place.params)
 
-    def take_back(self, turn: int, *, is_kept: bool) -> None:
+    def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
         """Do nothing: it waits for the round that counts its contribution."""
 
-    def rebase_after_step(self, turn: int) -> Callable[[], None]:
+    def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
         """Start from the outer parameters: all that this node learned is in its contribution."""
-        return partial(self.restart, turn)
+        return partial(self.restart, fragment_index)
 
 
 class DeviceExchange(MeanExchange):
@@ -257,7 +257,7 @@ class DeviceExchange(MeanExchange):
         self._numel = parts.buffers.numel
 
     def load(
-        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+        self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
         is_finite = are_finite(self._device.contribute(), self._mesh.local, round)
         if is_finite and self._mesh.local.rank == 0:

@@ -42,7 +42,7 @@ class LocalMemory:
         self._local = parts.mesh.local
         self._shards = parts.shards
         self._rules = rules
-        self._turn = 0
+        self._fragment_index = 0
         """The fragment that was packed last."""
         self._taken: Any = None
         """What `pack` took out for a payload that may still count; None: nothing."""
@@ -61,10 +61,10 @@ class LocalMemory:
         self.forget()
         return False
 
-    def pack(self, turn: int, payload: Tensor) -> None:
+    def pack(self, fragment_index: int, payload: Tensor) -> None:
         """Take the largest of a fragment out into the node's payload, (nbytes,) uint8, after `accumulate`."""
-        rank, world_size, self._turn = self._local.rank, self._local.world_size, turn
-        self._taken = self._rules[turn].pack(self.buffer, out=payload, rank=rank, world_size=world_size)
+        rank, world_size, self._fragment_index = self._local.rank, self._local.world_size, fragment_index
+        self._taken = self._rules[fragment_index].pack(self.buffer, out=payload, rank=rank, world_size=world_size)
         barrier(self._local)
 
     def settle(self) -> None:
@@ -74,7 +74,7 @@ class LocalMemory:
     def restore(self) -> None:
         """The payload will never count: what it took out goes back."""
         if self._taken is not None:
-            self._rules[self._turn].restore(self.buffer, self._taken)
+            self._rules[self._fragment_index].restore(self.buffer, self._taken)
         self._taken = None
         barrier(self._local)
 

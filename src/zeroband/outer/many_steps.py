@@ -200,11 +200,11 @@ class ManySteps(Schedule[Algorithm]):
         """
         reports = list[RoundReport]()
         if delayed is not None:
-            self._merge.on_counted(self._runner.turn, delayed.verdict.opening.share(self._parts.mesh.member_id))
+            self._merge.on_counted(self._runner.fragment_index, delayed.verdict.plan.share(self._parts.mesh.member_id))
         elif self._claimed is not None and self._overlap != 0:
             self._follow()
-        turn = self._runner.turn
-        is_finite = self._contribute(turn)
+        fragment_index = self._runner.fragment_index
+        is_finite = self._contribute(fragment_index)
         if delayed is not None:
             reports.append(self._apply_committed(delayed, self._merge.on_late_apply))
         if self.progress.is_complete:
@@ -217,12 +217,12 @@ class ManySteps(Schedule[Algorithm]):
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite)
         barrier(self._local)
-        offer = self._offer(weighted=is_finite, trained=self._drift.contribute(turn))
+        offer = self._offer(weighted=is_finite, phase_fraction=self._drift.contribute(fragment_index))
         if not waits:
-            self._send(offer, turn, is_first=delayed is None)
+            self._send(offer, fragment_index, is_first=delayed is None)
             return reports
         if self._runner.is_slow and not closes and self._may_train_on(offer):
-            self._begin_anew(turn)
+            self._begin_anew(fragment_index)
             self._runner.start(offer)  # a carrier brings it
             return reports
         committed = self._commit(offer)
@@ -234,17 +234,19 @@ class ManySteps(Schedule[Algorithm]):
             self._restart()
         return reports + self._close(reports[-1], is_due=closes)
 
-    def _send(self, offer: Offer, turn: int, *, is_first: bool) -> None:
+    def _send(self, offer: Offer, fragment_index: int, *, is_first: bool) -> None:
         """Have a round travel beside the next inner steps. `is_first`: none travelled before it."""
         self._runner.start(offer)
         if is_first and self._is_delayed:
-            self._merge.on_late_apply(turn)  # the round that has not arrived counts as one that changed nothing
-        opening, weight, others = self._runner.opening, offer.ready.weight, self._state.record["weight"]
-        if opening is None:  # this node joined
+            self._merge.on_late_apply(
+                fragment_index
+            )  # the round that has not arrived counts as one that changed nothing
+        plan, weight, others = self._runner.plan, offer.ready.weight, self._state.record["weight"]
+        if plan is None:  # this node joined
             share = weight / max(1, weight + others)
         else:
-            share = opening.expected_share(self._parts.mesh.member_id, weight)
-        self._merge.on_sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
+            share = plan.expected_share(self._parts.mesh.member_id, weight)
+        self._merge.on_sent(fragment_index, share, self.progress.outer_step // len(self._bounds) + 1)
 
     @property
     def _is_delayed(self) -> bool:
@@ -277,13 +279,13 @@ class ManySteps(Schedule[Algorithm]):
         for _ in self._bounds[1:]:
             if self.progress.is_complete:  # this node came to the closing rounds after the first of them
                 break
-            turn, made_steps = self._runner.turn, self._learned.steps > 0
-            is_finite = self._contribute(turn)
+            fragment_index, made_steps = self._runner.fragment_index, self._learned.steps > 0
+            is_finite = self._contribute(fragment_index)
             barrier(self._local)
             if made_steps:
                 self._drift.end_phase()
-            own, trained = None if made_steps else weight, self._drift.contribute(turn)
-            offer = self._offer(weighted=is_finite, weight=own, trained=trained)
+            own, phase_fraction = None if made_steps else weight, self._drift.contribute(fragment_index)
+            offer = self._offer(weighted=is_finite, weight=own, phase_fraction=phase_fraction)
             committed = self._commit(offer)
             if committed is None:
                 break
@@ -299,10 +301,10 @@ class ManySteps(Schedule[Algorithm]):
 
     # -- a round: what this node learned goes out, the result comes back ------------------------------------------
 
-    def _contribute(self, turn: int) -> bool:
+    def _contribute(self, fragment_index: int) -> bool:
         """Make this node's contribution of a fragment; False on all local ranks if it is not finite somewhere."""
-        sizes = self._merge.write(turn, self._algorithm.contribute)
-        return self.exchange.load(self.round + 1, turn, sizes, sizes)
+        sizes = self._merge.write(fragment_index, self._algorithm.contribute)
+        return self.exchange.load(self.round + 1, fragment_index, sizes, sizes)
 
     def _commit(self, offer: Offer) -> Committed | None:
         return self._runner.commit(offer, partial(self._missed, 0.0))
@@ -316,17 +318,17 @@ class ManySteps(Schedule[Algorithm]):
             return self._receive(committed, since)
         if self._learned.steps == 0:
             return self._restart_on(committed)
-        follow = self._merge.rebase_after_step(self._runner.turn)
-        return self._apply_committed(committed, lambda _turn: follow())
+        follow = self._merge.rebase_after_step(self._runner.fragment_index)
+        return self._apply_committed(committed, lambda _fragment_index: follow())
 
     def _receive(self, committed: Committed, since: float) -> RoundReport:
         """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
-        self._drift.receive(self._runner.turn, since, committed.verdict.opening.longest)
+        self._drift.receive(self._runner.fragment_index, since, committed.verdict.plan.max_phase_fraction)
         return self._apply_committed(committed, self._merge.receive)
 
     def _restart_on(self, committed: Committed) -> RoundReport:
         """Take over a round, and train its fragment from the outer parameters."""
-        self._drift.restart(self._runner.turn)
+        self._drift.restart(self._runner.fragment_index)
         return self._apply_committed(committed, self._merge.restart)
 
     def _apply_committed(self, committed: Committed, merge: Callable[[int], None]) -> RoundReport:
@@ -334,31 +336,36 @@ class ManySteps(Schedule[Algorithm]):
 
         The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
         """
-        started_at_s, turn = time.monotonic(), self._runner.turn
+        started_at_s, fragment_index = time.monotonic(), self._runner.fragment_index
         record, self._is_late = committed.verdict.record, False
         with self._state.changing():
             if record["weight"] > 0:
                 self._merge.take_step(self._step_number(record))
-            self._step(turn, committed.result, record, but=())
+            self._step(fragment_index, committed.result, record, but=())
             self._advance(committed.verdict, self._state.compute_digest())
         if self.progress.is_complete:
             self._restart()
         else:
-            merge(turn)
+            merge(fragment_index)
         self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
         return self._applied(committed, since_s=started_at_s)
 
     # -- the outer state ----------------------------------------------------------------------------------------
 
-    def _step(self, turn: int, result: Tensor, record: Mapping[str, Any], but: Sequence[tuple[int, int]]) -> None:
+    def _step(
+        self, fragment_index: int, result: Tensor, record: Mapping[str, Any], but: Sequence[tuple[int, int]]
+    ) -> None:
         """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it.
 
         What this node contributed and no round has counted yet stays relative to the outer parameters.
         """
         if record["weight"] > 0:
             buffers, number = self._parts.buffers, self._step_number(record)
-            contribution, is_absolute = buffers[CONTRIBUTION][self._bounds[turn]], self._algorithm.sends_parameters
-            for here, there in without(but, self._parts_of_rank(self._parts.fragments[turn])):
+            contribution, is_absolute = (
+                buffers[CONTRIBUTION][self._bounds[fragment_index]],
+                self._algorithm.sends_parameters,
+            )
+            for here, there in without(but, self._parts_of_rank(self._parts.fragments[fragment_index])):
                 outer = {name: buffers[name][here] for name in self.sections}
                 if is_absolute:
                     contribution[there].sub_(outer[PARAMS])
@@ -382,9 +389,9 @@ class ManySteps(Schedule[Algorithm]):
 
     def _restart(self) -> None:
         """Train from the outer parameters."""
-        for turn in range(len(self._bounds)):
-            self._drift.restart(turn)
-            self._merge.restart(turn)
+        for fragment_index in range(len(self._bounds)):
+            self._drift.restart(fragment_index)
+            self._merge.restart(fragment_index)
 
     def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
         self._is_late = False
@@ -394,13 +401,13 @@ class ManySteps(Schedule[Algorithm]):
         self._parts.inner.seek(self.progress.inner_step)
 
     def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
-        turn, before = self._runner.turn, self.progress
-        follow = self._merge.rebase_after_step(turn) if self._rebases else None
+        fragment_index, before = self._runner.fragment_index, self.progress
+        follow = self._merge.rebase_after_step(fragment_index) if self._rebases else None
         with self._state.changing():
-            self._step(turn, result, update.record, but=has_already)
+            self._step(fragment_index, result, update.record, but=has_already)
             self._state.note(update.round, update.record, self._state.compute_digest())
         if follow is None:
-            self._merge.restart(turn)
+            self._merge.restart(fragment_index)
         else:
             follow()
         self._round_steps = self.progress.inner_step - before.inner_step
@@ -428,14 +435,14 @@ class ManySteps(Schedule[Algorithm]):
         has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not offer.is_left_out
         is_other = keeps and (has_more or len(self._bounds) > 1)
         if is_other:
-            self._take_back(self._runner.turn)
+            self._take_back(self._runner.fragment_index)
         offer = self._rebase(round, offer)
         if has_more:
             self._drift.end_phase(since)
             self._ahead = since
         if is_other:
             offer = self._contribute_anew(offer)
-        self._begin_anew(self._runner.turn)
+        self._begin_anew(self._runner.fragment_index)
         self._parts.inner.seek(self.inner_step)
         if not self._may_train_on(offer):
             return offer
@@ -461,11 +468,11 @@ class ManySteps(Schedule[Algorithm]):
         finally:
             self._rebases = False
 
-    def _begin_anew(self, turn: int) -> None:
+    def _begin_anew(self, fragment_index: int) -> None:
         """Train on from the outer parameters while what was contributed waits for a round that counts it."""
         self._is_late = True
-        self._drift.restart(turn)
-        self._merge.restart(turn)
+        self._drift.restart(fragment_index)
+        self._merge.restart(fragment_index)
 
     def _follow(self) -> None:
         """Catch up before the first contribution of this node, which must be relative to the newest round."""
@@ -477,30 +484,33 @@ class ManySteps(Schedule[Algorithm]):
                 self._rebases = False
             self._parts.inner.seek(self.inner_step)
 
-    def _take_back(self, turn: int) -> None:
+    def _take_back(self, fragment_index: int) -> None:
         """Have delta hold what was contributed last, or the exchange's memory where it has one."""
         self._learned.take_back()
         is_kept = self.exchange.has_memory
         if is_kept:
             self.exchange.conclude(counts=False)
         elif self._algorithm.sends_parameters:
-            contribution, params = self._parts.buffers[CONTRIBUTION][self._bounds[turn]], self._parts.buffers[PARAMS]
-            for here, there in self._parts_of_rank(self._parts.fragments[turn]):
+            contribution, params = (
+                self._parts.buffers[CONTRIBUTION][self._bounds[fragment_index]],
+                self._parts.buffers[PARAMS],
+            )
+            for here, there in self._parts_of_rank(self._parts.fragments[fragment_index]):
                 contribution[there].neg_().add_(params[here])
         barrier(self._local)
-        self._merge.take_back(turn, is_kept=is_kept)
+        self._merge.take_back(fragment_index, is_kept=is_kept)
         if self._is_late:
-            self._drift.take_back(turn)
+            self._drift.take_back(fragment_index)
 
     def _contribute_anew(self, offer: Offer) -> Offer:
         """Contribute all of delta in the place of what was offered before."""
-        turn, before = self._runner.turn, offer.ready
-        is_finite = self._contribute(turn)
+        fragment_index, before = self._runner.fragment_index, offer.ready
+        is_finite = self._contribute(fragment_index)
         if not is_finite:
             self._parts.inner.forget_moments()
         barrier(self._local)
         weight = None if self._learned.steps else before.weight
-        offer = self._offer(weighted=is_finite, weight=weight, trained=self._drift.contribute(turn))
+        offer = self._offer(weighted=is_finite, weight=weight, phase_fraction=self._drift.contribute(fragment_index))
         if not is_finite:
             self._restart()
         return replace(offer, ready=replace(offer.ready, round=before.round))

@@ -12,7 +12,7 @@ parameters as the node last merged them. So
 - eager (`on_sent`): its own share of delta counts when it is sent.
 - it joins (`restart`): it begins with the verified state.
 
-Fragments are named by their turn. All methods write what this rank holds, and no more; all local ranks call them. One
+Fragments are named by their index. All methods write what this rank holds, and no more; all local ranks call them. One
 rounding for each operation, on any device.
 
 Sources: mixing is Streaming DiLoCo, arXiv:2501.18512, algorithm 2. Delayed and eager updates are arXiv:2502.12996. Its
@@ -61,7 +61,7 @@ class Merge(ABC):
         ...
 
     @abstractmethod
-    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
+    def write(self, fragment_index: int, contribute: Contribute) -> Mapping[str, float | None]:
         """Write delta of a fragment into the contribution buffer.
 
         Returns the parameters that this rank wrote, with the largest size of a value of each where it is known.
@@ -71,32 +71,32 @@ class Merge(ABC):
     def take_step(self, outer_step: int) -> None:  # noqa: B027
         """The canonical state takes this outer step now; a copy of it takes it as well."""
 
-    def on_sent(self, turn: int, share: float, outer_step: int) -> None:  # noqa: B027
+    def on_sent(self, fragment_index: int, share: float, outer_step: int) -> None:  # noqa: B027
         """A fragment was contributed, and training goes on before its mean is there.
 
         `share`: this node's in the mean, as far as known. `outer_step`: which of the fragment that will be, from 1.
         """
 
-    def on_counted(self, turn: int, share: float) -> None:  # noqa: B027
+    def on_counted(self, fragment_index: int, share: float) -> None:  # noqa: B027
         """The mean of what was sent last is there, in which this node had this share; before anything else is sent."""
 
     @abstractmethod
-    def on_late_apply(self, turn: int) -> None:
+    def on_late_apply(self, fragment_index: int) -> None:
         """A fragment of the outer state moved, and `on_sent` follows with what was learned since it was sent."""
         ...
 
     @abstractmethod
-    def receive(self, turn: int) -> None:
+    def receive(self, fragment_index: int) -> None:
         """Take over a round after the outer state's step: with the inner steps made since its contribution, if any."""
         ...
 
     @abstractmethod
-    def restart(self, turn: int) -> None:
+    def restart(self, fragment_index: int) -> None:
         """Train from the outer parameters of a fragment: delta is 0."""
         ...
 
     @abstractmethod
-    def take_back(self, turn: int, *, is_kept: bool) -> None:
+    def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
         """What was contributed last will not count: have delta hold all of it again, and nothing of it twice.
 
         `is_kept`: the exchange's memory has it now, so delta holds nothing of it.
@@ -104,7 +104,7 @@ class Merge(ABC):
         ...
 
     @abstractmethod
-    def rebase_after_step(self, turn: int) -> Callable[[], None]:
+    def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
         """Call before a fragment of the outer state moves, and what it returns after that: it moves this node's as far.
 
         So delta, which no round has counted yet, stays relative to the outer parameters.
@@ -129,10 +129,10 @@ class _ShardMerge(Merge):
         self._parts = parts
         self._outer = outer
 
-    def write(self, turn: int, contribute: Contribute) -> Mapping[str, float | None]:
+    def write(self, fragment_index: int, contribute: Contribute) -> Mapping[str, float | None]:
         places, names, shards = (
             self._parts.shards,
-            self._parts.fragments[turn].names,
+            self._parts.fragments[fragment_index].names,
             parameter_shards(self._parts.model),
         )
         anchor = dict(places.parts(self.anchor, names))
@@ -140,25 +140,25 @@ class _ShardMerge(Merge):
         self._taken = 0.0
         return {name: contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out) for name, out in written}
 
-    def take_back(self, turn: int, *, is_kept: bool) -> None:
+    def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
         part, self._taken = self._taken - is_kept, 0.0
         if not is_kept:
-            self._parts.feedback.keep(1.0 - part, self._parts.fragments[turn].names)
+            self._parts.feedback.keep(1.0 - part, self._parts.fragments[fragment_index].names)
         if part == 0:
             return
-        sent = self._contributed(turn)
-        for one in self._shards_of(turn):
+        sent = self._contributed(fragment_index)
+        for one in self._shards_of(fragment_index):
             one.inner.sub_(sent[one.name].mul(part).to(one.inner.device))
 
-    def _contributed(self, turn: int) -> Mapping[str, Tensor]:
+    def _contributed(self, fragment_index: int) -> Mapping[str, Tensor]:
         """What this rank wrote of a fragment into the contribution buffer, by parameter."""
-        names = self._parts.fragments[turn].names
+        names = self._parts.fragments[fragment_index].names
         return dict(self._parts.wire_layout.held(self._parts.buffers[CONTRIBUTION], names))
 
-    def _shards_of(self, turn: int) -> Iterator[_Part]:
+    def _shards_of(self, fragment_index: int) -> Iterator[_Part]:
         """What this rank holds of a fragment."""
         shards = parameter_shards(self._parts.model)
-        for name, part in self._parts.shards.held(self._outer, self._parts.fragments[turn].names):
+        for name, part in self._parts.shards.held(self._outer, self._parts.fragments[fragment_index].names):
             yield _Part(shards[name].detach().view(-1), part, name)
 
 
@@ -188,21 +188,21 @@ class MixMerge(_ShardMerge):
     def anchor(self) -> Tensor:
         return self._outer
 
-    def on_late_apply(self, turn: int) -> None:
-        self.receive(turn)
+    def on_late_apply(self, fragment_index: int) -> None:
+        self.receive(fragment_index)
         self._taken = 1.0 - self._alpha
 
-    def receive(self, turn: int) -> None:
-        for part in self._shards_of(turn):
+    def receive(self, fragment_index: int) -> None:
+        for part in self._shards_of(fragment_index):
             mix(part.inner, part.outer.to(part.inner.device), alpha=self._alpha)
 
-    def restart(self, turn: int) -> None:
+    def restart(self, fragment_index: int) -> None:
         self._taken = 1.0
-        for part in self._shards_of(turn):
+        for part in self._shards_of(fragment_index):
             copy_away(part.outer, part.inner)
 
-    def rebase_after_step(self, turn: int) -> Callable[[], None]:
-        before = [(part, part.outer.clone()) for part in self._shards_of(turn)]
+    def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
+        before = [(part, part.outer.clone()) for part in self._shards_of(fragment_index)]
 
         def follow() -> None:
             for part, old in before:
@@ -258,56 +258,59 @@ class EagerMerge(_ShardMerge):
         self._config = config
         self._expected_share = 0.0
         """That of what was sent last, as `on_sent` was told."""
-        for turn in range(len(parts.fragments)):
-            self.restart(turn)
+        for fragment_index in range(len(parts.fragments)):
+            self.restart(fragment_index)
 
     @property
     def anchor(self) -> Tensor:
         return self._parts.buffers[VIEW]
 
-    def on_sent(self, turn: int, share: float, outer_step: int) -> None:
-        config, own = self._config, self._own(turn)
+    def on_sent(self, fragment_index: int, share: float, outer_step: int) -> None:
+        config, own = self._config, self._own(fragment_index)
         momentum = OuterSGD(config).momentum_at(outer_step)
         eager = EagerView(lr=config.lr, momentum=momentum, nesterov=config.nesterov)
-        fresh = self._contributed(turn)
-        for part in self._shards_of(turn):
+        fresh = self._contributed(fragment_index)
+        for part in self._shards_of(fragment_index):
             view, history = own[part.name]
             eager.add(history, fresh[part.name], share=share)
             eager.write(part.outer, history, fresh[part.name], view, share=share)
             part.inner.copy_(view)
         self._expected_share, self._taken = share, 1.0
 
-    def on_counted(self, turn: int, share: float) -> None:
+    def on_counted(self, fragment_index: int, share: float) -> None:
         by = share - self._expected_share
         if by == 0:
             return
-        own, config = self._own(turn), self._config
+        own, config = self._own(fragment_index), self._config
         eager = EagerView(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-        for name, sent in self._contributed(turn).items():
+        for name, sent in self._contributed(fragment_index).items():
             eager.correct(own[name][1], sent, by=by)
 
-    def on_late_apply(self, turn: int) -> None:
+    def on_late_apply(self, fragment_index: int) -> None:
         """Do nothing: `on_sent` writes the view anew."""
 
-    def receive(self, turn: int) -> None:
-        own = self._own(turn)
-        for part in self._shards_of(turn):
+    def receive(self, fragment_index: int) -> None:
+        own = self._own(fragment_index)
+        for part in self._shards_of(fragment_index):
             view, history = own[part.name]
             part.inner.add_((part.outer - view).to(part.inner.device))
             view.copy_(part.outer)
             history.zero_()
 
-    def restart(self, turn: int) -> None:
+    def restart(self, fragment_index: int) -> None:
         self._taken = 1.0
-        own = self._own(turn)
-        for part in self._shards_of(turn):
+        own = self._own(fragment_index)
+        for part in self._shards_of(fragment_index):
             view, history = own[part.name]
             part.inner.copy_(part.outer)
             view.copy_(part.outer)
             history.zero_()
 
-    def rebase_after_step(self, turn: int) -> Callable[[], None]:
-        own, before = self._own(turn), [(part, part.outer.clone()) for part in self._shards_of(turn)]
+    def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
+        own, before = (
+            self._own(fragment_index),
+            [(part, part.outer.clone()) for part in self._shards_of(fragment_index)],
+        )
 
         def follow() -> None:
             for part, old in before:
@@ -317,12 +320,12 @@ class EagerMerge(_ShardMerge):
 
         return follow
 
-    def take_back(self, turn: int, *, is_kept: bool) -> None:
-        super().take_back(turn, is_kept=is_kept)
-        self.receive(turn)  # the own share, which counted when it was sent, leaves the view
+    def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
+        super().take_back(fragment_index, is_kept=is_kept)
+        self.receive(fragment_index)  # the own share, which counted when it was sent, leaves the view
 
-    def _own(self, turn: int) -> dict[str, tuple[Tensor, Tensor]]:
-        names, shards = self._parts.fragments[turn].names, self._parts.shards
+    def _own(self, fragment_index: int) -> dict[str, tuple[Tensor, Tensor]]:
+        names, shards = self._parts.fragments[fragment_index].names, self._parts.shards
         views, histories = (
             shards.parts(self._parts.buffers[VIEW], names),
             shards.parts(self._parts.buffers[HISTORY], names),
@@ -347,7 +350,7 @@ class FragmentDrift:
 
     A fragment's turn comes once in as many phases as there are fragments. A node that joins begins with the outer
     parameters of all fragments at once, so it comes to the first turns with fewer phases behind it, and what it
-    contributes is shorter. Rounds whose members differ in that count phases beside members (`Opening.shares`).
+    contributes is shorter. Rounds whose members differ in that count phases beside members (`RoundPlan.shares`).
 
     `fragments`: how many there are. `travels`: part of a phase that a round travels while training goes on. `merge`,
     `alpha`: what a node does with a round that has arrived, as in `DilocoConfig`.
@@ -366,26 +369,30 @@ class FragmentDrift:
         """Add a phase, or part of it, to all fragments."""
         self._ahead = [ahead + part for ahead in self._ahead]
 
-    def contribute(self, turn: int) -> float:
+    def contribute(self, fragment_index: int) -> float:
         """Return the part of a usual turn that lies behind what is contributed now."""
-        self._sent[turn] = self._ahead[turn]
+        self._sent[fragment_index] = self._ahead[fragment_index]
         if len(self._ahead) == 1:  # every phase ends with its turn
             return 1.0
-        return round(max(0.0, self._ahead[turn]) / self._usual, _DIGITS)
+        return round(max(0.0, self._ahead[fragment_index]) / self._usual, _DIGITS)
 
-    def receive(self, turn: int, since: float, longest: float) -> None:
+    def receive(self, fragment_index: int, since: float, max_phase_fraction: float) -> None:
         """Merge a fragment with the outer parameters, `since` phases after it was contributed.
 
-        `longest`: of the round (`Opening.longest`). The outer parameters went on by that many turns, those of an eager
-        node by its own. Of the distance that is left, merging keeps a part.
+        `max_phase_fraction`: of the round (`RoundPlan.max_phase_fraction`). The outer parameters went on by that many
+        turns, those of an eager node by its own. Of the distance that is left, merging keeps a part.
         """
-        went_on = longest * self._usual if longest and not self._is_eager else self._sent[turn]
-        self._ahead[turn] = self._keeps * (self._ahead[turn] + since - went_on) - since
+        went_on = (
+            max_phase_fraction * self._usual
+            if max_phase_fraction and not self._is_eager
+            else self._sent[fragment_index]
+        )
+        self._ahead[fragment_index] = self._keeps * (self._ahead[fragment_index] + since - went_on) - since
 
-    def take_back(self, turn: int) -> None:
+    def take_back(self, fragment_index: int) -> None:
         """What was contributed last, after which `restart` came, will not count: the phases are part of delta again."""
-        self._ahead[turn] += self._sent[turn]
+        self._ahead[fragment_index] += self._sent[fragment_index]
 
-    def restart(self, turn: int) -> None:
+    def restart(self, fragment_index: int) -> None:
         """Train a fragment from the outer parameters."""
-        self._ahead[turn] = 0.0
+        self._ahead[fragment_index] = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroband.data.ledger import Range
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.round_report import RoundReport
 
 MEMBER_ID = "alone"
@@ -27,17 +27,17 @@ class NoAlgorithm:
         self._shape = replace(shape, reads_ahead=True)
         self._session = session or uuid.uuid4().hex
         self._tokens = self._round = 0
-        self._progress = Progress.at_start().begin(self._opening(steps=0), self._shape, after_round=None)
+        self._progress = Progress.at_start().begin(self._plan(steps=0), self._shape, after_round=None)
 
-    def _opening(self, *, steps: int) -> Opening:
+    def _plan(self, *, steps: int) -> RoundPlan:
         lists = ((MEMBER_ID,), (self._tokens,), (steps,), (self._shape.total_steps,))
-        return Opening(self._round + 1, 1, self._round, *lists)
+        return RoundPlan(self._round + 1, 1, self._round, *lists)
 
     def adopt(self, round: int, record: Mapping[str, Any]) -> None:
         """Go on after a checkpoint that was saved after this round."""
         before = Progress.from_record(record["progress"])
         self._round = round
-        self._progress = before.begin(self._opening(steps=0), self._shape, after_round=round)
+        self._progress = before.begin(self._plan(steps=0), self._shape, after_round=round)
 
     @property
     def progress(self) -> Progress:
@@ -77,6 +77,6 @@ class NoAlgorithm:
 
     def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._round += 1
-        self._progress = self._progress.after(self._opening(steps=1), self._shape)
+        self._progress = self._progress.after(self._plan(steps=1), self._shape)
         self._tokens = 0
         return ()

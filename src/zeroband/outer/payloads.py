@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.rounds.exchange import hash_of, largest_of, parts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
 from zeroband.elastic.rounds.journal import Allocator, Keep
@@ -110,7 +110,7 @@ class PayloadExchange(Generic[_C]):
         self._memory = memory
         self._codecs = codecs
         self._bounds = list(pairwise(accumulate((codec.numel for codec in codecs), initial=0)))
-        self._turn = 0
+        self._fragment_index = 0
         self._refused: dict[str, str] = {}
         """Members whose payload the last round left out, and why."""
         self._divisor: Divisor = divisor
@@ -134,52 +134,52 @@ class PayloadExchange(Generic[_C]):
     @property
     def _codec(self) -> _C:
         """That of the fragment which the round is about."""
-        return self._codecs[self._turn]
+        return self._codecs[self._fragment_index]
 
     @property
     def _result(self) -> Tensor:
-        return self.result_of(self._turn)
+        return self.result_of(self._fragment_index)
 
-    def payload(self, turn: int) -> Tensor:
+    def payload(self, fragment_index: int) -> Tensor:
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
-        return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
+        return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[fragment_index].nbytes]
 
     def load(
-        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+        self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
         written = dict(self._wire_layout.parts(self._buffers[CONTRIBUTION], names))
-        if largest_of(written, self._mesh.local, round, sizes) is None or not self.take(turn, written):
+        if largest_of(written, self._mesh.local, round, sizes) is None or not self.take(fragment_index, written):
             return False
         if self._shows_own:
-            sent, local = self._buffers[CONTRIBUTION][slice(*self._bounds[turn])], self._mesh.local
-            payload = Payload(self.payload(turn))
-            self._codecs[turn].decode([payload], sent, rank=local.rank, world_size=local.world_size)
+            sent, local = self._buffers[CONTRIBUTION][slice(*self._bounds[fragment_index])], self._mesh.local
+            payload = Payload(self.payload(fragment_index))
+            self._codecs[fragment_index].decode([payload], sent, rank=local.rank, world_size=local.world_size)
             barrier(local)
         return True
 
-    def take(self, turn: int, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
+    def take(self, fragment_index: int, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
         """Add this rank's finite shards to the memory, and make the payload of what is largest there.
 
         False on all local ranks where a value became too large for float32.
         """
         if not self._memory.accumulate(shards, scale=scale):
             return False
-        self._memory.pack(turn, self.payload(turn))
+        self._memory.pack(fragment_index, self.payload(fragment_index))
         return True
 
-    def result_of(self, turn: int) -> Tensor:
-        return self._buffers[RESULT][slice(*self._bounds[turn])]
+    def result_of(self, fragment_index: int) -> Tensor:
+        return self._buffers[RESULT][slice(*self._bounds[fragment_index])]
 
-    def run(self, opening: Opening, turn: int) -> Transfer:
-        self._turn, self._refused, self._parts = turn, {}, ()
-        moved = self._run(opening)
+    def run(self, plan: RoundPlan, fragment_index: int) -> Transfer:
+        self._fragment_index, self._refused, self._parts = fragment_index, {}, ()
+        moved = self._run(plan)
         agreement = {**self._agreement, **dict.fromkeys(self._refused, -1.0)} if self._clips else {}
         return replace(moved, refused=tuple(self._refused.items()), agreement=agreement)
 
-    def _run(self, opening: Opening) -> Transfer:
-        moved, gathered = self.gather(opening)
+    def _run(self, plan: RoundPlan) -> Transfer:
+        moved, gathered = self.gather(plan)
         self._parts = parts_of(self.room_for(0 if not moved.borders else moved.borders[-1]), moved.borders)
-        self.add_up(opening, self.checked(gathered), self._is_decoded)
+        self.add_up(plan, self.checked(gathered), self._is_decoded)
         return moved
 
     def testimony(self) -> Evidence:
@@ -191,15 +191,15 @@ class PayloadExchange(Generic[_C]):
         else:
             self._memory.restore()
 
-    def gather(self, opening: Opening, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
+    def gather(self, plan: RoundPlan, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
         """Bring the payloads to all members, or to one; they by their senders, where they are."""
-        lengths = tuple(self._codec.nbytes if count > 0 else 0 for count in opening.counts)
+        lengths = tuple(self._codec.nbytes if count > 0 else 0 for count in plan.counts)
         gathering, member_id = Gathering(lengths, receiver), self._mesh.member_id
-        own = self.payload(self._turn)[: lengths[opening.members.index(member_id)]]
+        own = self.payload(self._fragment_index)[: lengths[plan.members.index(member_id)]]
         receives = receiver in (None, member_id)
         room = self.room_for(gathering.total_bytes if receives else 0)
-        moved = self._mesh.gather(RoundRequest(opening, member_id, own, room), gathering)
-        senders = enumerate(opening.members) if receives else ()
+        moved = self._mesh.gather(RoundRequest(plan, member_id, own, room), gathering)
+        senders = enumerate(plan.members) if receives else ()
         return moved, {member: room[gathering.part_of(i)] for i, member in senders if lengths[i]}
 
     def discard(self) -> None:
@@ -214,18 +214,18 @@ class PayloadExchange(Generic[_C]):
 
     def add_up(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         payloads: dict[str, Payload],
-        is_done: Callable[[Opening, Mapping[str, Payload]], bool],
+        is_done: Callable[[RoundPlan, Mapping[str, Payload]], bool],
     ) -> None:
         """Have payloads added up, without the longest ones where the sum is not finite; say who is left out."""
-        while not is_done(opening, payloads):
+        while not is_done(plan, payloads):
             norms = {member: self._codec.norm(payload) for member, payload in payloads.items()}
             longest = max(norms, key=norms.__getitem__)
             payloads.pop(longest)
             self._refused[longest] = f"its norm of {norms[longest]:.3g} makes the sum larger than float32 holds"
         for member, why in self._refused.items():
-            fields = {"round": opening.round, "member_id": member, "why": why}
+            fields = {"round": plan.round, "member_id": member, "why": why}
             _log.warning("invalid payload dropped", extra={"fields": fields})
 
     def checked(self, gathered: Mapping[str, Tensor]) -> dict[str, Payload]:
@@ -244,14 +244,14 @@ class PayloadExchange(Generic[_C]):
         self._refused = {member: problems.get(member, "it is malformed") for member in bad}
         return {member: Payload(data) for member, data in gathered.items() if member not in self._refused}
 
-    def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
+    def _is_decoded(self, plan: RoundPlan, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""
         counted: Counted = ()
         if payloads and self._counts_tokens:
-            of_values, of_divisor = counted_of(opening, list(payloads))
+            of_values, of_divisor = counted_of(plan, list(payloads))
             counted = (of_values,) if self._divisor == "none" else (of_values, of_divisor)
-        elif payloads and opening.trust:
-            trust = dict(zip(opening.members, opening.trust, strict=True))
+        elif payloads and plan.trust:
+            trust = dict(zip(plan.members, plan.trust, strict=True))
             counted = ([trust[member] for member in payloads],)
         measured = OwnerMeasurements.of(len(payloads)) if self._clips else None
         is_decoded, self._senders = self._decode(list(payloads.values()), counted, measured), list(payloads)
@@ -275,7 +275,7 @@ class PayloadExchange(Generic[_C]):
         try:
             self._codec.decode(
                 [payloads[place]],
-                out[slice(*self._bounds[self._turn])],
+                out[slice(*self._bounds[self._fragment_index])],
                 weights=weights,
                 parts=parts,
                 divisor=self._divisor,
@@ -316,8 +316,8 @@ class PayloadExchange(Generic[_C]):
         payloads, counted = self._decoded
         return keep(pack_payloads([payload.data for payload in payloads], counted))
 
-    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
-        self._turn = turn
+    def room(self, fragment_index: int, nbytes: int, room: Allocator) -> Tensor:
+        self._fragment_index = fragment_index
         if nbytes > self._most_packed_bytes:
             raise RecoveryFailed(f"no round of payloads of {self._codec.nbytes} bytes takes {nbytes}")
         return room(nbytes)
@@ -326,8 +326,8 @@ class PayloadExchange(Generic[_C]):
     def _most_packed_bytes(self) -> int:
         return packed_bytes(MOST_SOURCES, self._codec.nbytes)
 
-    def unpack(self, turn: int, update: Tensor | None) -> None:
-        self._turn = turn
+    def unpack(self, fragment_index: int, update: Tensor | None) -> None:
+        self._fragment_index = fragment_index
         data, problem = self._shared_by_ranks(update), ""
         try:
             self._write_unpacked(data)
@@ -391,12 +391,12 @@ def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Counte
     return data[begin:].split(nbytes) if count else (), counted
 
 
-def counted_of(opening: Opening, members: Sequence[str]) -> tuple[Sequence[float], Sequence[float]]:
+def counted_of(plan: RoundPlan, members: Sequence[str]) -> tuple[Sequence[float], Sequence[float]]:
     """What some members' values and they themselves in the divisor count, as if the others had no weight."""
-    is_in = [member in members for member in opening.members]
-    scale = sum(opening.counts) / sum(count for count, here in zip(opening.counts, is_in, strict=True) if here)
+    is_in = [member in members for member in plan.members]
+    scale = sum(plan.counts) / sum(count for count, here in zip(plan.counts, is_in, strict=True) if here)
     shares, parts = (
         [n * scale for n, here in zip(of_all, is_in, strict=True) if here]
-        for of_all in (opening.shares, opening.divisor_parts)
+        for of_all in (plan.shares, plan.divisor_parts)
     )
     return shares, parts

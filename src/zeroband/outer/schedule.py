@@ -273,12 +273,12 @@ class Schedule(ABC, Generic[_A]):
         is_joining: bool = False,
         weighted: bool = True,
         weight: int | None = None,
-        trained: float = 1.0,
+        phase_fraction: float = 1.0,
     ) -> Offer:
         """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
 
         `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
-        `trained`: as in `Ready`.
+        `phase_fraction`: as in `Ready`.
         """
         parts, learned, is_leaving = self._parts, self._learned, self._parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
@@ -293,7 +293,7 @@ class Schedule(ABC, Generic[_A]):
             phase_steps=learned.phase_steps if learned.phase_steps < learned.steps else None,
             steps_requested=0 if is_leaving else self._wanted_steps(learned.phase_steps, phases=ahead),
             loss=learned.loss,
-            trained=trained,
+            phase_fraction=phase_fraction,
             largest=self.exchange.largest if counts else None,
             claim=self._claimed,
         )

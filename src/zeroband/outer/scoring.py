@@ -38,39 +38,44 @@ class PayloadScores:
         if parts.scoring is not None:
             parts.buffers.open(SCORED)
 
-    def measure(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+    def measure(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
         """Return `Ready.gains`: by how much each drawn payload alone lowers the loss, beside this node's own payload.
 
-        Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `turn`: fragment of the
-        round, which is committed and not applied.
+        Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `fragment_index`: fragment
+        of the round, which is committed and not applied.
         """
         scoring, member_id = self._parts.scoring, self._parts.mesh.member_id
         scored = drawn(verdict, scoring.rule) if scoring is not None else ()
-        if scoring is None or not scored or not verdict.opening.wanted().get(member_id):
+        if scoring is None or not scored or not verdict.plan.wanted().get(member_id):
             return ()
         rows, scorer = lot_of(verdict, f"rows of {member_id}"), scoring.scorer
         before = scorer.loss(self._values(None), rows)
-        own = self._gain(scorer, member_id, turn, before, rows)
+        own = self._gain(scorer, member_id, fragment_index, before, rows)
         if own is None or not own > 0:
             return ()
-        gains = [self._gain(scorer, sender, turn, before, rows) if sender != member_id else own for sender in scored]
+        gains = [
+            self._gain(scorer, sender, fragment_index, before, rows) if sender != member_id else own
+            for sender in scored
+        ]
         return tuple(None if gain is None else max(-1.0, min(1.0, gain / own)) for gain in gains)
 
-    def _gain(self, scorer: Scorer, sender: str, turn: int, before: float, rows: int) -> float | None:
+    def _gain(self, scorer: Scorer, sender: str, fragment_index: int, before: float, rows: int) -> float | None:
         """By how many nats per token a payload alone lowers the loss; None where it did not count in the round."""
         parts = self._parts
         if parts.mesh.local.rank == 0:
             parts.mesh.flags.advance()
         if not self._payloads.write_alone(sender, parts.buffers[SCORED]):
             return None
-        gain = before - scorer.loss(self._values(turn), rows)
+        gain = before - scorer.loss(self._values(fragment_index), rows)
         return gain if math.isfinite(gain) else -math.inf
 
-    def _values(self, turn: int | None) -> Iterator[tuple[str, Tensor]]:
+    def _values(self, fragment_index: int | None) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters before the round, or on the way of a step by the payload in the buffer."""
         parts = self._parts
         shards = parameter_shards(parts.model)
-        names = () if turn is None else [name for name in parts.fragments[turn].names if name in shards]
+        names = (
+            () if fragment_index is None else [name for name in parts.fragments[fragment_index].names if name in shards]
+        )
         moved = dict(parts.wire_layout.held(parts.buffers[SCORED], names)) if names else {}
         for name, outer in parts.shards.held(parts.buffers[self._section], shards):
             yield name, outer.lerp(self._step(outer, moved[name]), _PART) if name in moved else outer

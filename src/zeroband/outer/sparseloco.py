@@ -76,5 +76,5 @@ class SparseLoCo(Algorithm):
     def step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
         outer[PARAMS].sub_(result.mul(self.config.lr))
 
-    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
-        return self._scores.measure(verdict, turn)
+    def score(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
+        return self._scores.measure(verdict, fragment_index)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
 from zeroband.kernels.one_rounding import OneRounding
@@ -203,10 +203,10 @@ class TorchDiLoCo(Algorithm):
     def _updates(self, before: Mapping[str, Any]) -> list[int]:
         return list(before.get(UPDATES) or [0] * len(self.parts.fragments))
 
-    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
         updates = self._updates(before)
-        turn = Progress.from_record(before["progress"]).outer_step % len(updates)
-        updates[turn] += opening.total_weight > 0
+        fragment_index = Progress.from_record(before["progress"]).outer_step % len(updates)
+        updates[fragment_index] += plan.total_weight > 0
         return {UPDATES: updates}
 
     def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:

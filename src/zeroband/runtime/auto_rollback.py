@@ -1,7 +1,7 @@
 """The run goes back by itself: to which checkpoint, and the order to all nodes.
 
 The order takes the way of an operator's: one compare-and-set for each round whose loss calls for it, in force from the
-next opening on. Who comes second finds it answered.
+next plan on. Who comes second finds it answered.
 """
 
 from __future__ import annotations

@@ -249,17 +249,17 @@ class NodeRuntimeSteps:
         verdict = self._run.store.view(FOUNDING_ROUND).committed
         if verdict is None or verdict.round != found.round:
             return  # the others have said so
-        opening = verdict.opening
+        plan = verdict.plan
         self._events.emit(
             "round_committed",
             round=verdict.round,
-            epoch=opening.epoch,
-            members=list(opening.members),
+            epoch=plan.epoch,
+            members=list(plan.members),
             digest=found.state_digest,
-            weights=list(opening.weights),
-            samples=[steps * self._node.config.train.batch_size for steps in opening.steps],
-            late=list(opening.late),
-            **({"claims": told} if (told := opening.claims_told()) else {}),
+            weights=list(plan.weights),
+            samples=[steps * self._node.config.train.batch_size for steps in plan.steps],
+            late=list(plan.late),
+            **({"claims": told} if (told := plan.claims_told()) else {}),
             progress=found.record["progress"],
         )
 

@@ -12,7 +12,7 @@ from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.reach import Ways, ways_to
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, View, view_to_record
+from zeroband.elastic.membership.records import FOUNDING_ROUND, RoundPlan, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
@@ -157,9 +157,9 @@ class NodeMembership:
     def _tell_impostor(self, member_id: str, where: str) -> None:
         self._on_event("impostor", member_id=member_id, where=where)
 
-    def _tell_left_out(self, opening: Opening) -> None:
-        reason = f"{opening.proposer} opened it without most members, which live and reach one another"
-        self._on_event("opening_refused", round=opening.round, reason=reason)
+    def _tell_left_out(self, plan: RoundPlan) -> None:
+        reason = f"{plan.proposer} opened it without most members, which live and reach one another"
+        self._on_event("plan_refused", round=plan.round, reason=reason)
 
     # -- memory, port and data path -----------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ def next_round(view: View) -> int:
 
 
 def _boundary(view: View) -> str:
-    begun = view.opening is not None and view.opening.round == next_round(view)
+    begun = view.plan is not None and view.plan.round == next_round(view)
     return f"after round {next_round(view)}" if begun else f"before round {next_round(view)}"
 
 
@@ -235,8 +235,8 @@ def describe(run_id: str, view: View) -> str:
     """The run as its store shows it, for a person; `view`: of the next round."""
     lines = [f"run {run_id}: {_state(view)}"]
     if view.committed is not None:
-        progress, opening = Progress.of_verdict(view.committed), view.committed.opening
-        lines.append(f"round {opening.round}, epoch {opening.epoch}, inner step {progress.inner_step}")
+        progress, plan = Progress.of_verdict(view.committed), view.committed.plan
+        lines.append(f"round {plan.round}, epoch {plan.epoch}, inner step {progress.inner_step}")
     if view.orders.rollback is not None:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
     if view.orders.banned:

@@ -98,7 +98,7 @@ class Net:
     beat_s: float = 1.0
     engines: list[Engine] = field(default_factory=list[Engine])
     started: list[Running] = field(default_factory=list[Running])
-    opening: int = 0
+    plan: int = 0
 
     def __post_init__(self) -> None:
         self.engines = [Engine(1, beat_s=self.beat_s) for _ in range(self.world)]
@@ -113,8 +113,8 @@ class Net:
         self.engines[b].add_stream(a, ends[1], keys[1])
 
     def next_operation(self) -> Operation:
-        self.opening += 1
-        return Operation(RUN, (self.opening << 16) + 0xFFFF - self.opening, epoch=3, round=4)
+        self.plan += 1
+        return Operation(RUN, (self.plan << 16) + 0xFFFF - self.plan, epoch=3, round=4)
 
     def operate(
         self,

@@ -91,7 +91,7 @@ def learn(run: Any, update: Tensor) -> Any:
 
 
 def carrier_of(run: Any) -> str:
-    (carried,) = run.store.openings[-1].carried
+    (carried,) = run.store.plans[-1].carried
     assert carried.member == SLOW
     return str(carried.carrier)
 
@@ -187,7 +187,7 @@ def test_member_that_was_late_before_its_link_was_known_to_be_slow_is_carried(
         assert run.round(**updates_of(noise, 1))["a"].late == (SLOW,)
     assert learn(run, noise(4)) is None
     outcomes = round_of(run, 2, **updates_of(noise, 2))
-    assert [(c.member, c.offer) for c in run.store.openings[-1].carried] == [(SLOW, "")]
+    assert [(c.member, c.offer) for c in run.store.plans[-1].carried] == [(SLOW, "")]
     outcomes = round_of(run, 3, {SLOW: lambda: learn(run, noise(5))}, waits_for_whole=True, **updates_of(noise, 3))
     assert outcomes["a"].carried == ((SLOW, 20, 8),) and outcomes[SLOW] is None
     assert run["a"].outer.progress.tokens == 10 * (3 * 3 + 2)
@@ -214,25 +214,25 @@ def test_carrier_that_is_lost_before_the_round_leaves_the_contribution_to_anothe
 def test_carrier_that_is_lost_in_the_round_leaves_the_contribution_for_the_next_one(
     start: Callable[..., Any], noise: Noise, point: str
 ) -> None:
-    """It counts once, in the round whose opening lists it."""
+    """It counts once, in the round whose plan lists it."""
     run = start(inject={"a": [f"{point}=SIGKILL"]})
     first_round(run, noise)
     until_whole(run)
     assert carrier_of(run) == "a"
     outcomes = round_of(run, 2, **updates_of(noise, 2))
-    counted = [v.round for v in run.store.verdicts if v.opening.counted]
+    counted = [v.round for v in run.store.verdicts if v.plan.counted]
     assert outcomes["b"].state_digest == outcomes["c"].state_digest
     if not counted:
         until_whole(run)
         round_of(run, 3, **updates_of(noise, 3, "bc"))
     await_end(ROUND)  # else it trains a phase more at first
     learn(run, noise(5))
-    assert [len(v.opening.counted) for v in run.store.verdicts].count(1) == 1
+    assert [len(v.plan.counted) for v in run.store.verdicts].count(1) == 1
     assert run[SLOW].outer.round == run.store.verdicts[-1].round
     assert audit_of(run).is_exact
 
 
-def test_contribution_of_a_member_that_is_lost_counts_where_the_opening_lists_it(
+def test_contribution_of_a_member_that_is_lost_counts_where_the_plan_lists_it(
     start: Callable[..., Any], noise: Noise
 ) -> None:
     """Its samples are settled then; of one that is lost before they go back."""
@@ -266,11 +266,11 @@ def test_what_encoding_took_is_fed_back_on_both_ends(start: Callable[..., Any], 
     offered, codec = run[SLOW].buffers[CONTRIBUTION].clone(), CODECS["int4"]
     round_of(run, 2, **updates_of(noise, 2))
     carrier = run[carrier_of(run)]
-    opening = run.store.verdicts[-1].opening
-    brought = [run.store.sent[opening.id, 0][member] for member in opening.members]
-    _, taken = averaged(codec, brought, list(opening.shares), (0, 22, 22, 22))
-    place = opening.members.index(carrier.member.member_id)
-    assert opening.shares[place] == 0.5
+    plan = run.store.verdicts[-1].plan
+    brought = [run.store.sent[plan.id, 0][member] for member in plan.members]
+    _, taken = averaged(codec, brought, list(plan.shares), (0, 22, 22, 22))
+    place = plan.members.index(carrier.member.member_id)
+    assert plan.shares[place] == 0.5
     torch.testing.assert_close(carrier.feedback.residual, taken[place] * 2, rtol=0, atol=0)
     learn(run, noise(5))
     fed_back = offered - codec.decode(codec.encode(offered), 22)
@@ -331,7 +331,7 @@ def test_contribution_that_cannot_be_carried_is_waited_for(
     )
     run.store.await_ready(1, SLOW)
     assert run.store.view(1).ready[SLOW].offer is None
-    assert run.store.openings[-1].members == (*FAST, SLOW)
+    assert run.store.plans[-1].members == (*FAST, SLOW)
 
 
 def test_slow_node_trains_on_while_what_it_offered_has_not_come(start: Callable[..., Any], noise: Noise) -> None:

@@ -63,9 +63,9 @@ def audit_of(run: Run) -> bool:
     rounds: list[AuditedRound] = []
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
+        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
         line = (progress.founding, progress.follows)
-        claims = dict(verdict.opening.claims)
+        claims = dict(verdict.plan.claims)
         rounds.append(AuditedRound(verdict.round, used, progress.ledgers, *line, claims=claims))
     return audit(rounds).is_exact
 

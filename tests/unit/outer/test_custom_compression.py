@@ -148,8 +148,8 @@ def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, schedule: 
         go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
     go_on(run, total, nodes=3)
     assert_one_outer_state(run)
-    assert any("c" in verdict.opening.late for verdict in run.store.verdicts)
-    assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
+    assert any("c" in verdict.plan.late for verdict in run.store.verdicts)
+    assert any("c" in verdict.plan.contributors() for verdict in run.store.verdicts)
     assert audit_of(run).is_exact
 
 

@@ -95,7 +95,7 @@ def test_node_joins_between_steps_of_the_others(start_run: StartRun, noise: Nois
     assert (joiner.outer.round, run["a"].outer.round) == (4, 3) and not memory_of(joiner).any()
     go_on(run, noise, 1, first=4)
     run.together(**{name: partial(finish, run[name], noise, name) for name in run.nodes})
-    assert run.store.verdicts[-1].opening.contributors().keys() == {"a", "b", "c"}
+    assert run.store.verdicts[-1].plan.contributors().keys() == {"a", "b", "c"}
     assert len({digest_of(node.params) for node in run.nodes.values()}) == 1
     assert_every_sample_once(run)
 
@@ -157,6 +157,6 @@ def test_node_that_learned_nothing_finite_sends_nothing(start_run: StartRun, noi
     run.together(**works)
     flush(run)
     verdict = run.store.verdicts[-1]
-    assert verdict.opening.weights == (10, 0) and run["a"].outer.state_digest == run["b"].outer.state_digest
+    assert verdict.plan.weights == (10, 0) and run["a"].outer.state_digest == run["b"].outer.state_digest
     assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
     assert_every_sample_once(run)

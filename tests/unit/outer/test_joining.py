@@ -32,8 +32,8 @@ def claimed_by(run: Any, name: str) -> tuple[int, int]:
 
 def weights_of(run: Any, member: str) -> list[int]:
     """What a member weighed in the committed rounds that it was in."""
-    openings = [verdict.opening for verdict in run.store.verdicts]
-    return [opening.weights[opening.members.index(member)] for opening in openings if member in opening.members]
+    plans = [verdict.plan for verdict in run.store.verdicts]
+    return [plan.weights[plan.members.index(member)] for plan in plans if member in plan.members]
 
 
 def a_joiner(run: Any, name: str = "c") -> Any:
@@ -104,19 +104,19 @@ def test_rounds_pass_while_a_joiner_trains(start_run: StartRun, noise: Noise, mi
 
 
 def test_joiner_that_claims_while_a_round_is_open_comes_to_a_later_one(start_run: StartRun, noise: Noise) -> None:
-    """The opening did not know it; its claim lies beyond what that deals, so it stands."""
+    """The plan did not know it; its claim lies beyond what that deals, so it stands."""
     run = start_run(diloco(), "a", "b")
     run.add("c").receive(run["a"])
-    propose, joined = run["a"].member.store.propose_opening, []
+    propose, joined = run["a"].member.store.propose_plan, []
 
-    def propose_and_join(opening: Any, **more: Any) -> bool:
-        is_first = propose(opening, **more)
+    def propose_and_join(plan: Any, **more: Any) -> bool:
+        is_first = propose(plan, **more)
         if is_first and not joined:
             joined.append(run["c"].join())
         return is_first
 
     for name in ("a", "b"):
-        run[name].member.store.propose_opening = propose_and_join
+        run[name].member.store.propose_plan = propose_and_join
     report = run.round(a=noise(1), b=noise(2))["a"]
     assert joined == [None] and report.late == ()
     claimed = claimed_by(run, "c")
@@ -172,7 +172,7 @@ def test_joiner_that_dies_before_any_round_leaves_no_trace(start_run: StartRun, 
     run = start_run(diloco(), "a", "b")
     a_joiner(run).member.close()
     report = run.round(a=noise(1), b=noise(2))["a"]
-    assert report.late == () and run.store.openings[-1].claims == () and audit_of(run).is_exact
+    assert report.late == () and run.store.plans[-1].claims == () and audit_of(run).is_exact
 
 
 def test_crowd_of_joiners_counts_in_one_round(start_run: StartRun, noise: Noise) -> None:
@@ -224,12 +224,12 @@ def test_joiner_without_a_step_left_claims_nothing(start_run: StartRun) -> None:
     run = start_run(config, "a", total_steps=2, model=Oracle)
     release, vote = [], run["a"].member.vote
 
-    def vote_later(opening: Any, *rest: Any) -> None:
-        if opening.round == 2:  # the closing one
+    def vote_later(plan: Any, *rest: Any) -> None:
+        if plan.round == 2:  # the closing one
             run.add("c").receive(run["a"])
             release.append(run["c"].join())
             assert run["c"].outer.upcoming() == () and run.store.record.claims == {}
-        vote(opening, *rest)
+        vote(plan, *rest)
 
     run["a"].member.vote = vote_later
     run["a"].take_steps([torch.zeros_like(run["a"].params) for _ in range(2)], 10)
@@ -292,9 +292,7 @@ def test_joiner_counts_from_its_first_contribution_whatever_the_schedule(
     assert all(node.outer.progress.is_complete for node in run.nodes.values())
     assert len({node.outer.state_digest for node in run.nodes.values()}) == 1
     assert weights_of(run, "c")[0] > 0
-    assert 0 not in [
-        w for v in run.store.verdicts[1:] if v.opening.steps != (0,) * len(v.members) for w in v.opening.weights
-    ]
+    assert 0 not in [w for v in run.store.verdicts[1:] if v.plan.steps != (0,) * len(v.members) for w in v.plan.weights]
     assert audit_of(run).is_exact
     assert c.made_steps > 0
 

@@ -82,8 +82,8 @@ def audit_of(run: Any) -> Audit:
     history = []
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
-        used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
-        history.append(AuditedRound(verdict.round, used, progress.ledgers, claims=dict(verdict.opening.claims)))
+        used = {member: steps * BATCH for member, steps in verdict.plan.contributors().items()}
+        history.append(AuditedRound(verdict.round, used, progress.ledgers, claims=dict(verdict.plan.claims)))
     return audit(history)
 
 
@@ -331,7 +331,7 @@ def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: An
     run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, codec=codec, quorum=0.6)
     with run.hurry():
         go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
-    missed = [verdict.round for verdict in run.store.verdicts if "c" in verdict.opening.late]
+    missed = [verdict.round for verdict in run.store.verdicts if "c" in verdict.plan.late]
     go_on(run, total, nodes=3)
     assert missed, "it was late"
     assert_one_outer_state(run)
@@ -340,7 +340,7 @@ def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: An
     trained, beside = sum(node.made_steps for node in run.nodes.values()), config.overlap_steps
     in_vain = trained - progress.tokens // 10  # beside its round, when that turned out to be the last
     assert 0 <= in_vain <= (config.phase_steps if beside is None else beside)
-    assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
+    assert any("c" in verdict.plan.contributors() for verdict in run.store.verdicts)
     assert audit_of(run).is_exact
 
 
@@ -363,16 +363,16 @@ class Written:
             self.ahead[name] = [turns + 1 for turns in self.ahead[name]]
         return {name: self.update(name, number) for name in names}
 
-    def round_of(self, turn: int, members: str) -> None:
-        trained = [self.ahead[m][turn] / 2 for m in members]
+    def round_of(self, fragment_index: int, members: str) -> None:
+        trained = [self.ahead[m][fragment_index] / 2 for m in members]
         divisor = sum(trained) / min(1.0, max(trained)) if len(set(trained)) > 1 else len(members)
-        for part in (slice(*span) for span in self.ranges[turn]):
+        for part in (slice(*span) for span in self.ranges[fragment_index]):
             old = self.theta[part].clone()
             self.theta[part] -= 0.5 * sum(old - self.inner[m][part] for m in members) / divisor
             for name, inner in self.inner.items():
                 inner[part] = self.theta[part] if name in members else inner[part] + self.theta[part] - old
         for member in members:
-            self.ahead[member][turn] = 0
+            self.ahead[member][fragment_index] = 0
 
 
 @pytest.mark.parametrize(
@@ -384,10 +384,12 @@ def test_late_fragment_is_contributed_at_its_next_turn_with_all_that_was_learned
     start_run: StartRun, config: Any
 ) -> None:
     run = start_run(config, "a", "b", "c", model=Oracle)
-    written = Written(run["a"].params, {turn: f.ranges for turn, f in enumerate(fragments_of(LAYOUT, 2))})
-    for number, turn in ((0, 0), (1, 1)):
+    written = Written(
+        run["a"].params, {fragment_index: f.ranges for fragment_index, f in enumerate(fragments_of(LAYOUT, 2))}
+    )
+    for number, fragment_index in ((0, 0), (1, 1)):
         run.round(**written.updates("abc", number))
-        written.round_of(turn, "abc")
+        written.round_of(fragment_index, "abc")
     with run.hurry():
         run.round(**written.updates("ab", 2))
     written.round_of(0, "ab")
@@ -472,8 +474,8 @@ def test_late_node_trains_on_in_every_mode_and_all_that_it_learned_counts(
     close(run["a"].buffers[PARAMS].double(), second)
     close(run["c"].params.double(), second + sums(learned[waits:alone]))
     assert_one_outer_state(run)
-    opening = run.store.verdicts[-1].opening
-    assert (opening.weights, opening.steps) == ((40, 40, 10 * waits), (4, 4, waits))
+    plan = run.store.verdicts[-1].plan
+    assert (plan.weights, plan.steps) == ((40, 40, 10 * waits), (4, 4, waits))
     assert run["a"].outer.progress.inner_step == 8, "what came late moved the run on twice"
     assert audit_of(run).is_exact and audit_of(run).trained == BATCH * (16 + waits)
 
@@ -521,16 +523,18 @@ def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
     parts, at = fragments_of(LAYOUT, config.fragments), dict.fromkeys("abc", 0)
     begun = {name: [0] * len(parts) for name in "abc"}
     for round, verdict in enumerate(run.store.verdicts[1:]):
-        opening, turn = verdict.opening, round % len(parts)
-        assert ("c" in opening.late) == (verdict.round <= passed)
-        for member, made, share in zip(opening.members, opening.steps, opening.shares, strict=True):
+        plan, fragment_index = verdict.plan, round % len(parts)
+        assert ("c" in plan.late) == (verdict.round <= passed)
+        for member, made, share in zip(plan.members, plan.steps, plan.shares, strict=True):
             at[member] += made
-            for first, last in parts[turn].ranges:
-                theta[first:last] += 0.5 * share * sums(update[member][begun[member][turn] : at[member]])[first:last]
-            begun[member][turn] = at[member]
+            for first, last in parts[fragment_index].ranges:
+                theta[first:last] += (
+                    0.5 * share * sums(update[member][begun[member][fragment_index] : at[member]])[first:last]
+                )
+            begun[member][fragment_index] = at[member]
     torch.testing.assert_close(run["a"].buffers[PARAMS].double(), theta, rtol=0, atol=1e-5)
     assert_one_outer_state(run)
-    first = next(v.opening for v in run.store.verdicts if "c" in v.opening.contributors())
+    first = next(v.plan for v in run.store.verdicts if "c" in v.plan.contributors())
     held, grows = first.contributors()["c"], 1 + (config.overlap == "full")
     assert held == 2 * min(passed - 1 + grows, MOST_LATE_PHASES)
     assert first.phase_steps == ((2, 2, 2) if held > 2 else ())

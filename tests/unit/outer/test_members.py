@@ -266,12 +266,12 @@ def test_joiner_whose_round_was_committed_without_it_tries_the_next(
     joiner.receive(run["a"])
     vote = joiner.member.vote
 
-    def vote_too_late(opening: Any, digest: str, record: Any) -> None:
+    def vote_too_late(plan: Any, digest: str, record: Any) -> None:
         joiner.member.vote = vote
         run.store.expire_lease("b")  # between the transfer and the vote
         run.store.await_committed(1)
         run.store.renew_lease("b", Peer("b", "host", 1, False), first=True)
-        vote(opening, digest, record)
+        vote(plan, digest, record)
 
     def make_rounds() -> Any:
         run.store.await_ready(1, "b")

@@ -107,9 +107,9 @@ def assert_every_sample_once(run: Run) -> None:
     rounds = []
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
+        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
         line = (progress.founding, progress.follows)
-        claims = dict(verdict.opening.claims)
+        claims = dict(verdict.plan.claims)
         rounds.append(AuditedRound(verdict.round, used, progress.ledgers, *line, claims=claims))
     assert audit(rounds).is_exact
 
@@ -289,7 +289,7 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
 
     def newest_weights() -> tuple[int, ...]:
         await_end(ROUND)
-        return run.store.verdicts[-1].opening.weights
+        return run.store.verdicts[-1].plan.weights
 
     for name in ("a", "b", "c"):
         run[name].diloco_step(step, 10, ends_round=False)
@@ -455,7 +455,7 @@ def test_joiner_holds_the_outer_state_of_the_others(
     assert joiner.join() is None
     go_on(run, 1000, nodes=3)
     assert all(node.outer.progress.is_complete for node in run.nodes.values())
-    assert any("c" in verdict.opening.contributors() for verdict in run.store.verdicts)
+    assert any("c" in verdict.plan.contributors() for verdict in run.store.verdicts)
     assert_one_outer_state(run)
     assert_every_sample_once(run)
 

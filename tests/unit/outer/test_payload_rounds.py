@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.config.outer import ClipConfig, DemoConfig, SparseLocoConfig
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed
@@ -377,9 +377,9 @@ def test_round_moves_nothing_where_the_aggregator_sends_nonsense(
 
 
 def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a_dispute() -> None:
-    opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=LinkTable(rates=(5, 20, 20)))
-    assert [aggregator_of(replace(opening, retries=n)) for n in range(4)] == ["b", "c", "a", "b"]
-    assert aggregator_of(replace(opening, network=LinkTable())) == "a"
+    plan = RoundPlan(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=LinkTable(rates=(5, 20, 20)))
+    assert [aggregator_of(replace(plan, retries=n)) for n in range(4)] == ["b", "c", "a", "b"]
+    assert aggregator_of(replace(plan, network=LinkTable())) == "a"
 
 
 # -- the journal ----------------------------------------------------------------------------------------------------

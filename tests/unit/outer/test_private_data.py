@@ -29,7 +29,7 @@ from zeroband.data.ledger import Ledger, Range, take
 from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import ConfigError
 from zeroband.outer.payloads import counted_of
@@ -74,10 +74,10 @@ def audit_of(run: Run) -> Audit:
     rounds, left_out = [], defaultdict[str, list[Range]](list)
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
+        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
         line = (progress.founding, progress.follows)
         rounds.append(
-            AuditedRound(verdict.round, used, progress.ledgers, *line, verdict.round, dict(verdict.opening.claims))
+            AuditedRound(verdict.round, used, progress.ledgers, *line, verdict.round, dict(verdict.plan.claims))
         )
         for corpus, spans in verdict.record.get("skipped", {}).items():
             left_out[corpus] += spans
@@ -89,9 +89,9 @@ def trained_by(run: Run) -> Mapping[str, Counter[int]]:
     trained: dict[str, Counter[int]] = defaultdict(Counter)
     before = Progress.at_start()
     for verdict in run.store.verdicts:
-        ledgers = dealt_to(dict(verdict.opening.claims), before.ledgers)
+        ledgers = dealt_to(dict(verdict.plan.claims), before.ledgers)
         held = replace(before, ledgers=ledgers).assigned
-        for member, steps in verdict.opening.contributors().items():
+        for member, steps in verdict.plan.contributors().items():
             for start, stop in take(held[member], steps * BATCH)[0]:
                 trained[member.partition(" ")[0].partition("-")[0]].update(range(start, stop))
         before = Progress.from_record(verdict.record["progress"])
@@ -258,14 +258,14 @@ def test_node_without_weight_counts_for_nothing_where_the_others_count_equally(
 ) -> None:
     run = start_run(DILOCO.model_copy(update={"weights": "equal"}), "a", "b", "c")
     run.round(a=noise(1), b=float("nan") * noise(2), c=noise(3))
-    assert run.store.verdicts[-1].opening.shares == (0.5, 0.0, 0.5)
+    assert run.store.verdicts[-1].plan.shares == (0.5, 0.0, 0.5)
 
 
 def test_payload_that_is_left_out_leaves_equal_shares_to_the_others() -> None:
-    opening = Opening(1, 1, 1, ("a", "b", "c"), (30, 10, 20), is_equal=True)
-    for shares in counted_of(opening, ["a", "c"]):
+    plan = RoundPlan(1, 1, 1, ("a", "b", "c"), (30, 10, 20), is_equal=True)
+    for shares in counted_of(plan, ["a", "c"]):
         assert shares == pytest.approx((0.5, 0.5))
-    for shares in counted_of(replace(opening, is_equal=False), ["a", "c"]):
+    for shares in counted_of(replace(plan, is_equal=False), ["a", "c"]):
         assert shares == pytest.approx((0.6, 0.4))
 
 

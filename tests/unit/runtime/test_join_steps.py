@@ -18,7 +18,7 @@ from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, RoundPlan, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.transfer import Tally
@@ -32,7 +32,7 @@ from zeroband.runtime.restart import AbandonedRunWait
 
 TIMEOUT_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", received_bytes={}, dropped={}, took_s=0.0)
-OPENING = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
+PLAN = RoundPlan(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
 
 Act = Callable[["Attempts"], int | None]
 """What an attempt comes to: the rounds that it replays after the whole state, the member's own included, or None."""
@@ -107,10 +107,10 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             "zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections, **options: attempts
         )
         monkeypatch.setattr(RecoveryClient, "_donors", lambda self, leads=(): [])
-        committed = SimpleNamespace(round=7, opening=OPENING, record={})
+        committed = SimpleNamespace(round=7, plan=PLAN, record={})
         view = SimpleNamespace(
             committed=committed,
-            opening=OPENING,
+            plan=PLAN,
             alive={"b#1"},
             restart_point=None,
             is_settling=False,
@@ -231,7 +231,7 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     """The trainer that crashed stamped the round before it wrote its event."""
     progress = {"inner_step": 10}
     told: list[tuple[str, dict[str, Any]]] = []
-    verdict = None if committed is None else SimpleNamespace(round=committed, opening=OPENING)
+    verdict = None if committed is None else SimpleNamespace(round=committed, plan=PLAN)
     outer = SimpleNamespace(adopt=lambda *state: "digest")
     held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
     memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
@@ -253,9 +253,9 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
 def view_of(
     *, committed: bool = True, alive: str = "", agreed: RestartPoint | None = None, settles: bool = False
 ) -> View:
-    verdict = Verdict(OPENING, "d", {"progress": {}}) if committed else None
-    opening = OPENING if committed else None
-    return View(opening, verdict, frozenset(alive.split()), {}, {}, None, restart_point=agreed, is_settling=settles)
+    verdict = Verdict(PLAN, "d", {"progress": {}}) if committed else None
+    plan = PLAN if committed else None
+    return View(plan, verdict, frozenset(alive.split()), {}, {}, None, restart_point=agreed, is_settling=settles)
 
 
 def held(step: int, *, digest: str = "digest", line: str = "", after: str = "") -> Held:
@@ -478,7 +478,7 @@ def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: Lo
 
 
 def test_run_that_is_complete_is_not_begun_again_by_a_node_with_an_older_checkpoint(local: LocalMesh) -> None:
-    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 100}}))
+    ended = replace(view_of(), committed=Verdict(PLAN, "d", {"progress": {"inner_step": 100}}))
     with pytest.raises(RunOver, match=r"complete since round 5; .* --resume\.step"):
         Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
 
@@ -501,7 +501,7 @@ def test_node_that_cannot_agree_stays_for_a_moment_so_that_the_others_see_why(
 
 
 def test_steps_that_no_node_here_has_are_said_to_be_lost(local: LocalMesh, caplog: pytest.LogCaptureFixture) -> None:
-    ended = replace(view_of(), committed=Verdict(OPENING, "d", {"progress": {"inner_step": 80}}))
+    ended = replace(view_of(), committed=Verdict(PLAN, "d", {"progress": {"inner_step": 80}}))
     Place(local, ended, resumes=True, checkpoints=[50]).agree(1)
     assert vars(caplog.records[-1])["fields"] == {"step": 50, "run_was_at": 80, "of": ["a", "b"]}
 

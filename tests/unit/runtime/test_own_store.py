@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.servers import until
-from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, free_port
+from tests.stores import RUN_ID, SHARED, a_plan, a_verdict, free_port
 
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
@@ -27,7 +27,7 @@ from zeroband.errors import ConfigError, Leaving, StoreLost
 from zeroband.runtime.own_store import OwnStore
 
 TOKEN, HOST = "a token of the run", "127.0.0.1"
-OPENING = an_opening("a#1", "b#1")
+PLAN = a_plan("a#1", "b#1")
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def run_in(stack: ExitStack, port: int, *, is_complete: bool) -> RedisStore:
     store.found_or_match(SHARED)
     store.renew_lease("b#1", Peer("b", HOST, 4000, True), first=True)
     progress = Progress(inner_step=10, tokens=10, ledgers={}, is_complete=is_complete).to_record()
-    assert store.propose_opening(OPENING, current=None, generation=store.generation)
-    verdict = Verdict(OPENING, "d", {**a_verdict(OPENING).record, "progress": progress})
+    assert store.propose_plan(PLAN, current=None, generation=store.generation)
+    verdict = Verdict(PLAN, "d", {**a_verdict(PLAN).record, "progress": progress})
     assert store.propose_verdict(verdict, generation=store.generation)
     return store
 
@@ -134,7 +134,9 @@ def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None
 def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
     port = free_port()
     close = start(stack, port)
-    run_in(stack, port, is_complete=True).take_whereabouts(ForwardPointer(StoreTerm(2, "another"), f"node://{HOST}:1"))
+    run_in(stack, port, is_complete=True).take_forward_pointer(
+        ForwardPointer(StoreTerm(2, "another"), f"node://{HOST}:1")
+    )
     close(None)
 
 

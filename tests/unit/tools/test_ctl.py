@@ -12,7 +12,7 @@ import pytest
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import OperatorKey, Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import short_key
@@ -32,10 +32,10 @@ def run(store: RedisStore) -> RedisStore:
     for member in (A, B):
         node = member.partition("#")[0]
         assert store.renew_lease(member, Peer(node, f"host-{node}", 7, True), first=True) is not None
-    opening = Opening(1, 1, 0, (A, B), (0, 0), (0, 0), (1, 1))
+    plan = RoundPlan(1, 1, 0, (A, B), (0, 0), (0, 0), (1, 1))
     progress = replace(Progress.at_start(), inner_step=120)
-    assert store.propose_opening(opening, current=None)
-    assert store.propose_verdict(Verdict(opening, "d", {"progress": progress.to_record()}))
+    assert store.propose_plan(plan, current=None)
+    assert store.propose_verdict(Verdict(plan, "d", {"progress": progress.to_record()}))
     store.announce_ready(A, Ready(1, 5, "s"))
     return store
 

@@ -27,7 +27,7 @@ from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.reach import Ways, choose_lines, is_behind, probe_ways
+from zeroband.elastic.membership.reach import Ways, choose_relays, is_dial_out_only, probe_ways
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -289,8 +289,8 @@ class _Watch:
             listens=listen.is_open,
             door=Path(listen.door) if listen.door else None,
         )
-        self._is_behind = not listen.is_open
-        self._lines: tuple[str, ...] = ()
+        self._is_dial_out_only = not listen.is_open
+        self._relays: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
         self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
         self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
@@ -374,11 +374,11 @@ class _Watch:
         that can only dial out; and, if this is such a one, through whom it is called.
         """
         links = self._links
-        self._is_behind = self._is_behind or is_behind(self._order.member_id, self._members)
-        if self._is_behind and self._order.listen.is_relayed:
-            self._lines = choose_lines(self._order.member_id, self._lines, links.dialled(), self._members)
+        self._is_dial_out_only = self._is_dial_out_only or is_dial_out_only(self._order.member_id, self._members)
+        if self._is_dial_out_only and self._order.listen.is_relayed:
+            self._relays = choose_relays(self._order.member_id, self._relays, links.dialled(), self._members)
         doubted = links.doubted() if self._has_neighbours else ()
-        return links.cut_off(), doubted, links.undialled(), self._lines
+        return links.cut_off(), doubted, links.undialled(), self._relays
 
     def _is_at_store(self) -> bool:
         """Whether this is at the store of the trainer, of several, or has gone there now."""
@@ -391,11 +391,11 @@ class _Watch:
         """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
         own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
-        if self._is_behind:  # they cannot dial: they hear
+        if self._is_dial_out_only:  # they cannot dial: they hear
             near |= askers(own, members)
         self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
-        wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._lines}
-        ways = {m: probe_ways(own, m, members, is_own_behind=bool(self._lines)) for m in wanted if m in members}
+        wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._relays}
+        ways = {m: probe_ways(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members}
         ways.pop(own, None)
         self._links.watch(ways, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 

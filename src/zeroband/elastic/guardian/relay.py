@@ -36,7 +36,7 @@ class Relay:
     """The calls that this node passes on. All methods belong to one event loop."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Ring] = {}
+        self._rings: dict[str, Ring] = {}
         self._waiting: dict[str, tuple[str, asyncio.Future[_Answered]]] = {}
         self._pairs: Counter[frozenset[str]] = Counter()
         self.passed_bytes = 0
@@ -49,19 +49,19 @@ class Relay:
 
     def open_line(self, member: str, ring: Ring) -> None:
         """Take calls for a member from now on; a later line takes the place of an earlier one."""
-        self._lines[member] = ring
+        self._rings[member] = ring
 
     def close_line(self, member: str, ring: Ring) -> None:
         """Take none any more, unless there is a later line."""
-        if self._lines.get(member) is ring:
-            del self._lines[member]
+        if self._rings.get(member) is ring:
+            del self._rings[member]
 
     async def pass_on(self, connection: socket.socket, caller: str, member: str) -> None:
         """Join a caller with a member, for as long as both want; returns at once where that cannot be.
 
         Raises OSError, TimeoutError.
         """
-        ring, pair = self._lines.get(member), frozenset((caller, member))
+        ring, pair = self._rings.get(member), frozenset((caller, member))
         if ring is None or self._pairs.total() >= MOST_PASSED_ON or self._pairs[pair] >= MOST_BETWEEN_TWO:
             return
         self._pairs[pair] += 1

@@ -92,7 +92,7 @@ class _Opener:
     """Opens the records of a caller."""
 
     def __init__(self, key: bytes) -> None:
-        self._opening, self._came = Sealing(key), bytearray()
+        self._plan, self._came = Sealing(key), bytearray()
 
     def __call__(self, data: bytes) -> Iterator[bytes]:
         """What is whole by now. Raises ConnectionAbortedError."""
@@ -100,7 +100,7 @@ class _Opener:
         while len(self._came) >= LENGTH_BYTES and len(self._came) >= (size := record_size(self._came)):
             record = bytes(self._came[:size])
             del self._came[:size]
-            yield self._opening.opened(record[:LENGTH_BYTES], record[LENGTH_BYTES:])
+            yield self._plan.opened(record[:LENGTH_BYTES], record[LENGTH_BYTES:])
 
 
 class _Sealer:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroband.elastic.membership import loss_record, trust
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, to_record
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, to_record
 
 _SIGN = "@"
 _HASH_BYTES = 12
@@ -47,8 +47,8 @@ def digest_in(vote: str) -> str:
 
 
 def is_alike(verdict: Verdict, own: Verdict) -> bool:
-    """Whether a verdict on the opening of `own` says what this node would have written."""
-    if verdict.opening != own.opening or vote_of(verdict) != vote_of(own):
+    """Whether a verdict on the plan of `own` says what this node would have written."""
+    if verdict.plan != own.plan or vote_of(verdict) != vote_of(own):
         return False
     said, expected = to_record(verdict)["record"], to_record(own)["record"]
     return said.keys() == expected.keys() and all(
@@ -71,14 +71,14 @@ def is_voted_for(verdict: Verdict, votes: Mapping[str, str], known: Collection[s
 
 def electors(verdict: Verdict) -> tuple[str, ...]:
     """The members of a committed round that stay; where none does, all of them."""
-    opening = verdict.opening
-    staying = tuple(m for m, steps in zip(opening.members, opening.steps_requested, strict=False) if steps > 0)
-    return staying or opening.members
+    plan = verdict.plan
+    staying = tuple(m for m, steps in zip(plan.members, plan.steps_requested, strict=False) if steps > 0)
+    return staying or plan.members
 
 
 @dataclass(frozen=True)
 class Present:
-    """Who is there when an opening is judged, as one look at the store shows it."""
+    """Who is there when a plan is judged, as one look at the store shows it."""
 
     alive: Collection[str]
     """Members whose lease holds."""
@@ -90,23 +90,23 @@ class Present:
 
 
 def may_leave_out(
-    opening: Opening, before: Verdict, own: str, here: Present, takes_part: Collection[str]
+    plan: RoundPlan, before: Verdict, own: str, here: Present, takes_part: Collection[str]
 ) -> bool | None:
-    """Whether an opening behind this verdict may go without `own`; None: leases decide it, which may just be changing.
+    """Whether a plan behind this verdict may go without `own`; None: leases decide it, which may just be changing.
 
     It may not where a single member of the round before goes on without two or more that live. By the rules of an
-    opening (`epoch`) that happens only if none of these reaches another one, if no two have the same state, or to
+    plan (`epoch`) that happens only if none of these reaches another one, if no two have the same state, or to
     members that are late, where that one has a quorum of the weight. `takes_part`: those of its members that are known
     to be there.
     """
     staying = electors(before)
-    if own not in staying or own in opening.members or len(staying) <= _FEWEST_OTHERS:
+    if own not in staying or own in plan.members or len(staying) <= _FEWEST_OTHERS:
         return True
-    alone = [member for member in staying if member in opening.members and member in takes_part]
-    others = [member for member in staying if member not in opening.members and member in here.alive]
+    alone = [member for member in staying if member in plan.members and member in takes_part]
+    others = [member for member in staying if member not in plan.members and member in here.alive]
     if len(alone) > 1 or _are_all_cut_off(own, [*alone, *others], here) or _has_no_equal(own, others, here):
         return True
-    if own in opening.late and _is_quorum(alone, others, before, here):
+    if own in plan.late and _is_quorum(alone, others, before, here):
         return True
     return False if own in others and len(others) >= _FEWEST_OTHERS else None
 
@@ -127,7 +127,7 @@ def _has_no_equal(own: str, others: Collection[str], here: Present) -> bool:
 
 def _is_quorum(alone: Collection[str], others: Collection[str], before: Verdict, here: Present) -> bool:
     """Whether those that go on have so large a part of the weight: of the round before, or of what is ready now."""
-    told = dict(zip(before.members, before.opening.counts, strict=True))
+    told = dict(zip(before.members, before.plan.counts, strict=True))
     brought = {member: float(ready.weight) for member, ready in here.ready.items()}
     for weights in (told, brought):
         total = sum(weights.get(member, 0.0) for member in (*alone, *others))

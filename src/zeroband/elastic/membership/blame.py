@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from zeroband.elastic.membership.node_key import is_of_key
-from zeroband.elastic.membership.records import Blame, Evidence, Opening
+from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
 
 PATIENT_RETRIES = 2
 """So often a round is opened again to the same members before something that did not come has consequences: new
@@ -25,8 +25,8 @@ for that: the network may have healed."""
 NO_VOTE = "members do not vote, although most have"
 """What a failure says that is about votes which do not come."""
 
-REFUSED = "the opening does not follow from the members' records"
-"""What a failure says where a member refused the opening. Nothing was sent then, so what is missing proves nothing."""
+REFUSED = "the plan does not follow from the members' records"
+"""What a failure says where a member refused the plan. Nothing was sent then, so what is missing proves nothing."""
 
 _REFUSAL = "refused by "
 
@@ -56,27 +56,27 @@ def _is_one_node(member: str, other: str) -> bool:
 
 
 def judge(
-    opening: Opening,
+    plan: RoundPlan,
     votes: Mapping[str, str],
     said: Mapping[str, Evidence],
     silent: Collection[str] = (),
     failed: str = "",
 ) -> tuple[Blame, ...]:
-    """What follows from the evidence on a failed opening.
+    """What follows from the evidence on a failed plan.
 
     `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so. In
     whatever order words come: all members come to the same.
     """
     votes, said, silent = dict(sorted(votes.items())), dict(sorted(said.items())), sorted(silent)
     for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
-    lies = _earlier(opening, is_lie=True) | _different_parts(opening, said) | _refused(said)
-    wrong, audited = _wrong_votes(opening, for_results, said), _audited(opening, votes, said)
-    found = _found(opening, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
-    gaps = _earlier(opening, is_lie=False) | _gaps(opening, said, silent, failed)
-    gaps |= _withheld_votes(opening, votes, failed) | _unexplained(opening, for_results, said)
+    lies = _earlier(plan, is_lie=True) | _different_parts(plan, said) | _refused(said)
+    wrong, audited = _wrong_votes(plan, for_results, said), _audited(plan, votes, said)
+    found = _found(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
+    gaps = _earlier(plan, is_lie=False) | _gaps(plan, said, silent, failed)
+    gaps |= _withheld_votes(plan, votes, failed) | _unexplained(plan, for_results, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
-    return (*found, *_found(opening, rest, is_lie=False, proven={}))
+    return (*found, *_found(plan, rest, is_lie=False, proven={}))
 
 
 def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
@@ -89,9 +89,9 @@ def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
     return (*before, *(blame for blame in found if key(blame) not in known))
 
 
-def kept(opening: Opening | None, round: int) -> tuple[Blame, ...]:
-    """Earlier findings that still count for an opening of this round."""
-    blames = () if opening is None else opening.blames
+def kept(plan: RoundPlan | None, round: int) -> tuple[Blame, ...]:
+    """Earlier findings that still count for a plan of this round."""
+    blames = () if plan is None else plan.blames
     lasts = {"named": 0, "apart": _APART_ROUNDS, "out": _OUT_ROUNDS}
     counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < lasts[b.consequence])]
     return tuple(counts[-_MOST_BLAMES:])
@@ -129,11 +129,9 @@ def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_
     return frozenset(out)
 
 
-def _found(
-    opening: Opening, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
-) -> tuple[Blame, ...]:
+def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]) -> tuple[Blame, ...]:
     """Whom pairs of members that contradict each other put at fault; and the pairs of which nothing is known."""
-    everybody = (*opening.members, *opening.late)
+    everybody = (*plan.members, *plan.late)
     most = (len(everybody) - 1) // 2
     against: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
@@ -146,19 +144,19 @@ def _found(
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
     if len(at_fault) > most:
         at_fault = {}  # as many do not lie: who does cannot be told
-    acts = is_lie or opening.retries >= PATIENT_RETRIES
-    blames = [Blame((m,), why, is_lie, "out" if acts else "named", opening.round) for m, why in at_fault.items()]
+    acts = is_lie or plan.retries >= PATIENT_RETRIES
+    blames = [Blame((m,), why, is_lie, "out" if acts else "named", plan.round) for m, why in at_fault.items()]
     for pair, why in pairs.items():
         if not pair & at_fault.keys():
-            blames.append(Blame(tuple(sorted(pair)), why, is_lie, "apart" if acts else "named", opening.round))
+            blames.append(Blame(tuple(sorted(pair)), why, is_lie, "apart" if acts else "named", plan.round))
     return tuple(blames)
 
 
-def _earlier(opening: Opening, *, is_lie: bool) -> dict[Pair, str]:
+def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     """The pairs that are kept apart, as far as both are there: one of them sits out."""
-    members = {node_of(member): member for member in (*opening.members, *opening.late)}
+    members = {node_of(member): member for member in (*plan.members, *plan.late)}
     pairs = dict[Pair, str]()
-    for blame in kept(opening, opening.round):
+    for blame in kept(plan, plan.round):
         if blame.consequence == "apart" and blame.is_lie == is_lie:
             now = frozenset(members[node] for m in blame.members if (node := node_of(m)) in members)
             if len(now) == 2:
@@ -166,16 +164,16 @@ def _earlier(opening: Opening, *, is_lie: bool) -> dict[Pair, str]:
     return pairs
 
 
-def _different_parts(opening: Opening, said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _different_parts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
     """Members that hold other bytes of a part than the one that sent it."""
-    held = {m: t.held for m, t in said.items() if len(t.held) == len(opening.members)}
-    return _contradictions(opening, held, "its part")
+    held = {m: t.held for m, t in said.items() if len(t.held) == len(plan.members)}
+    return _contradictions(plan, held, "its part")
 
 
-def _contradictions(opening: Opening, held: Mapping[str, tuple[str, ...]], what: str) -> dict[Pair, str]:
+def _contradictions(plan: RoundPlan, held: Mapping[str, tuple[str, ...]], what: str) -> dict[Pair, str]:
     """Members that hold other hashes of what came from a member than that one does, in the order of the members."""
     pairs = dict[Pair, str]()
-    for place, sender in enumerate(opening.members):
+    for place, sender in enumerate(plan.members):
         sent = held[sender][place] if sender in held else ""
         for member, hashes in held.items():
             if member != sender and sent and hashes[place] != sent:
@@ -187,7 +185,7 @@ def _contradictions(opening: Opening, held: Mapping[str, tuple[str, ...]], what:
 
 
 def _audited(
-    opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]
+    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Members whose vote does not follow from an audit, and pairs of members whose words on it contradict each other.
 
@@ -195,16 +193,16 @@ def _audited(
     another part than it had sent: one of these two lies. Findings count where all saw the same; else somebody showed
     different members different things, or says so.
     """
-    shown = {m: t.shown for m, t in said.items() if m in opening.members and len(t.shown) == len(opening.members)}
-    wrong, pairs = dict[str, str](), _contradictions(opening, shown, "what it showed")
-    voters = [m for m in opening.members if m in votes and m in said]
-    if 2 * len(shown) > len(opening.members):
+    shown = {m: t.shown for m, t in said.items() if m in plan.members and len(t.shown) == len(plan.members)}
+    wrong, pairs = dict[str, str](), _contradictions(plan, shown, "what it showed")
+    voters = [m for m in plan.members if m in votes and m in said]
+    if 2 * len(shown) > len(plan.members):
         wrong = {m: f"{m} voted, and does not testify what it was shown" for m in voters if m not in shown}
     for member in voters:
         if is_refusal(votes[member]) and not (said[member].wrong or said[member].denied):
             wrong[member] = f"{member} refuses the result, and says no reason"
     for owner in shown if len(set(shown.values())) == 1 else ():
-        denied = [member for member in said[owner].denied if member in opening.members and member != owner]
+        denied = [member for member in said[owner].denied if member in plan.members and member != owner]
         why = f"{owner} testifies that {{}} showed another contribution than it had sent"
         pairs |= {frozenset((owner, member)): why.format(member) for member in denied if member in shown}
         accusers = [] if denied else [member for member in shown if owner in said[member].wrong and member != owner]
@@ -225,16 +223,16 @@ def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
 
 
 def _wrong_votes(
-    opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]
+    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Members whose vote does not follow from the parts that they hold, and pairs of which one's does not.
 
     What the same bytes make is the same everywhere, so a majority that holds them knows.
     """
     wrong, pairs = dict[str, str](), dict[Pair, str]()
-    voters = [m for m in opening.members if m in votes and m in said]
-    holding = [m for m in voters if len(said[m].held) == len(opening.members)]
-    if 2 * len(holding) > len(opening.members):
+    voters = [m for m in plan.members if m in votes and m in said]
+    holding = [m for m in voters if len(said[m].held) == len(plan.members)]
+    if 2 * len(holding) > len(plan.members):
         silent = [m for m in voters if m not in holding]
         wrong = {m: f"{m} voted, and does not testify what it holds" for m in silent}
     alike: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -243,7 +241,7 @@ def _wrong_votes(
     for by_vote in alike.values():
         largest = max(by_vote.values(), key=len)
         others = [m for group in by_vote.values() if group is not largest for m in group]
-        if 2 * len(largest) > len(opening.members):
+        if 2 * len(largest) > len(plan.members):
             wrong |= {m: f"{m} holds what {len(largest)} others hold, and votes for another result" for m in others}
         else:
             why = "hold the same parts, and vote for different results"
@@ -251,13 +249,13 @@ def _wrong_votes(
     return wrong, pairs
 
 
-def _unexplained(opening: Opening, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
     """Pairs of members with different results where nobody can say from whom its parts came.
 
     It may be the network of gloo that damaged what the fewest got, so it counts like a gap.
     """
     voted: dict[str, list[str]] = defaultdict(list)
-    for member in opening.members:
+    for member in plan.members:
         if member in votes:
             voted[votes[member]].append(member)
     if any(evidence.held for evidence in said.values()) or len(voted) < 2:
@@ -267,14 +265,14 @@ def _unexplained(opening: Opening, votes: Mapping[str, str], said: Mapping[str, 
     return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
 
 
-def _withheld_votes(opening: Opening, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
+def _withheld_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
     if NO_VOTE not in failed:
         return {}
-    missing = [member for member in opening.members if member not in votes]
-    return {frozenset((m, voter)): f"{m} does not vote" for m in missing for voter in votes if voter in opening.members}
+    missing = [member for member in plan.members if member not in votes]
+    return {frozenset((m, voter)): f"{m} does not vote" for m in missing for voter in votes if voter in plan.members}
 
 
-def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
+def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
     """Pairs of members of which one lacks something that the other one could have sent.
 
     Nobody has to wait for anybody to send a contribution. A mean is only owed by who lacks no contribution itself.
@@ -287,9 +285,9 @@ def _gaps(opening: Opening, said: Mapping[str, Evidence], silent: Collection[str
         owing = [m for m in evidence.lacks_mean if m in said and not (said[m].lacks or said[m].refused)]
         pairs |= {frozenset((member, m)): f"{m} sent {member} no contribution" for m in evidence.lacks}
         pairs |= {frozenset((member, m)): f"{m} sent {member} no mean, and lacks nothing for it" for m in owing}
-        ended_it = failed.startswith(f"{member}: ") and 2 * len(complete) > len(opening.members)
+        ended_it = failed.startswith(f"{member}: ") and 2 * len(complete) > len(plan.members)
         if ended_it and evidence == Evidence():
             pairs |= {frozenset((member, m)): f"{member} ended the round, and says no reason" for m in complete}
     for member in silent:
         pairs |= {frozenset((member, m)): f"{member} does not testify" for m in said if m != member}
-    return {pair: why for pair, why in pairs.items() if pair <= {*opening.members} and len(pair) == 2}
+    return {pair: why for pair, why in pairs.items() if pair <= {*plan.members} and len(pair) == 2}

@@ -1,8 +1,8 @@
 """Samples that joiners take by themselves, so that they train before a round has dealt them any. Pure.
 
 A claim lies behind all that the ledger has dealt, and behind what the next round deals as far as that can be told. It
-stands until a round deals its samples out. The next opening that sees it gives the samples to the joiner. Those before
-them go to the pool, which the same round deals from first, so the ledger has no gap. A claim that no opening saw in
+stands until a round deals its samples out. The next plan that sees it gives the samples to the joiner. Those before
+them go to the pool, which the same round deals from first, so the ledger has no gap. A claim that no plan saw in
 time is void, and the joiner begins again as another member.
 """
 

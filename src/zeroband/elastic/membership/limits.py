@@ -1,7 +1,7 @@
-"""Limits of what members say: what the run dealt them bounds their numbers, and an opening repeats their records. Pure.
+"""Limits of what members say: what the run dealt them bounds their numbers, and a plan repeats their records. Pure.
 
 A member that has the token can write any record of the right types (`config.ranges`). Every other member refuses a
-`Ready` beyond these limits, and an opening that does not follow from the records it is made of.
+`Ready` beyond these limits, and a plan that does not follow from the records it is made of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Opening, Ready, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Ready, RoundPlan, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.elastic.membership.round_rules import (
     NOT_THERE,
@@ -29,12 +29,12 @@ from zeroband.elastic.membership.round_rules import (
 )
 from zeroband.errors import ConfigError
 
-MOST_OPENINGS = 1 << 20
-"""Openings between two committed rounds: versions count on from there, and must not reach the end of their range."""
+MOST_PLANS = 1 << 20
+"""Plans between two committed rounds: versions count on from there, and must not reach the end of their range."""
 
 
 _CHECKERS = 3
-"""Members that read all records of a round to check its opening, in runs too large for each to have seen them."""
+"""Members that read all records of a round to check its plan, in runs too large for each to have seen them."""
 
 
 def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
@@ -79,7 +79,7 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
         claimed = standing(progress.ledgers, claims_of(view))
         held = {member: (claim.span,) for member, claim in claimed.items()} | dict(progress.assigned)
         dealt = {member: min(count(spans) // shape.batch_size, shape.total_steps) for member, spans in held.items()}
-        heaviest = max(committed.opening.weights)
+        heaviest = max(committed.plan.weights)
     found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
     beyond = {member: why for member, why in found.items() if why is not None}
     if not beyond:
@@ -88,77 +88,75 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
     return replace(view, ready=kept, refused={**view.refused, **beyond})
 
 
-def checkers(opening: Opening) -> tuple[str, ...]:
-    """The members that read the records of all others to check an opening, drawn by its id.
+def checkers(plan: RoundPlan) -> tuple[str, ...]:
+    """The members that read the records of all others to check a plan, drawn by its id.
 
     If all did, a round would cost the store the square of the number of members.
     """
-    return tuple(
-        sorted(opening.members, key=lambda m: hashlib.sha256(f"{opening.id} {m}".encode()).digest())[:_CHECKERS]
-    )
+    return tuple(sorted(plan.members, key=lambda m: hashlib.sha256(f"{plan.id} {m}".encode()).digest())[:_CHECKERS])
 
 
 def all_check(view: View) -> bool:
-    """Whether so few members live that nearly each of them is among the `checkers` of an opening."""
+    """Whether so few members live that nearly each of them is among the `checkers` of a plan."""
     return len(view.alive) <= _CHECKERS + 1
 
 
-def follows(opening: Opening, view: View, rules: Rules) -> str | None:
-    """Say why an opening does not follow from the records of its members; None: it does.
+def follows(plan: RoundPlan, view: View, rules: Rules) -> str | None:
+    """Say why a plan does not follow from the records of its members; None: it does.
 
     `view`: of its round, with all that is ready, after `within_limits`. Links are not compared: they change meanwhile.
     """
-    return next(_objections(opening, view, rules), None)
+    return next(_objections(plan, view, rules), None)
 
 
-def _objections(opening: Opening, view: View, rules: Rules) -> Iterator[str]:
-    for member in opening.members:
+def _objections(plan: RoundPlan, view: View, rules: Rules) -> Iterator[str]:
+    for member in plan.members:
         if member in view.refused:
             yield f"it lists {member}, whose record is refused: {view.refused[member]}"
         elif member not in view.ready:
-            yield f"it lists {member}, which is not ready for round {opening.round}"
-    yield from _other_carried(opening, view)
-    ready = {member: view.ready[member] for member in opening.members if member in view.ready}
-    if len(ready) == len(opening.members) and all(carried.member in view.ready for carried in opening.counted):
-        yield from _other_numbers(opening, of_members(opening.members, opening.carried, view.ready, rules))
-        yield from _other_sites(opening, [said.site for said in ready.values()], rules)
-        if opening.gains != gains_in(opening.members, view, rules):
+            yield f"it lists {member}, which is not ready for round {plan.round}"
+    yield from _other_carried(plan, view)
+    ready = {member: view.ready[member] for member in plan.members if member in view.ready}
+    if len(ready) == len(plan.members) and all(carried.member in view.ready for carried in plan.counted):
+        yield from _other_numbers(plan, of_members(plan.members, plan.carried, view.ready, rules))
+        yield from _other_sites(plan, [said.site for said in ready.values()], rules)
+        if plan.gains != gains_in(plan.members, view, rules):
             yield "what it says of scored payloads does not follow from the records of its members"
-    if opening.trust != trust_in(opening.members, view, rules):
+    if plan.trust != trust_in(plan.members, view, rules):
         yield "its trust in the members does not follow from the rounds before"
-    if opening.orders == view.orders.version and opening.rollback not in (None, view.orders.rollback):
-        yield f"it goes back to step {opening.rollback}, which is not ordered"
-    before = view.committed.opening if view.committed is not None else None
+    if plan.orders == view.orders.version and plan.rollback not in (None, view.orders.rollback):
+        yield f"it goes back to step {plan.rollback}, which is not ordered"
+    before = view.committed.plan if view.committed is not None else None
     version, epoch = (0, 0) if before is None else (before.version, before.epoch)
-    if not (0 < opening.version - version <= MOST_OPENINGS and 0 <= opening.epoch - epoch <= MOST_OPENINGS):
-        yield f"it is version {opening.version}, epoch {opening.epoch} after version {version}, epoch {epoch}"
-    if both := set(opening.late) & set(opening.members):
+    if not (0 < plan.version - version <= MOST_PLANS and 0 <= plan.epoch - epoch <= MOST_PLANS):
+        yield f"it is version {plan.version}, epoch {plan.epoch} after version {version}, epoch {epoch}"
+    if both := set(plan.late) & set(plan.members):
         yield f"it lists {min(both)} as a member and as late"
-    yield from _other_claims(opening, view)
+    yield from _other_claims(plan, view)
 
 
-def _other_claims(opening: Opening, view: View) -> Iterator[str]:
+def _other_claims(plan: RoundPlan, view: View) -> Iterator[str]:
     """Find claims that are not those of the members' records, or that cannot be dealt.
 
     Claims of joiners that still train are not compared, since their records come and go. A proposer that lists a wrong
     one, or leaves one out, makes that joiner begin again.
     """
-    said = dict(opening.claims)
-    has_none = opening.rollback is not None or opening.round == FOUNDING_ROUND or restarts_with(view, opening.round)
-    own = {} if has_none else {m: c for m, c in claims_of(view).items() if m in opening.members}
-    joining = {m: c for m, c in said.items() if m in opening.late and not has_none}
+    said = dict(plan.claims)
+    has_none = plan.rollback is not None or plan.round == FOUNDING_ROUND or restarts_with(view, plan.round)
+    own = {} if has_none else {m: c for m, c in claims_of(view).items() if m in plan.members}
+    joining = {m: c for m, c in said.items() if m in plan.late and not has_none}
     expected = standing(ledgers_after(view.committed), own, joining) if own or joining else {}
     for member in sorted(said.keys() | expected.keys()):
         if said.get(member) != expected.get(member):
             yield f"its claim of {member} is {said.get(member)}, and {expected.get(member)} can be dealt to it"
 
 
-def _other_carried(opening: Opening, view: View) -> Iterator[str]:
+def _other_carried(plan: RoundPlan, view: View) -> Iterator[str]:
     """Contributions of members outside the exchange that are not as these members and their carriers say."""
-    for carried in opening.carried:
+    for carried in plan.carried:
         ready, carrier = view.ready.get(carried.member, NOT_THERE), view.ready.get(carried.carrier)
         if carried.member in view.refused or carrier is None:
-            yield f"it lists {carried.member} as carried, whose record for round {opening.round} does not count"
+            yield f"it lists {carried.member} as carried, whose record for round {plan.round} does not count"
             continue
         said = Carried(
             carried.member,
@@ -174,15 +172,15 @@ def _other_carried(opening: Opening, view: View) -> Iterator[str]:
             yield f"it lists {carried!s:.200}, and the records say {said!s:.200}"
 
 
-def _other_numbers(opening: Opening, wanted: OfMembers) -> Iterator[str]:
+def _other_numbers(plan: RoundPlan, wanted: OfMembers) -> Iterator[str]:
     """Numbers that are not those of the members' records. `wanted`: what these say."""
     for name in (part.name for part in fields(wanted)):
-        said, expected = getattr(opening, name), getattr(wanted, name)
+        said, expected = getattr(plan, name), getattr(wanted, name)
         if said == expected or (name == "loss" and _is_close(said, expected)):
             continue
         if isinstance(expected, tuple) and len(said) == len(expected):
             place = next(place for place, pair in enumerate(zip(said, expected, strict=True)) if pair[0] != pair[1])
-            of, said, expected = f" of {opening.members[place]}", said[place], expected[place]
+            of, said, expected = f" of {plan.members[place]}", said[place], expected[place]
         else:
             of = ""
         yield f"its {name}{of} is {said!s:.80}, and the records of its members say {expected!s:.80}"
@@ -193,13 +191,13 @@ def _is_close(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def _other_sites(opening: Opening, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
+def _other_sites(plan: RoundPlan, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
     """Sites that are not those which the members name. Without names they follow from links, which change."""
-    if not opening.sites:
+    if not plan.sites:
         return
     if rules.sites == "off":
         yield "it has sites, and comm.sites is off"
     elif any(names):
-        for name, place, member in zip(names, opening.sites, opening.members, strict=True):
-            if names[place] != name or (name is None and opening.members[place] != member):
-                yield f"{opening.members[place]} speaks for {member}, which is of another site"
+        for name, place, member in zip(names, plan.sites, plan.members, strict=True):
+            if names[place] != name or (name is None and plan.members[place] != member):
+                yield f"{plan.members[place]} speaks for {member}, which is of another site"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeroband.config.ranges import Count, Loss
-from zeroband.elastic.membership.records import Opening, from_record, to_record
+from zeroband.elastic.membership.records import RoundPlan, from_record, to_record
 
 if TYPE_CHECKING:  # the guardian reads records, and need not build the schema of a run for it
     from zeroband.config.schema import RollbackConfig
@@ -56,21 +56,21 @@ class LossRecord:
         mean = self.mean + (self.loss - self.mean) / min(rounds, _MEAN_ROUNDS)
         return LossRecord(mean=mean, rounds=rounds, from_step=self.from_step)
 
-    def after(self, opening: Opening, from_step: int) -> LossRecord:
-        """The record of the round of this opening, that follows the one of this record."""
-        before, loss = self.carried(), loss_of(opening)
+    def after(self, plan: RoundPlan, from_step: int) -> LossRecord:
+        """The record of the round of this plan, that follows the one of this record."""
+        before, loss = self.carried(), loss_of(plan)
         is_finite = loss is None or math.isfinite(loss)
         return LossRecord(loss if is_finite else None, is_finite, before.mean, before.rounds, from_step)
 
 
-def loss_of(opening: Opening) -> float | None:
+def loss_of(plan: RoundPlan) -> float | None:
     """The loss of a round in nats per token, over the members whose update counts.
 
     NaN where none of those that learned has a finite one, None where nobody learned.
     """
-    if not any(opening.steps):
+    if not any(plan.steps):
         return None
-    return math.nan if opening.loss is None else opening.loss
+    return math.nan if plan.loss is None else plan.loss
 
 
 def reason_to_go_back(record: LossRecord, config: RollbackConfig | None) -> str:

@@ -2,7 +2,7 @@
 
 They come from an operator, or from the members themselves where a round's loss calls for going back.
 
-An order is in force from the next opening on: an opening names the orders that it was proposed under, and the store
+An order is in force from the next plan on: a plan names the orders that it was proposed under, and the store
 refuses one that was proposed under others. So a round begins under the same orders on all nodes, or not at all.
 
 Without `run.operator` all who have the token are operators. With it orders carry what the operator said last, signed,

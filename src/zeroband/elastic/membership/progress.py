@@ -10,7 +10,7 @@ from typing import Any
 from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
 from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.records import Opening, Verdict, from_record, to_record
+from zeroband.elastic.membership.records import RoundPlan, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
 
 MOST_LATE_PHASES = 4
@@ -47,7 +47,7 @@ class Progress:
     outer_step: Count = 0
     """Outer steps behind the state. A run that began again, or went back, has had more rounds than that."""
     founding: Id = ""
-    """Id of the opening with which this line of rounds began."""
+    """Id of the plan with which this line of rounds began."""
     follows: tuple[Id, Count] | None = None
     """The line and the round whose state it began with; None: with the initial one."""
     closing: Count = 0
@@ -62,75 +62,75 @@ class Progress:
         """The samples that each member reads in the next round, or still does from an earlier; by its corpus."""
         return {member: spans for ledger in self.ledgers.values() for member, spans in ledger.assigned.items()}
 
-    def after(self, opening: Opening, shape: RunShape) -> Progress:
-        """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
-        if opening.claims:
-            claimed = replace(self, ledgers=dealt_to(dict(opening.claims), self.ledgers))
-            return claimed.after(replace(opening, claims=()), shape)
-        inner_step = min(self.inner_step + opening.moves_on, shape.total_steps)
+    def after(self, plan: RoundPlan, shape: RunShape) -> Progress:
+        """The progress once the round of this plan is committed: data settled, and dealt out for the next round."""
+        if plan.claims:
+            claimed = replace(self, ledgers=dealt_to(dict(plan.claims), self.ledgers))
+            return claimed.after(replace(plan, claims=()), shape)
+        inner_step = min(self.inner_step + plan.moves_on, shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
-        contributors = opening.contributors().items()
+        contributors = plan.contributors().items()
         used = {m: steps * shape.batch_size for m, steps in contributors}
-        kept = {} if is_complete else self._kept(opening, shape)
+        kept = {} if is_complete else self._kept(plan, shape)
         left = shape.total_steps - inner_step
         corpora = {m: corpus for corpus, ledger in self.ledgers.items() for m in ledger.assigned}
-        phases = opening.wanted() | self._wanted_by_late(opening, kept, shape)
+        phases = plan.wanted() | self._wanted_by_late(plan, kept, shape)
         wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in phases.items()}
         return replace(
             self,
             inner_step=inner_step,
-            tokens=self.tokens + _tokens_of(opening),
-            ledgers=allocate(settle(self.ledgers, used, kept), wanted, {**corpora, **opening.corpus_of()}),
+            tokens=self.tokens + _tokens_of(plan),
+            ledgers=allocate(settle(self.ledgers, used, kept), wanted, {**corpora, **plan.corpus_of()}),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
             closing=closing,
         )
 
-    def _wanted_by_late(self, opening: Opening, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
+    def _wanted_by_late(self, plan: RoundPlan, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
         """Inner steps for which late members are to hold samples: they train on while what they learned waits.
 
         With each round a phase more, up to `MOST_LATE_PHASES`. So much at most comes too late, or is lost with them.
         """
-        phase = max(opening.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
-        held = {m: count(kept[m]) // shape.batch_size for m in opening.late if m in kept}
+        phase = max(plan.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
+        held = {m: count(kept[m]) // shape.batch_size for m in plan.late if m in kept}
         return {m: min(steps + phase, MOST_LATE_PHASES * phase) for m, steps in held.items()}
 
-    def _kept(self, opening: Opening, shape: RunShape) -> dict[str, tuple[Range, ...]]:
+    def _kept(self, plan: RoundPlan, shape: RunShape) -> dict[str, tuple[Range, ...]]:
         """What members still train on: those that are late, and of those that stay whoever reads ahead.
 
         Where rounds are waited for, those do that were late before: they hold more than anybody asks for.
         """
-        used = {carried.member: carried.steps * shape.batch_size for carried in opening.counted}
-        kept = {m: take(spans, used.get(m, 0))[1] for m, spans in self.assigned.items() if m in opening.late}
-        most = 0 if shape.reads_ahead else max(opening.steps_requested, default=0) * shape.batch_size
-        for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=False):
+        used = {carried.member: carried.steps * shape.batch_size for carried in plan.counted}
+        kept = {m: take(spans, used.get(m, 0))[1] for m, spans in self.assigned.items() if m in plan.late}
+        most = 0 if shape.reads_ahead else max(plan.steps_requested, default=0) * shape.batch_size
+        for member, steps, requested in zip(plan.members, plan.steps, plan.steps_requested, strict=False):
             held = self.assigned.get(member, ())
             _, rest = take(held, steps * shape.batch_size)
             if requested and rest and count(held) > most:
                 kept[member] = rest
         return kept
 
-    def begin(self, opening: Opening, shape: RunShape, *, after_round: int | None) -> Progress:
-        """The progress of a line that begins with this opening, on the state that this progress belongs to.
+    def begin(self, plan: RoundPlan, shape: RunShape, *, after_round: int | None) -> Progress:
+        """The progress of a line that begins with this plan, on the state that this progress belongs to.
 
         What was dealt out goes back to the pool first: those who had it are gone, or begin anew. Members that read
         ahead get what they ask for twice, all of them in turn, as they do later on. `after_round`: the round of the
         state; None: it is the initial one.
         """
         left, ledgers = shape.total_steps - self.inner_step, settle(self.ledgers, {}, {})
-        dealt = dict.fromkeys(opening.members, 0)
+        dealt = dict.fromkeys(plan.members, 0)
         for _ in range(2 if shape.reads_ahead else 1):
-            wanted = {m: min(s, left - dealt[m]) for m, s in opening.wanted().items()}
+            wanted = {m: min(s, left - dealt[m]) for m, s in plan.wanted().items()}
             dealt = {m: dealt[m] + steps for m, steps in wanted.items()}
             samples = {m: steps * shape.batch_size for m, steps in wanted.items()}
-            ledgers = allocate(ledgers, samples, opening.corpus_of())
+            ledgers = allocate(ledgers, samples, plan.corpus_of())
         follows = None if after_round is None else (self.founding, after_round)
         return replace(
             self,
             ledgers=ledgers,
             is_complete=left <= 0,
-            founding=opening.id,
+            founding=plan.id,
             follows=follows,
             closing=0,
         )
@@ -156,10 +156,10 @@ class Progress:
             ) from error
 
 
-def _tokens_of(opening: Opening) -> int:
+def _tokens_of(plan: RoundPlan) -> int:
     """Tokens that count in a round, of members that made steps for it and of those that are carried."""
-    of_members = sum(w for w, s in zip(opening.weights, opening.steps, strict=False) if s)
-    return of_members + sum(carried.weight for carried in opening.counted)
+    of_members = sum(w for w, s in zip(plan.weights, plan.steps, strict=False) if s)
+    return of_members + sum(carried.weight for carried in plan.counted)
 
 
 def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:

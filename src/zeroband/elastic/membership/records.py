@@ -44,7 +44,7 @@ _MOST_SESSIONS = 16
 """Sessions that a run remembers; members of older ones count as strangers."""
 
 
-_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "trained", "corpora", "sites", "largest", "phase_steps")
+_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "phase_fraction", "corpora", "sites", "largest", "phase_steps")
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -105,7 +105,7 @@ class Ready:
     """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
     loss: Loss | None = None
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
-    trained: Phases = 1.0
+    phase_fraction: Phases = 1.0
     """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
     with the others, and at a run's start, above 1 for one whose last turn this node was late for."""
     corpus: Id = SHARED
@@ -156,7 +156,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a member saw of an opening that failed. Written once for each opening, by each of its members."""
+    """What a member saw of a plan that failed. Written once for each plan, by each of its members."""
 
     held: EachMember[Id] = ()
     """SHA-256 of the part of the result that came from each member, in the order of the members; empty where it did
@@ -193,16 +193,16 @@ class Carried:
 
 
 def _weight_of_phase(weight: int, phase_steps: int | None, steps: int) -> float:
-    """What a contribution of several phases counts: as one of them does (`Opening.counts`)."""
+    """What a contribution of several phases counts: as one of them does (`RoundPlan.counts`)."""
     return weight if phase_steps is None or phase_steps >= steps else weight * phase_steps / steps
 
 
 @dataclass(frozen=True)
-class Opening(LongRecord):
+class RoundPlan(LongRecord):
     """Round `round` is open to exactly these members, in the order of their node ranks."""
 
     version: Version
-    """Grows by one with every opening of the run; fences everything that refers to an older one."""
+    """Grows by one with every plan of the run; fences everything that refers to an older one."""
     epoch: Epoch
     """Number of the membership; grows whenever the groups between the nodes must be built anew."""
     round: Round
@@ -222,7 +222,7 @@ class Opening(LongRecord):
     """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
     tells of that member alone."""
     before: Id = ""
-    """Id of the opening that it follows on; empty: it is the first one."""
+    """Id of the plan that it follows on; empty: it is the first one."""
     silent: EachMember[Id] = ()
     """Members of that one which lived and did not testify in time on its failure."""
     blames: EachMember[Blame] = ()
@@ -242,8 +242,8 @@ class Opening(LongRecord):
     one."""
     sessions: EachMember[Id] = ()
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
-    trained: EachMember[Phases] = ()
-    """`Ready.trained` of each member; none: equal for all that have weight."""
+    phase_fraction: EachMember[Phases] = ()
+    """`Ready.phase_fraction` of each member; none: equal for all that have weight."""
     corpora: EachMember[Id] = ()
     """`Ready.corpus` of each member; none: all share one."""
     is_equal: bool = False
@@ -258,7 +258,7 @@ class Opening(LongRecord):
     phase_steps: EachMember[Count] = ()
     """Inner steps of the longest phase in each contribution; none: each is of one phase."""
     claims: EachMember[tuple[Id, Claim]] = ()
-    """Claims of joiners, each after its member id; this opening's commit deals them to these joiners."""
+    """Claims of joiners, each after its member id; this plan's commit deals them to these joiners."""
     proposer: Id = ""
     """Member that proposed it."""
     signature: Id = ""
@@ -287,8 +287,8 @@ class Opening(LongRecord):
         speakers = sorted(set(self.sites)) or list(range(count))
         if network.order and sorted(network.order) != speakers:
             return f"network.order={network.order!s:.200} must have each of the members {speakers!s:.200} once"
-        if any(place >= count for place in network.behind):
-            return f"network.behind={network.behind!s:.200} names members beyond {count}"
+        if any(place >= count for place in network.dial_out_only):
+            return f"network.dial_out_only={network.dial_out_only!s:.200} names members beyond {count}"
         return self._problem_of_carried()
 
     def _problem_of_carried(self) -> str:
@@ -308,7 +308,7 @@ class Opening(LongRecord):
 
     @cached_property
     def id(self) -> str:
-        """Tells this opening from every other one, also from one that a store with old data gave the same version."""
+        """Tells this plan from every other one, also from one that a store with old data gave the same version."""
         return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
 
     @property
@@ -361,9 +361,11 @@ class Opening(LongRecord):
 
     @property
     def _behind_divisor(self) -> tuple[float, ...]:
-        if not self.longest:
+        if not self.max_phase_fraction:
             return self._with_carried(tuple(map(float, self.counts)))
-        return self._with_carried([c * t / self.longest for c, t in zip(self.counts, self.trained, strict=True)])
+        return self._with_carried(
+            [c * t / self.max_phase_fraction for c, t in zip(self.counts, self.phase_fraction, strict=True)]
+        )
 
     @property
     def counts(self) -> tuple[float, ...]:
@@ -391,10 +393,10 @@ class Opening(LongRecord):
         return max(self.phase_steps or self.steps, default=0)
 
     @property
-    def longest(self) -> float:
+    def max_phase_fraction(self) -> float:
         """The most that a member trained, as a part of what is usual and at most that; 0: the same for all."""
-        trained = [t for t, w in zip(self.trained, self.weights, strict=False) if w > 0]
-        return max(0.0, min(1.0, max(trained, default=0.0)))
+        fractions = [t for t, w in zip(self.phase_fraction, self.weights, strict=False) if w > 0]
+        return max(0.0, min(1.0, max(fractions, default=0.0)))
 
     @property
     def most_value(self) -> float:
@@ -415,9 +417,9 @@ class Opening(LongRecord):
         return tuple(m for m, steps in asked.items() if steps == 0) if any(asked.values()) else ()
 
     @property
-    def behind(self) -> frozenset[str]:
+    def dial_out_only(self) -> frozenset[str]:
         """Members that others cannot dial."""
-        return frozenset(self.members[place] for place in self.network.behind)
+        return frozenset(self.members[place] for place in self.network.dial_out_only)
 
     def share(self, member_id: str) -> float:
         """One member's share."""
@@ -468,9 +470,9 @@ class Opening(LongRecord):
 
 @dataclass(frozen=True)
 class Attempt:
-    """An opening that was not committed, and all that its members signed on it."""
+    """A plan that was not committed, and all that its members signed on it."""
 
-    opening: Opening
+    plan: RoundPlan
     votes: Mapping[str, str] = field(default_factory=dict[str, str])
     said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
     failed: str = ""
@@ -499,14 +501,14 @@ def _with_known_parts(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
-"""What a verdict records beside its opening and digest."""
+"""What a verdict records beside its plan and digest."""
 
 
 @dataclass(frozen=True)
 class Verdict(LongRecord):
-    """A round is committed: the members of its opening hold the same result. Written once for each round."""
+    """A round is committed: the members of its plan hold the same result. Written once for each round."""
 
-    opening: Opening
+    plan: RoundPlan
     digest: Id
     """Digest of the reduced result."""
     record: VerdictRecord = field(default_factory=dict[str, Any])
@@ -514,11 +516,11 @@ class Verdict(LongRecord):
 
     @property
     def round(self) -> int:
-        return self.opening.round
+        return self.plan.round
 
     @property
     def members(self) -> tuple[str, ...]:
-        return self.opening.members
+        return self.plan.members
 
     @cached_property
     def sessions(self) -> tuple[str, ...]:
@@ -527,7 +529,7 @@ class Verdict(LongRecord):
         A founding begins another session. It names the one that it goes on from, so that a member of that one which
         turns out to live finds itself left behind; one that is not named is another run's.
         """
-        named = (self.record.get("session"), self.record.get("session_before"), *self.opening.sessions)
+        named = (self.record.get("session"), self.record.get("session_before"), *self.plan.sessions)
         return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
 
     @property
@@ -536,9 +538,9 @@ class Verdict(LongRecord):
         return next(iter(self.sessions), "")
 
 
-def session_after(opening: Opening) -> str:
-    """The session that begins with this opening, as all of its members name it; that of another opening is another."""
-    return hashlib.blake2b(f"session {to_json(opening)}".encode(), digest_size=16).hexdigest()
+def session_after(plan: RoundPlan) -> str:
+    """The session that begins with this plan, as all of its members name it; that of another plan is another."""
+    return hashlib.blake2b(f"session {to_json(plan)}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -557,7 +559,7 @@ class Peer:
     """Members that did not answer them for a part of that, so that others ask them too."""
     undialled: EachMember[Id] = ()
     """Members whose probes come here, and whose address takes no connection from here."""
-    lines: EachMember[Id] = ()
+    relays: EachMember[Id] = ()
     """Members that pass calls on to this one, the first one first, as others cannot dial it; none: it is dialled."""
     store_port: Port = 0
     """Port of the store that its node holds; 0: it holds none."""
@@ -565,7 +567,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What a member knows of its links. Written anew where they changed notably; who proposes an opening reads it."""
+    """What a member knows of its links. Written anew where they changed notably; who proposes a plan reads it."""
 
     mbit: Annotated[Mapping[Id, Mbit], Field(max_length=MOST_MEMBERS)] = field(default_factory=dict[str, int])
     """To each other member, as far as known."""
@@ -586,7 +588,7 @@ class StoreTerm:
 class View:
     """What one look at the store showed, all of it at one instant."""
 
-    opening: Opening | None
+    plan: RoundPlan | None
     committed: Verdict | None
     """The newest verdict of the run."""
     alive: frozenset[str]
@@ -594,9 +596,9 @@ class View:
     ready: Mapping[str, Ready]
     """Those at the boundary of the round that was asked for."""
     votes: Mapping[str, str]
-    """Digests voted for the current opening."""
+    """Digests voted for the current plan."""
     failed: str | None
-    """Why the current opening cannot be finished, if a member said so."""
+    """Why the current plan cannot be finished, if a member said so."""
     peers: Mapping[str, Peer] = field(default_factory=dict[str, Peer])
     is_known: bool = True
     """False: the store has no record of this run, because it is new or because the store lost it."""
@@ -614,7 +616,7 @@ class View:
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose record for this round is sealed and does not count, and why."""
     is_proven: bool = True
-    """Every signature was verified, of the opening, of those who are ready and of votes. False: some were taken for
+    """Every signature was verified, of the plan, of those who are ready and of votes. False: some were taken for
     those of their members (`proofs`)."""
 
     @property
@@ -624,7 +626,7 @@ class View:
 
     @property
     def voted(self) -> int:
-        """How many have voted for the current opening."""
+        """How many have voted for the current plan."""
         return len(self.votes) + self.unseen_votes
 
     def counted(self) -> View:
@@ -665,19 +667,19 @@ class View:
                     cuts.setdefault(other, set()).add(one)
         return cuts
 
-    def can_finish(self, opening: Opening) -> bool:
-        """Whether this opening is the current one, and nothing that it needs is lost."""
-        return self.opening == opening and self.failed is None and not self.lost(opening)
+    def can_finish(self, plan: RoundPlan) -> bool:
+        """Whether this plan is the current one, and nothing that it needs is lost."""
+        return self.plan == plan and self.failed is None and not self.lost(plan)
 
-    def lost(self, opening: Opening) -> tuple[str, ...]:
-        """Members that keep an opening from being finished: without lease, or cut off from another one.
+    def lost(self, plan: RoundPlan) -> tuple[str, ...]:
+        """Members that keep a plan from being finished: without lease, or cut off from another one.
 
         One that has voted is not needed any more, unless nobody is left who would write the verdict.
         """
-        if not any(m in self.alive for m in opening.members):
-            return opening.members
-        unvoted = [m for m in opening.members if m not in self.votes]
-        dead, cuts = [m for m in unvoted if m not in self.alive], self.cuts_among(opening.members)
+        if not any(m in self.alive for m in plan.members):
+            return plan.members
+        unvoted = [m for m in plan.members if m not in self.votes]
+        dead, cuts = [m for m in unvoted if m not in self.alive], self.cuts_among(plan.members)
         cut = [m for m in unvoted if m in cuts]
         return tuple(dict.fromkeys([*dead, *cut]))
 
@@ -714,7 +716,7 @@ class Wait:
 
 
 def to_json(value: object) -> str:
-    """A record as text, always the same for equal records: the store compares openings by it."""
+    """A record as text, always the same for equal records: the store compares plans by it."""
     return value.text if isinstance(value, LongRecord) else _text_of(value)
 
 

@@ -2,7 +2,7 @@
 
 Nodes that resume at once must found one run and not several: the first names the checkpoint and the round, and the
 store takes only its word. Rounds go on counting, so whatever belongs to an earlier one stays fenced. A member of the
-dead run that turns out to live is preferred by the rules of the opening: its state is newer than any checkpoint.
+dead run that turns out to live is preferred by the rules of the plan: its state is newer than any checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def restarts_with(view: View, round: int) -> bool:
 
 def members_of(view: View) -> frozenset[str]:
     """The members that could go on with the run, if they live."""
-    openings = [view.opening] if view.committed is None else [view.opening, view.committed.opening]
-    return frozenset(m for opening in openings if opening is not None for m in (*opening.members, *opening.late))
+    plans = [view.plan] if view.committed is None else [view.plan, view.committed.plan]
+    return frozenset(m for plan in plans if plan is not None for m in (*plan.members, *plan.late))
 
 
 def is_abandoned(view: View) -> bool:
@@ -50,7 +50,7 @@ def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
     agreed = pending(view)
     if agreed is not None and (agreed.member in view.alive or not resumes):
         return agreed if resumes else JoinEvent.JOIN
-    if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):
+    if view.committed is None and view.plan is not None and view.plan.round > 0 and not is_abandoned(view):
         return JoinEvent.WAIT  # the store lost the newest verdict, and who holds it is there
     if view.committed is None:
         return JoinEvent.BEGIN if resumes else JoinEvent.FOUND

@@ -25,18 +25,18 @@ def plan_links(
     before: LinkTable,
     *,
     sites: Sequence[int] = (),
-    behind: Collection[str] = (),
+    dial_out_only: Collection[str] = (),
 ) -> LinkTable:
     """What to plan with: what was planned with before, but for what has really changed.
 
     `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `sites`: place
-    of the member that speaks for each one's site; none: each speaks for itself. `behind`: members that others cannot
-    dial.
+    of the member that speaks for each one's site; none: each speaks for itself. `dial_out_only`: members that others
+    cannot dial.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
-    places_behind = tuple(place for place, member in enumerate(members) if member in behind)
+    dial_out_only_places = tuple(place for place, member in enumerate(members) if member in dial_out_only)
     wide = sorted(set(sites)) or list(range(len(members)))
-    table = _relayed(_table(members, [s.links for s in seen]), places_behind)[np.ix_(wide, wide)]
+    table = _relayed(_table(members, [s.links for s in seen]), dial_out_only_places)[np.ix_(wide, wide)]
     places = {place: number for number, place in enumerate(wide)}
     order_before = [places[place] for place in before.order if place in places]
     order = steady_order(table, order_before if len(order_before) == len(wide) else ())
@@ -49,7 +49,7 @@ def plan_links(
         slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
         took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
-        behind=places_behind,
+        dial_out_only=dial_out_only_places,
     )
 
 
@@ -64,19 +64,19 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
     return np.where(table > UNKNOWN, table, table.T)
 
 
-def _relayed(table: Rates, behind: Sequence[int]) -> Rates:
+def _relayed(table: Rates, dial_out_only: Sequence[int]) -> Rates:
     """Rates with those guessed that are not known between two members that a relay may have to join.
 
     What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
     such pairs where it can, and all-to-all counts them as slow. Measured rates allow for that already, and pairs of
     whom both dial at once need no relay.
     """
-    if len(behind) < 2 or not table.any():
+    if len(dial_out_only) < 2 or not table.any():
         return table
-    pairs = np.ix_(behind, behind)
+    pairs = np.ix_(dial_out_only, dial_out_only)
     found = table.copy()
     found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAYED, 1.0))[pairs]
-    found[behind, behind] = UNKNOWN
+    found[dial_out_only, dial_out_only] = UNKNOWN
     return found
 
 

@@ -3,9 +3,9 @@
 Decides by the records that members exchange (`records`). Reads no clock and no store: time is an argument, and the same
 functions run in production, in tests and in simulations.
 
-A round goes: every member announces `Ready`; any member proposes an `Opening` (the store takes the first); the listed
+A round goes: every member announces `Ready`; any member proposes a `RoundPlan` (the store takes the first); the listed
 members reduce, and vote for the digest of what they got; any member proposes the `Verdict`. Both proposals name the
-opening that they build on, so of two competing ones the store refuses the second.
+plan that they build on, so of two competing ones the store refuses the second.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zeroband.elastic.membership.records import (
     Claim,
     Gain,
     LinkRates,
-    Opening,
     Ready,
+    RoundPlan,
     Verdict,
     View,
     Wait,
@@ -114,7 +114,7 @@ class ElapsedWaits:
 
 @dataclass(frozen=True)
 class AttemptFindings:
-    """What is known so far of an opening that was not committed."""
+    """What is known so far of a plan that was not committed."""
 
     attempt: Attempt
     before: Findings
@@ -124,10 +124,10 @@ class AttemptFindings:
 
 
 Inquiry = Callable[[View], AttemptFindings]
-"""What is known of the current opening of a view."""
+"""What is known of the current plan of a view."""
 
 
-def next_opening(
+def next_plan(
     view: View,
     round: int,
     rules: Rules,
@@ -135,15 +135,15 @@ def next_opening(
     links: Callable[[], Mapping[str, LinkRates]] = dict,
     inquiry: Inquiry | None = None,
     claims: Callable[[], Mapping[str, Claim]] = dict,
-) -> Opening | Wait:
-    """The opening of `round` that this view calls for, or what it still waits for.
+) -> RoundPlan | Wait:
+    """The plan of `round` that this view calls for, or what it still waits for.
 
-    Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
+    Returns the current plan itself where it is for this round and can still be finished. `links`: asked for what
     members know of their links, if there is to be another one. `inquiry`: asked where the current one was not
     committed; None: culprits are not looked for. `claims`: asked for the samples that joiners train on that no round
     lists, if there are such joiners.
     """
-    current = view.opening
+    current = view.plan
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
         return current
     if (hindrance := _hindrance(view, round)) is not None:
@@ -180,7 +180,7 @@ def next_opening(
     late = tuple(dict.fromkeys([*_late(view, missing, slow | apart | behind, waits), *joining]))
     carried = () if is_last else _carried((slow | behind) - apart, members, late, view)
     kept = tuple((m, claim) for m, claim in sorted(claimed.items()) if m in members or m in joining)
-    return _opening_to(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
+    return _plan_to(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
 
 
 def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | None:
@@ -195,7 +195,7 @@ def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | 
 def claimed_in(
     view: View, round: int, waits: ElapsedWaits, claims: Callable[[], Mapping[str, Claim]]
 ) -> dict[str, Claim]:
-    """Return the claims that an opening of this round deals: of ready joiners, and of those that still train."""
+    """Return the claims that a plan of this round deals: of ready joiners, and of those that still train."""
     if round == FOUNDING_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
         return {}
     listed = {*(view.committed.members if view.committed is not None else ()), *_late_before(view)}
@@ -223,10 +223,10 @@ def _hindrance(view: View, round: int) -> Wait | None:
 
 def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
     """What is known of earlier attempts up to now: all that counts of it, with what is new."""
-    current = view.opening
+    current = view.plan
     if current is None:
         return Findings()
-    if inquiry is None or (view.committed is not None and current == view.committed.opening):
+    if inquiry is None or (view.committed is not None and current == view.committed.plan):
         attempt = Attempt(current, view.votes, failed=view.failed or "")
         heard = AttemptFindings(attempt, Findings(current.blames, current.retries), is_over=True)
     else:
@@ -240,8 +240,8 @@ def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
 
 
 def _has_failed(view: View, round: int) -> bool:
-    """Whether the current opening is of this round, and came to nothing although no member of it was lost."""
-    current = view.opening
+    """Whether the current plan is of this round, and came to nothing although no member of it was lost."""
+    current = view.plan
     return current is not None and current.round == round and view.failed is not None and not view.lost(current)
 
 
@@ -266,7 +266,7 @@ def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait 
     )
 
 
-def _opening_to(
+def _plan_to(
     members: tuple[str, ...],
     view: View,
     round: int,
@@ -277,13 +277,13 @@ def _opening_to(
     carried: tuple[Carried, ...],
     found: Findings,
     claims: tuple[tuple[str, Claim], ...],
-) -> Opening:
-    """The opening of a round to these members, behind the current one."""
-    current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
+) -> RoundPlan:
+    """The plan of a round to these members, behind the current one."""
+    current, is_founding = view.plan, round == FOUNDING_ROUND or restarts_with(view, round)
     sites = () if found.is_flat else _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
     said = of_members(members, carried, view.ready, rules)
-    return Opening(
+    return RoundPlan(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
@@ -300,7 +300,7 @@ def _opening_to(
             [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
             sites=sites,
-            behind=_behind(members, view),
+            dial_out_only=_dial_out_only(members, view),
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
@@ -325,13 +325,13 @@ def trust_in(members: Sequence[str], view: View, rules: Rules) -> tuple[float, .
 
 @dataclass(frozen=True)
 class OfMembers:
-    """The fields of an opening that repeat its members' records, and their mean loss."""
+    """The fields of a plan that repeat its members' records, and their mean loss."""
 
     weights: tuple[int, ...]
     steps: tuple[int, ...]
     steps_requested: tuple[int, ...]
     loss: float | None
-    trained: tuple[float, ...]
+    phase_fraction: tuple[float, ...]
     corpora: tuple[str, ...]
     is_equal: bool
     largest: tuple[float, ...]
@@ -341,7 +341,7 @@ class OfMembers:
 def of_members(
     members: Sequence[str], carried: Sequence[Carried], words: Mapping[str, Ready], rules: Rules
 ) -> OfMembers:
-    """What an opening to these members says of them, in their order, with what they carry."""
+    """What a plan to these members says of them, in their order, with what they carry."""
     ready, counted = [words[m] for m in members], [one for one in carried if one.counts]
     sizes = [r.largest if r.weight else 0.0 for r in ready]
     for one in counted:
@@ -355,7 +355,9 @@ def of_members(
         steps=steps,
         steps_requested=tuple(r.steps_requested for r in ready),
         loss=mean_loss([*ready, *(words[one.member] for one in counted)]),
-        trained=tuple(r.trained for r in ready) if not rules.is_robust and _differ_in_training(ready) else (),
+        phase_fraction=tuple(r.phase_fraction for r in ready)
+        if not rules.is_robust and _differ_in_training(ready)
+        else (),
         corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
         is_equal=rules.counts_equally,
         largest=known if len(known) == len(sizes) and any(known) else (),
@@ -365,7 +367,7 @@ def of_members(
 
 def _differ_in_training(ready: Sequence[Ready]) -> bool:
     """Whether members say that not all of them have trained alike what they contribute."""
-    return len({r.trained for r in ready if r.weight}) > 1
+    return len({r.phase_fraction for r in ready if r.weight}) > 1
 
 
 def mean_loss(ready: Sequence[Ready]) -> float | None:
@@ -377,22 +379,22 @@ def mean_loss(ready: Sequence[Ready]) -> float | None:
 def _sites_of(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping[str, LinkRates]) -> Groups:
     """The members by sites; one that has none is its own."""
     names = {m: view.ready[m].site for m in members}
-    before = {} if view.opening is None else view.opening.speakers()
+    before = {} if view.plan is None else view.plan.speakers()
     return group(names, _links(rates), before, rules.sites)
 
 
 def _speakers(members: tuple[str, ...], view: View, rules: Rules, rates: Mapping[str, LinkRates]) -> tuple[int, ...]:
-    """Who speaks for the site of each member, as in `Opening.sites`."""
+    """Who speaks for the site of each member, as in `RoundPlan.sites`."""
     groups = _sites_of(members, view, rules, rates)
     weights, access = {m: view.ready[m].weight for m in members}, {m: view.ready[m].rate for m in members}
     uplinks = {**access, **_links(rates).uplinks(groups)}
-    before = {} if view.opening is None else view.opening.speakers()
-    return speakers(groups, weights, uplinks, before, _behind(members, view))
+    before = {} if view.plan is None else view.plan.speakers()
+    return speakers(groups, weights, uplinks, before, _dial_out_only(members, view))
 
 
-def _behind(members: Sequence[str], view: View) -> frozenset[str]:
+def _dial_out_only(members: Sequence[str], view: View) -> frozenset[str]:
     """Members that others cannot dial."""
-    return frozenset(m for m in members if m in view.peers and view.peers[m].lines)
+    return frozenset(m for m in members if m in view.peers and view.peers[m].relays)
 
 
 def _links(rates: Mapping[str, LinkRates]) -> LinkSpeeds:
@@ -405,8 +407,8 @@ def expected_in(view: View) -> tuple[str, ...]:
 
 
 def may_open(view: View, round: int, rules: Rules, waits: ElapsedWaits) -> bool:
-    """Whether `next_opening` may call for another opening, by how many are ready: a look may not show who they are."""
-    current = view.opening
+    """Whether `next_plan` may call for another plan, by how many are ready: a look may not show who they are."""
+    current = view.plan
     if view.is_settling or view.orders.is_paused:
         return False
     if current is not None and current.round == round and not view.can_finish(current):
@@ -418,8 +420,8 @@ def may_open(view: View, round: int, rules: Rules, waits: ElapsedWaits) -> bool:
 
 
 def knows_enough_to_open(view: View, round: int) -> bool:
-    """Whether a view shows all that `next_opening` asks of it."""
-    is_open = view.opening is not None and view.opening.round == round
+    """Whether a view shows all that `next_plan` asks of it."""
+    is_open = view.plan is not None and view.plan.round == round
     return not view.unseen_ready and not (view.unseen_votes and is_open)
 
 
@@ -429,7 +431,7 @@ def _has_lost_verdict(view: View, round: int) -> bool:
         return False
     if round > FOUNDING_ROUND:
         return True
-    return view.opening is not None and view.opening.round > FOUNDING_ROUND and not is_abandoned(view)
+    return view.plan is not None and view.plan.round > FOUNDING_ROUND and not is_abandoned(view)
 
 
 def _seen(ready: Ready, links: LinkRates) -> LinkObservation:
@@ -442,12 +444,8 @@ def has_quorum(view: View, rules: Rules = Rules()) -> bool:
 
     Where nobody had weight in it they count by their number, and where a look does not show who is there, too.
     """
-    opening = view.committed.opening if view.committed is not None else None
-    alive = (
-        {m: count for m, count in zip(opening.members, opening.counts, strict=True) if m in view.alive}
-        if opening
-        else {}
-    )
+    plan = view.committed.plan if view.committed is not None else None
+    alive = {m: count for m, count in zip(plan.members, plan.counts, strict=True) if m in view.alive} if plan else {}
     if view.unseen_ready:
         return view.arrived >= rules.quorum * len(alive)
     if not any(alive.values()):
@@ -457,7 +455,7 @@ def has_quorum(view: View, rules: Rules = Rules()) -> bool:
 
 def _late_before(view: View) -> tuple[str, ...]:
     """Members that the last round went without."""
-    return view.committed.opening.late if view.committed is not None else ()
+    return view.committed.plan.late if view.committed is not None else ()
 
 
 def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], waits: ElapsedWaits) -> tuple[str, ...]:
@@ -530,8 +528,8 @@ def _held_before(view: View) -> tuple[str, ...]:
 
 
 def _carried_before(view: View) -> tuple[Carried, ...]:
-    """Who was carried last, as the newest opening says."""
-    return view.opening.carried if view.opening is not None else ()
+    """Who was carried last, as the newest plan says."""
+    return view.plan.carried if view.plan is not None else ()
 
 
 def _behind_by_offer(view: View, members: Sequence[str]) -> frozenset[str]:
@@ -636,17 +634,17 @@ def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) 
     return tuple(left)
 
 
-def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Verdict | Wait | None:
+def next_verdict(view: View, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict | Wait | None:
     """The verdict that the votes call for; None where they contradict each other and the round must be opened again."""
     if view.is_settling:
         return Wait("the store lost its record; members are given time to bring it back")
-    missing = tuple(m for m in opening.members if m not in view.votes)
+    missing = tuple(m for m in plan.members if m not in view.votes)
     if missing:
-        reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
+        reason = f"{len(missing)} of {len(plan.members)} members have not voted on round {plan.round}"
         return Wait(reason, missing)
-    votes = {view.votes[m] for m in opening.members}
+    votes = {view.votes[m] for m in plan.members}
     is_agreed = len(votes) == 1 and not any(map(blame.is_refusal, votes))
-    return Verdict(opening, digest_in(votes.pop()), dict(record)) if is_agreed else None
+    return Verdict(plan, digest_in(votes.pop()), dict(record)) if is_agreed else None
 
 
 def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> Excluded | None:
@@ -655,18 +653,18 @@ def must_leave(view: View, member_id: str, round: int, claim: Claim | None = Non
     A member that was only late has not been left: it catches up with what was committed, and takes part again. So does
     a joiner that no round has listed yet, while its claim still stands.
     """
-    committed, opening = view.committed, view.opening
+    committed, plan = view.committed, view.plan
     if committed is not None and committed.round >= round:
         is_unheard = claim is not None and bool(standing(ledgers_after(committed), {member_id: claim}))
-        if member_id in committed.opening.late or is_unheard:
+        if member_id in committed.plan.late or is_unheard:
             return None
         return Excluded(f"round {committed.round} was committed while {member_id} stood before round {round}")
-    if opening is None or opening.round != round or member_id not in view.ready:
+    if plan is None or plan.round != round or member_id not in view.ready:
         return None
     expected = committed.members if committed is not None else ()
-    listed = (*opening.members, *opening.late)
+    listed = (*plan.members, *plan.late)
     if member_id in expected and member_id in view.alive and member_id not in listed:
-        found = [b.reason for b in opening.blames if b.consequence == "out" and member_id in b.members]
+        found = [b.reason for b in plan.blames if b.consequence == "out" and member_id in b.members]
         if found:
             return Excluded(f"round {round} was opened without {member_id}, which was put out: {found[-1]}")
         return Excluded(

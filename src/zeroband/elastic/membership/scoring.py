@@ -2,7 +2,7 @@
 
 Every member has all payloads of a round. Of some rounds each member measures, on rows of its own, by how much the
 payloads of a few members alone lower the loss beside its own payload, which it knows to be honest. It says so in its
-next `Ready`; the next opening has the medians. What a member counts then follows from the records (`trust`), the same
+next `Ready`; the next plan has the medians. What a member counts then follows from the records (`trust`), the same
 for all. Where its own payload lowers nothing, as near the end of a training, it measures nothing of others' either.
 """
 
@@ -37,12 +37,12 @@ def drawn(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
 
     The lot is the digest of the result, which nobody knows before all payloads are sent.
     """
-    if rule is None or verdict is None or verdict.opening.rollback is not None:
+    if rule is None or verdict is None or verdict.plan.rollback is not None:
         return ()
-    opening = verdict.opening
-    if len(opening.members) <= _FEWEST_OTHERS or lot_of(verdict, "round") % rule.rounds:
+    plan = verdict.plan
+    if len(plan.members) <= _FEWEST_OTHERS or lot_of(verdict, "round") % rule.rounds:
         return ()
-    senders = [member for member, count in zip(opening.members, opening.counts, strict=True) if count > 0]
+    senders = [member for member, count in zip(plan.members, plan.counts, strict=True) if count > 0]
     return tuple(sorted(senders, key=lambda member: lot_of(verdict, f"member {member}"))[: rule.members])
 
 

@@ -1,7 +1,7 @@
 """Sites: which members have a network of their own between them, and what of them uses the wide one. Pure.
 
 Members that name a site are of it. Where nobody names one, they are told by what the links carry: those of a site reach
-one another much faster than anybody else. Who proposes an opening decides, and the opening says it to all.
+one another much faster than anybody else. Who proposes a plan decides, and the plan says it to all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LinkSpeeds:
 def group(names: Mapping[str, str | None], links: LinkSpeeds, before: Mapping[str, str], rule: SitesRule) -> Groups:
     """All members by sites. Where all are of one site nothing leaves it, and each is its own.
 
-    `names`: of the site of each member, None where it names none. `before`: who spoke for each member in the opening
+    `names`: of the site of each member, None where it names none. `before`: who spoke for each member in the plan
     before.
     """
     members = sorted(names)
@@ -131,13 +131,13 @@ def speakers(
     weights: Mapping[str, int],
     uplinks: Mapping[str, int],
     before: Mapping[str, str],
-    behind: Collection[str] = (),
+    dial_out_only: Collection[str] = (),
 ) -> tuple[int, ...]:
     """Who speaks for each member, as places in the order of all members' ids; empty where there are no sites.
 
     Of a site that is whoever did before, until another one's uplink is faster by WORTH; else the one with the fastest
     uplink, the first of equals. One that contributes nothing speaks where nobody does: it cannot keep what encoding
-    takes; one of `behind`, whom others cannot dial, where there is no other: two such need a relay between them.
+    takes; one of `dial_out_only`, whom others cannot dial, where there is no other: two such need a relay between them.
     `uplinks`: Mbit/s to the other sites; 0: not known.
     """
     if all(len(site) == 1 for site in groups):
@@ -145,20 +145,27 @@ def speakers(
 
     def rank(member: str) -> tuple[bool, bool, float, str]:
         uplink, spoke = uplinks.get(member, 0), before.get(member) == member
-        return (weights[member] == 0, member in behind, -WORTH * uplink if spoke else -uplink, "" if spoke else member)
+        return (
+            weights[member] == 0,
+            member in dial_out_only,
+            -WORTH * uplink if spoke else -uplink,
+            "" if spoke else member,
+        )
 
     spoken = {member: min(site, key=rank) for site in groups for member in site}
     places = {member: place for place, member in enumerate(sorted(spoken))}
     return tuple(places[spoken[member]] for member in places)
 
 
-def relay_of(sender: int, home: Sequence[int], site: Sequence[int], behind: Collection[int], turn: int = 0) -> int:
+def relay_of(
+    sender: int, home: Sequence[int], site: Sequence[int], dial_out_only: Collection[int], turn: int = 0
+) -> int:
     """Who takes a sender's payload for another site and passes it on there. Members are told by their places.
 
     The senders of a site come to different members of the other one, and two sites of one size exchange all between
     pairs. Of two that cannot be dialled neither takes from the other while there is one that can: they would need a
     relay between them. `home`: the sender's site. `turn`: another member's for each number.
     """
-    fit = [member for member in site if member not in behind] if sender in behind else site
+    fit = [member for member in site if member not in dial_out_only] if sender in dial_out_only else site
     fit = fit or site
     return fit[(home.index(sender) + turn) % len(fit)]

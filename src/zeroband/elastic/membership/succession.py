@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from zeroband.config.ranges import Id, Text
 from zeroband.elastic.membership.ballots import digest_in, electors
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, VerdictRecord
+from zeroband.elastic.membership.records import Peer, RoundPlan, StoreTerm, Verdict, VerdictRecord
 
 MOST_STORES = 8
 """Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
@@ -42,12 +42,12 @@ class MemberReport:
     """The one that what it tells is from."""
     committed: Verdict | None = None
     """The newest verdict that it has seen."""
-    opening: Opening | None = None
-    """The newest opening that it has seen."""
+    plan: RoundPlan | None = None
+    """The newest plan that it has seen."""
     vote: Id | None = None
-    """What it voted after that opening. None: it has not."""
+    """What it voted after that plan. None: it has not."""
     record: VerdictRecord | None = None
-    """What it would write into the verdict of that opening; None: it has not voted."""
+    """What it would write into the verdict of that plan; None: it has not voted."""
     orders: Orders = field(default_factory=Orders)
     run: Mapping[Text, Text] = field(default_factory=dict[str, str])
     """What all nodes must share."""
@@ -126,7 +126,7 @@ class StoreProbe:
     """The one that began there last; None: none did, or the store has lost it."""
     committed_round: int = -1
     """That of its newest verdict; -1: it has none."""
-    accounts: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
+    member_reports: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told it within the last moments, by member."""
     elsewhere: ForwardPointer | None = None
     """What members told it within the last moments of where the run goes on."""
@@ -141,7 +141,7 @@ class HandoverState:
     """What a generation begins with."""
 
     committed: Verdict
-    opening: Opening | None
+    plan: RoundPlan | None
     orders: Orders
     run: Mapping[str, str]
     members: tuple[str, ...]
@@ -167,7 +167,7 @@ def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | No
     begun = in_use(candidates)
     newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation
-    return is_own and not any(candidate.accounts for candidate in candidates)
+    return is_own and not any(candidate.member_reports for candidate in candidates)
 
 
 def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
@@ -194,54 +194,54 @@ def may_move(members: Collection[str], verdict: Verdict) -> bool:
     return 2 * len({*electors(verdict)} & {*members}) > len(electors(verdict))
 
 
-def newest_verdict(accounts: Mapping[str, MemberReport]) -> Verdict | None:
+def newest_verdict(member_reports: Mapping[str, MemberReport]) -> Verdict | None:
     """The newest verdict that anybody tells of."""
-    told = [account.committed for account in accounts.values() if account.committed is not None]
+    told = [member_report.committed for member_report in member_reports.values() if member_report.committed is not None]
     return max(told, key=lambda verdict: verdict.round, default=None)
 
 
-def legacy_of(accounts: Mapping[str, MemberReport]) -> HandoverState | None:
+def legacy_of(member_reports: Mapping[str, MemberReport]) -> HandoverState | None:
     """What a generation begins with that these members have promised; None: they are too few, or know too little."""
-    committed = newest_verdict(accounts)
-    if committed is None or not may_move(accounts, committed):
+    committed = newest_verdict(member_reports)
+    if committed is None or not may_move(member_reports, committed):
         return None
-    newest = max(accounts.values(), key=_age)
-    opening = newest.opening
-    if opening is not None and opening.round == committed.round + 1:
-        here = [account for member, account in accounts.items() if member in opening.members]
-        if vote := _may_be_committed(opening, newest.generation, here):
-            told = (account.record for account in here if account.vote == vote)
+    newest = max(member_reports.values(), key=_age)
+    plan = newest.plan
+    if plan is not None and plan.round == committed.round + 1:
+        here = [member_report for member, member_report in member_reports.items() if member in plan.members]
+        if vote := _may_be_committed(plan, newest.generation, here):
+            told = (member_report.record for member_report in here if member_report.vote == vote)
             record = next((record for record in told if record is not None), None)
             if record is None:
                 return None
-            committed = Verdict(opening, digest_in(vote), dict(record))
-            if not may_move(accounts, committed):
+            committed = Verdict(plan, digest_in(vote), dict(record))
+            if not may_move(member_reports, committed):
                 return None
-    staying = (*committed.members, *committed.opening.late, *(() if opening is None else opening.members))
+    staying = (*committed.members, *committed.plan.late, *(() if plan is None else plan.members))
     return HandoverState(
         committed,
-        opening,
-        max((account.orders for account in accounts.values()), key=lambda orders: orders.version),
+        plan,
+        max((member_report.orders for member_report in member_reports.values()), key=lambda orders: orders.version),
         newest.run,
-        tuple(dict.fromkeys([*accounts, *staying])),
+        tuple(dict.fromkeys([*member_reports, *staying])),
     )
 
 
-def _may_be_committed(opening: Opening, generation: StoreTerm, members: Sequence[MemberReport]) -> str:
-    """The vote for the round of an opening of this generation, if it may be committed out of sight; else "".
+def _may_be_committed(plan: RoundPlan, generation: StoreTerm, members: Sequence[MemberReport]) -> str:
+    """The vote for the round of a plan of this generation, if it may be committed out of sight; else "".
 
     A later generation may have begun with it if all who promised that one, of these members, have voted for it.
     """
     for later in {promise for member in members for promise in member.promises if promise > generation}:
         bound = [member for member in members if later in member.promises]
-        votes = {member.vote if member.opening == opening else None for member in bound}
+        votes = {member.vote if member.plan == plan else None for member in bound}
         if len(votes) == 1 and (vote := votes.pop()) is not None:
             return vote
     return ""
 
 
-def _age(account: MemberReport) -> tuple[StoreTerm, int]:
-    return account.generation, -1 if account.opening is None else account.opening.version
+def _age(member_report: MemberReport) -> tuple[StoreTerm, int]:
+    return member_report.generation, -1 if member_report.plan is None else member_report.plan.version
 
 
 # -- what one member does ----------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def next_step(
     """What a member does whose store is gone, or too few go on there.
 
     `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
-    account. `own`: that account. `has_store`: its store is there, with its record, but too few members are.
+    report. `own`: that report. `has_store`: its store is there, with its record, but too few members are.
     `has_waited`: so long that all who lost the store could tell the others; before, only the first store is promised
     where nothing is, since members that promise different ones may not vote in one another's.
     """
@@ -317,16 +317,21 @@ def next_step(
     electable = [
         (candidate, generation)
         for candidate, generation in zip(candidates, pending, strict=True)
-        if (verdict := newest_verdict(candidate.accounts)) is not None and may_move(candidate.accounts, verdict)
+        if (verdict := newest_verdict(candidate.member_reports)) is not None
+        and may_move(candidate.member_reports, verdict)
     ]
     if not electable:
         return KeepWaiting(_too_few(candidates))
     candidate, promised = max(electable, key=lambda one: _rank(one[1]))
     if promised is None and candidate is not candidates[0] and not has_waited:
         return KeepWaiting("others have to tell the first store of the run that they lost theirs")
-    newest_promise = max(account.promised for account in candidate.accounts.values())
+    newest_promise = max(member_report.promised for member_report in candidate.member_reports.values())
     if promised is not None and own.promised == promised == newest_promise:
-        bound = {member: account for member, account in candidate.accounts.items() if account.promised == promised}
+        bound = {
+            member: member_report
+            for member, member_report in candidate.member_reports.items()
+            if member_report.promised == promised
+        }
         legacy = legacy_of(bound)
         return KeepWaiting("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
     return Pledge(_next_generation(candidate, promised, own))
@@ -339,7 +344,7 @@ def _generation_of(candidate: StoreProbe) -> StoreTerm:
 
 def _pending(candidate: StoreProbe) -> StoreTerm | None:
     """The newest generation that somebody has promised to begin at a store."""
-    promised = [a.promised for a in candidate.accounts.values() if a.promised.store == candidate.store]
+    promised = [a.promised for a in candidate.member_reports.values() if a.promised.store == candidate.store]
     return max((one for one in promised if candidate.generation is None or one > candidate.generation), default=None)
 
 
@@ -351,7 +356,7 @@ def _next_generation(candidate: StoreProbe, pending: StoreTerm | None, own: Memb
     """The one to promise at a store: what others have promised there, where that is newer than one's own promise."""
     if pending is not None and pending > own.promised:
         return pending
-    known = [account.promised.number for account in candidate.accounts.values()]
+    known = [member_report.promised.number for member_report in candidate.member_reports.values()]
     last = 0 if candidate.generation is None else candidate.generation.number
     return StoreTerm(max([*known, last, own.promised.number]) + 1, candidate.store)
 
@@ -359,7 +364,7 @@ def _next_generation(candidate: StoreProbe, pending: StoreTerm | None, own: Memb
 def _too_few(candidates: Sequence[StoreProbe]) -> str:
     if not candidates:
         return "no store of the run answers"
-    told = max((candidate.accounts for candidate in candidates), key=len)
+    told = max((candidate.member_reports for candidate in candidates), key=len)
     verdict = newest_verdict(told)
     if verdict is None:
         return "no round of the run is committed yet: only the store that it was begun in can go on with it"

@@ -1,4 +1,4 @@
-"""Links as the members of an opening plan with them, and who should own how much of the state. Pure.
+"""Links as the members of a plan plan with them, and who should own how much of the state. Pure.
 
 Rates are in Mbit/s, in one direction. Every process that reads records loads this file: what needs numpy is in `rings`.
 """
@@ -36,7 +36,7 @@ class LinkObservation:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """What the members of an opening plan with: the same for all, and nearly as they see it."""
+    """What the members of a plan plan with: the same for all, and nearly as they see it."""
 
     rates: EachMember[Mbit] = ()
     """Rate of each member's access link; empty: none is known."""
@@ -49,7 +49,7 @@ class LinkTable:
     """Between the two that are farthest from one another."""
     took_ms: Millis = UNKNOWN
     """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
-    behind: EachMember[MemberPlace] = ()
+    dial_out_only: EachMember[MemberPlace] = ()
     """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
 
 

@@ -1,6 +1,6 @@
 """What members count by what their contributions to the rounds before were worth. Pure rules.
 
-A score is a running mean, in -1..1. Verdicts record the scores, so every opening's proposer comes to the same weights.
+A score is a running mean, in -1..1. Verdicts record the scores, so every plan's proposer comes to the same weights.
 Norms do not show here: a combination bounds them (`outer.robust`). There are two:
 
 - *agreement*: of the cosine of a member's contribution and of the committed result. Honest contributions point somewhat
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 
 RECORD, GAIN = "agreement", "gain"
 """Where scores stand in a verdict's record."""
@@ -62,12 +62,12 @@ def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, 
     return tuple(min(weight_of(said.get(m, 0.0), name) for name, said in scores.items()) for m in members)
 
 
-def scores_after(record: Mapping[str, Any], opening: Opening, cosines: Mapping[str, float]) -> dict[str, float]:
-    """Scores after the round of this opening; `record`: of the round before, `cosines`: what was measured in this one.
+def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[str, float]) -> dict[str, float]:
+    """Scores after the round of this plan; `record`: of the round before, `cosines`: what was measured in this one.
 
     Members that are neither in the round nor late for it are forgotten.
     """
-    before, members = scores_of(record), (*opening.members, *opening.late)
+    before, members = scores_of(record), (*plan.members, *plan.late)
     return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_KEPT) for m in members}
 
 
@@ -78,20 +78,20 @@ def _score(before: float, measured: float | None, *, kept: float) -> float:
     return (1 - _NEW) * before + _NEW * max(-1.0, min(1.0, measured))
 
 
-def gains_after(record: Mapping[str, Any], opening: Opening) -> dict[str, float]:
-    """Scores of gain after the round of this opening, which has what was measured of the payloads of the round before.
+def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
+    """Scores of gain after the round of this plan, which has what was measured of the payloads of the round before.
 
     They are as before where nothing was measured, but of members that count nothing. Where most of the measured
     payloads raise the loss, as when nobody learns any more, a member is compared with these.
     """
     before = scores_of(record, GAIN)
-    if not opening.gains:
+    if not plan.gains:
         return before
-    usual = min(0.0, median_high(gain.ratio for gain in opening.gains))
-    measured = {gain.member: gain.ratio - usual for gain in opening.gains}
+    usual = min(0.0, median_high(gain.ratio for gain in plan.gains))
+    measured = {gain.member: gain.ratio - usual for gain in plan.gains}
 
     def score(member: str) -> float:
         was = before.get(member, 0.0)
         return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _KEPT)
 
-    return {member: score(member) for member in (*opening.members, *opening.late)}
+    return {member: score(member) for member in (*plan.members, *plan.late)}

@@ -17,7 +17,7 @@ from itertools import groupby
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import lines_of
+from zeroband.elastic.membership.reach import relay_ways
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
 from zeroband.elastic.membership.resume_rules import pending
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry, no_donor
@@ -395,12 +395,12 @@ def _contradiction(committed: Verdict, round: int, state_digest: str) -> str:
 
 
 def _donor(member: str, peers: Mapping[str, Peer]) -> Donor:
-    return Donor(member, peers[member].host, peers[member].port, lines_of(member, peers))
+    return Donor(member, peers[member].host, peers[member].port, relay_ways(member, peers))
 
 
 def no_donor_in(view: View) -> RecoveryFailed:
     """The error that says why no member serves its state: all are gone, or the living ones have none yet."""
-    agreed, newest = pending(view), view.committed or view.opening
+    agreed, newest = pending(view), view.committed or view.plan
     living = [m for m in (view.alive if newest is None else newest.members) if m in view.alive]
     names = ", ".join(sorted(map(node_id_of_member, living)))
     if agreed is not None and agreed.member in view.alive:

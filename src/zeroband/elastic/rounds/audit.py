@@ -21,7 +21,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.kernels.codec import Codec
@@ -66,22 +66,22 @@ class AuditedRange:
         return self.stop - self.start
 
 
-def drawers(opening: Opening, numel: int) -> tuple[int, ...]:
-    """Places of the members that draw a stretch of a result of so many values: some others in each opening."""
-    world = len(opening.members)
+def drawers(plan: RoundPlan, numel: int) -> tuple[int, ...]:
+    """Places of the members that draw a stretch of a result of so many values: some others in each plan."""
+    world = len(plan.members)
     afforded = max(numel, _FREE) // (_PART * PIECE * world)
     count = min(world, _MOST_DRAWERS, max(_FEWEST_DRAWERS, afforded))
 
     def lot(place: int) -> bytes:
-        return hashlib.sha256(f"{opening.id} draws {opening.members[place]}".encode()).digest()
+        return hashlib.sha256(f"{plan.id} draws {plan.members[place]}".encode()).digest()
 
     return tuple(sorted(sorted(range(world), key=lot)[:count]))
 
 
-def draw_lengths(opening: Opening, numel: int) -> tuple[int, ...]:
+def draw_lengths(plan: RoundPlan, numel: int) -> tuple[int, ...]:
     """Bytes that each member draws, in their order."""
-    drawing = drawers(opening, numel)
-    return tuple(_DRAW_BYTES if place in drawing else 0 for place in range(len(opening.members)))
+    drawing = drawers(plan, numel)
+    return tuple(_DRAW_BYTES if place in drawing else 0 for place in range(len(plan.members)))
 
 
 def new_draw(length: int) -> Tensor:
@@ -89,9 +89,9 @@ def new_draw(length: int) -> Tensor:
     return torch.frombuffer(bytearray(os.urandom(length)), dtype=torch.uint8) if length else torch.empty(0).byte()
 
 
-def chance_of(opening: Opening, numel: int) -> float:
+def chance_of(plan: RoundPlan, numel: int) -> float:
     """How likely a round of so many values is audited, in 0..1: so that audits take a hundredth of its time at most."""
-    steps = median_low([n for n in opening.steps if n > 0] or [0])
+    steps = median_low([n for n in plan.steps if n > 0] or [0])
     round_s = _ROUND_S + steps * _STEP_S + numel * (_VALUE_S + steps * _VALUE_STEP_S)
     return min(1.0, _AFFORDED * round_s / _SHOW_S)
 
@@ -136,7 +136,7 @@ class AuditFindings:
 class Auditor:
     """Audits the means of one node. Called by all local ranks.
 
-    `rule`: as the owners combine; None: the mean. `chance`: of an audit in a round of an opening, of so many values.
+    `rule`: as the owners combine; None: the mean. `chance`: of an audit in a round of a plan, of so many values.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Auditor:
         mesh: ElasticDeviceMesh,
         codec: Codec,
         rule: RobustRule | None,
-        chance: Callable[[Opening, int], float] = chance_of,
+        chance: Callable[[RoundPlan, int], float] = chance_of,
     ) -> None:
         self._mesh = mesh
         self._codec = codec
@@ -160,23 +160,23 @@ class Auditor:
         `drawn`: what each member drew, by `draw_lengths`, when it held the whole result; None: that is still to be
         gathered. Raises PeerLost, as a transfer does.
         """
-        opening, hashes = request.opening, moved.hashes
-        if not self._mesh.is_so(hashes is not None and any(opening.shares)):
+        plan, hashes = request.plan, moved.hashes
+        if not self._mesh.is_so(hashes is not None and any(plan.shares)):
             return moved, AuditFindings()
-        own = opening.members.index(request.member_id)
+        own = plan.members.index(request.member_id)
         if drawn is None:
-            lengths = draw_lengths(opening, request.result.numel())
+            lengths = draw_lengths(plan, request.result.numel())
             told, drawn = self._gather(request, new_draw(lengths[own]), lengths, _DRAWS)
             moved = added(moved, told)
-        chance, draws = self._chance(opening, request.result.numel()), [one for one in drawn if one.numel()]
+        chance, draws = self._chance(plan, request.result.numel()), [one for one in drawn if one.numel()]
         if not self._mesh.is_so(any(hits(one, chance, len(draws)) for one in draws)):
             return moved, AuditFindings()
         stretches = [] if hashes is None else _stretches(drawn, moved.borders, hashes)
         size = len(draws) * self._size(request)
         payload = (
-            self._parts_of(request, stretches, size) if opening.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
+            self._parts_of(request, stretches, size) if plan.shares[own] > 0 else torch.empty(0, dtype=torch.uint8)
         )
-        again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in opening.shares], _SHOWS)
+        again, shown = self._gather(request, payload, [size if share > 0 else 0 for share in plan.shares], _SHOWS)
         found = AuditFindings() if hashes is None else self._compare(request, hashes, stretches, drawn, shown)
         return replace(added(moved, again), is_refused=bool(found.wrong or found.denied)), found
 
@@ -184,10 +184,10 @@ class Auditor:
         self, request: RoundRequest, payload: Tensor, lengths: Sequence[int], number: int
     ) -> tuple[Transfer, Sequence[Tensor]]:
         """Bring so many bytes of each member to all; of this one those that `payload` begins with."""
-        opening, room = request.opening, torch.empty(sum(lengths), dtype=torch.uint8)
-        own = payload[: lengths[opening.members.index(request.member_id)]]
+        plan, room = request.plan, torch.empty(sum(lengths), dtype=torch.uint8)
+        own = payload[: lengths[plan.members.index(request.member_id)]]
         gathering = Gathering(tuple(lengths), number=number, is_report=True)
-        told = self._mesh.gather(RoundRequest(opening, request.member_id, own, room), gathering)
+        told = self._mesh.gather(RoundRequest(plan, request.member_id, own, room), gathering)
         return told, room.split(list(lengths))
 
     def _size(self, request: RoundRequest) -> int:
@@ -214,19 +214,19 @@ class Auditor:
         shown: Sequence[Tensor],
     ) -> AuditFindings:
         """Sum up again what was shown, and hold it against the result and, of the own shard, against what was sent."""
-        opening, wrong, denied = request.opening, set[int](), set[int]()
-        own = opening.members.index(request.member_id)
+        plan, wrong, denied = request.plan, set[int](), set[int]()
+        own = plan.members.index(request.member_id)
         for stretch, parts in self._by_stretch(request, stretches, shown):
             if not self._is_sum(request, stretch, parts):
                 wrong.add(stretch.owner)
             if stretch.owner == own:
                 denied |= {p for p, part in parts.items() if p != own and not hashes.is_of(p, stretch.start, part)}
-        names = opening.members
+        names = plan.members
         found = AuditFindings(
             drawn, shown, tuple(names[p] for p in sorted(wrong)), tuple(names[p] for p in sorted(denied))
         )
         if wrong or denied:
-            fields = {"round": opening.round, "wrong": list(found.wrong), "denied": list(found.denied)}
+            fields = {"round": plan.round, "wrong": list(found.wrong), "denied": list(found.denied)}
             _log.warning("the audit of a round contradicts its result, which is not taken", extra={"fields": fields})
         return found
 
@@ -241,19 +241,19 @@ class Auditor:
 
     def _is_sum(self, request: RoundRequest, stretch: AuditedRange, parts: Mapping[int, Tensor]) -> bool:
         """Whether the result of a stretch is what its owner had to make of these parts, by their members' places."""
-        opening, codec, n = request.opening, self._codec, stretch.numel
+        plan, codec, n = request.plan, self._codec, stretch.numel
         if self._rule is None:
             total = torch.zeros(n)
             for place, part in parts.items():
-                codec.add(part, opening.shares[place], total)
+                codec.add(part, plan.shares[place], total)
             own = parts.get(stretch.owner)  # which nobody saw before: it had refused parts of others that are too large
-            most = _SLACK * opening.largest[stretch.owner] if opening.largest else math.inf
+            most = _SLACK * plan.largest[stretch.owner] if plan.largest else math.inf
             if own is not None and not codec.largest(own, n) <= most:
                 return False
         else:
             empty = torch.zeros(codec.encoded_size(n), dtype=torch.uint8)
-            all_parts = [parts.get(place, empty) for place in range(len(opening.members))]
-            total, _ = combine(self._rule, codec, all_parts, opening.shares, n)
+            all_parts = [parts.get(place, empty) for place in range(len(plan.members))]
+            total, _ = combine(self._rule, codec, all_parts, plan.shares, n)
         if not torch.isfinite(total).all():
             return False
         expected, got = codec.decode(codec.encode(total), n), request.result[stretch.start : stretch.stop]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Carried, Carry, Opening
+from zeroband.elastic.membership.records import Carried, Carry, RoundPlan
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.errors import RecoveryFailed
@@ -46,10 +46,10 @@ def offer_of(number: int, data: Tensor) -> RoundUpdate:
     return RoundUpdate(number, data, {}, f"{number}-{hashlib.sha256(data.numpy().data).hexdigest()}")
 
 
-def counts_of(opening: Opening, member_id: str) -> tuple[float, float]:
+def counts_of(plan: RoundPlan, member_id: str) -> tuple[float, float]:
     """What a member counts, and what it counts with the contributions that it carries."""
-    own = opening.counts[opening.members.index(member_id)]
-    return own, own + sum(map(opening.count_of, opening.carried_by(member_id)))
+    own = plan.counts[plan.members.index(member_id)]
+    return own, own + sum(map(plan.count_of, plan.carried_by(member_id)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Carriage:
         self._told: dict[str, _Held] = {}
         """What its newest `Ready` named: kept until the next one, whatever its members offer meanwhile."""
         self._carried: set[str] = set()
-        """Members that the newest opening lists as carried by anybody."""
+        """Members that the newest plan lists as carried by anybody."""
         self._fetchers: dict[str, threading.Event] = {}
         """What ends the thread that fetches from a member."""
 
@@ -121,16 +121,16 @@ class Carriage:
 
     # -- what it carries ----------------------------------------------------------------------------------------------
 
-    def look(self, opening: Opening, member_id: str) -> None:
-        """Fetch from the members that an opening gives this one to carry, and forget those that are no longer carried.
+    def look(self, plan: RoundPlan, member_id: str) -> None:
+        """Fetch from the members that a plan gives this one to carry, and forget those that are no longer carried.
 
         What is here, or on its way, of one that another member carries now may still count by this one.
         """
         if self._local.rank != 0:
             return
-        mine = {carried.member for carried in opening.carried if carried.carrier == member_id}
+        mine = {carried.member for carried in plan.carried if carried.carrier == member_id}
         with self._lock:
-            self._carried = {carried.member for carried in opening.carried}
+            self._carried = {carried.member for carried in plan.carried}
             for member in self._fetchers.keys() - mine:
                 self._fetchers.pop(member).set()
             self._held = {member: held for member, held in self._held.items() if member in self._carried}
@@ -144,28 +144,28 @@ class Carriage:
             self._told = dict(self._held)
             return tuple(Carry(member, held.offer, held.largest) for member, held in sorted(self._told.items()))
 
-    def with_carried(self, opening: Opening, member_id: str, contribution: Tensor) -> Tensor:
+    def with_carried(self, plan: RoundPlan, member_id: str, contribution: Tensor) -> Tensor:
         """What a member brings to the exchange: the mean of its contribution and those that it carries.
 
         In float32: its own one times its part, to which each carried one is added, times its part, in the order of the
         members. Where it carries none, its own one as it is. Called by all local ranks.
         """
-        carried = opening.carried_by(member_id)
+        carried = plan.carried_by(member_id)
         if not carried:
             return contribution
         self._buffers.open(_SUM)
         total = self._buffers[_SUM][: contribution.numel()]
         if self._local.rank == 0:
-            own, all_count = counts_of(opening, member_id)
+            own, all_count = counts_of(plan, member_id)
             torch.mul(contribution, own / all_count, out=total) if own > 0 else total.zero_()
             for one in carried:
-                self._codec.add(self._data_of(one), opening.count_of(one) / all_count, total)
+                self._codec.add(self._data_of(one), plan.count_of(one) / all_count, total)
         barrier(self._local)
         return total
 
     def _data_of(self, carried: Carried) -> Tensor:
         held = self._told[carried.member]
-        assert held.offer == carried.offer, "the opening counts what this node's record names"
+        assert held.offer == carried.offer, "the plan counts what this node's record names"
         return held.data
 
     def _carry(self, member: str, ended: threading.Event) -> None:

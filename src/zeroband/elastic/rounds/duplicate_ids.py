@@ -43,5 +43,5 @@ def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: fl
 
 
 def _is_in_run(view: View, member_id: str) -> bool:
-    committed = None if view.committed is None else view.committed.opening
-    return any(member_id in opening.members for opening in (view.opening, committed) if opening is not None)
+    committed = None if view.committed is None else view.committed.plan
+    return any(member_id in plan.members for plan in (view.plan, committed) if plan is not None)

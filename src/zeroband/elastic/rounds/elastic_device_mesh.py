@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroband.elastic.membership.records import Claim, Evidence, Opening, Ready, Verdict, from_json, to_json
+from zeroband.elastic.membership.records import Claim, Evidence, Ready, RoundPlan, Verdict, from_json, to_json
 from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
@@ -151,88 +151,88 @@ class ElasticDeviceMesh:
 
         on_first_rank(self.local, announce)
 
-    def await_turn(self, round: int, *, is_member: bool) -> Opening | Verdict:
+    def await_turn(self, round: int, *, is_member: bool) -> RoundPlan | Verdict:
         """Wait until the round is open to this node, or was committed without it: then catch up and ask again.
 
         `is_member`: it took part in the last round, so that a round without it means Fenced, unless it was only late.
         """
 
-        def wait() -> Opening | Verdict:
+        def wait() -> RoundPlan | Verdict:
             return self.member.await_turn(
                 round, self._rules, is_member=is_member, start_deadline_s=self._start_deadline_s
             )
 
-        return record_on_first_rank(self.local, (Opening, Verdict), wait)
+        return record_on_first_rank(self.local, (RoundPlan, Verdict), wait)
 
     def reduce_mean(self, request: RoundRequest) -> Transfer:
         """The weighted mean of the members' contributions, bit-identical on all of them.
 
         Raises PeerLost on all local ranks; then the request's `result` must be replaced unless `keeps_buffers`.
         """
-        return self._transfer(request.opening, lambda: self._plane.reduce_mean(request))
+        return self._transfer(request.plan, lambda: self._plane.reduce_mean(request))
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Transfer:
         """The members' payloads, one behind the other: the same bytes on all of them that receive.
 
         Raises PeerLost as `reduce_mean` does.
         """
-        moved = self._transfer(request.opening, lambda: self._plane.gather(request, gathering))
-        opening, own = request.opening, len(request.sent)
-        is_sent = own > 0 and len(opening.members) > 1 and gathering.receiver != request.member_id
+        moved = self._transfer(request.plan, lambda: self._plane.gather(request, gathering))
+        plan, own = request.plan, len(request.sent)
+        is_sent = own > 0 and len(plan.members) > 1 and gathering.receiver != request.member_id
         return replace(moved, payload_bytes=own if is_sent else None)
 
-    def _transfer(self, opening: Opening, move: Callable[[], Moved]) -> Transfer:
-        """Move bytes between nodes, with the opening watched. Raises PeerLost on all local ranks."""
+    def _transfer(self, plan: RoundPlan, move: Callable[[], Moved]) -> Transfer:
+        """Move bytes between nodes, with the plan watched. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
         reason, moved = "", Moved(0, 0)
         if self.local.rank == 0:
-            self.member.watch(opening)
+            self.member.watch(plan)
         try:
             moved = move()
         except PeerLost as error:
             reason = str(error)
-            self.flags.abort(opening.version)
+            self.flags.abort(plan.version)
             if isinstance(error, TransferStalled) and self.local.rank == 0:
-                self.member.tell_stall(opening, error)
+                self.member.tell_stall(plan, error)
         if not all_ok(not reason, self.local):
-            self._give_up(opening, reason or "another local rank lost its lane")
+            self._give_up(plan, reason or "another local rank lost its lane")
         took_s = time.monotonic() - started_at_s
         return Transfer(took_s=took_s, **moved._asdict())
 
-    def _give_up(self, opening: Opening, reason: str) -> None:
+    def _give_up(self, plan: RoundPlan, reason: str) -> None:
         self._plane.leave_behind()
 
         def report() -> None:
             self.member.watch(None)
-            self.member.report_failure(opening, reason)
-            self.member.record_stall(opening.round, reason)
+            self.member.report_failure(plan, reason)
+            self.member.record_stall(plan.round, reason)
 
         on_first_rank(self.local, report)
         raise PeerLost(reason)
 
-    def testify(self, opening: Opening, testimony: Callable[[], Evidence]) -> None:
-        """Tell the others what this node saw of an opening that failed. `testimony`: as `Exchange.testimony`."""
+    def testify(self, plan: RoundPlan, testimony: Callable[[], Evidence]) -> None:
+        """Tell the others what this node saw of a plan that failed. `testimony`: as `Exchange.testimony`."""
 
         def testify() -> None:
             gaps = self._plane.gaps()
             lacking = {"lacks": gaps.lacks, "lacks_mean": gaps.lacks_mean, "refused": gaps.refused}
-            self.member.testify(opening, replace(testimony(), **lacking))
+            self.member.testify(plan, replace(testimony(), **lacking))
 
         on_first_rank(self.local, testify)
 
-    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
+    def vote(self, plan: RoundPlan, digest: str, record: Mapping[str, Any]) -> None:
         """Name the result that this node holds; `await_verdict` follows, with the same `record`."""
 
         def vote() -> None:
             try:
-                self.member.vote(opening, digest, record)
+                self.member.vote(plan, digest, record)
             except BaseException:
                 self.member.watch(None)
                 raise
 
         on_first_rank(self.local, vote)
 
-    def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
+    def await_verdict(self, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed. `record`: what this node would write into the verdict; local rank 0 only.
 
         Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
@@ -240,9 +240,9 @@ class ElasticDeviceMesh:
 
         def wait() -> Verdict:
             try:
-                return self.member.await_verdict(opening, record)
+                return self.member.await_verdict(plan, record)
             except PeerLost as error:
-                self.member.record_stall(opening.round, str(error))
+                self.member.record_stall(plan.round, str(error))
                 raise
             finally:
                 self.member.watch(None)
@@ -253,9 +253,9 @@ class ElasticDeviceMesh:
             self._plane.leave_behind()
             raise
 
-    def refuse_rollback(self, opening: Opening, reason: str) -> None:
-        """The checkpoint that an opening goes back to cannot be had here: the run goes on as it was."""
-        on_first_rank(self.local, lambda: self.member.refuse_rollback(opening, reason))
+    def refuse_rollback(self, plan: RoundPlan, reason: str) -> None:
+        """The checkpoint that a plan goes back to cannot be had here: the run goes on as it was."""
+        on_first_rank(self.local, lambda: self.member.refuse_rollback(plan, reason))
 
     def close(self) -> None:
         """Leave the run."""

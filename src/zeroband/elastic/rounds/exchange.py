@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.rounds.audit import AuditFindings, Auditor, added, draw_lengths, new_draw
 from zeroband.elastic.rounds.carriage import Carriage, counts_of
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, RESULT, OuterParts
@@ -38,7 +38,10 @@ _log = get_logger(__name__)
 
 
 class Exchange(Protocol):
-    """What the members of a round make together. Called by all local ranks. `turn`: number of the round's fragment."""
+    """What the members of a round make together. Called by all local ranks.
+
+    `fragment_index`: of the round's fragment.
+    """
 
     @property
     def largest(self) -> float | None:
@@ -61,7 +64,7 @@ class Exchange(Protocol):
         ...
 
     def load(
-        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+        self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
         """Make this node's contribution to a round of what its ranks wrote into the contribution buffer.
 
@@ -70,11 +73,11 @@ class Exchange(Protocol):
         """
         ...
 
-    def result_of(self, turn: int) -> Tensor:
+    def result_of(self, fragment_index: int) -> Tensor:
         """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
         ...
 
-    def run(self, opening: Opening, turn: int) -> Transfer:
+    def run(self, plan: RoundPlan, fragment_index: int) -> Transfer:
         """Move the contributions and write the result; what is contributed stays, so that it can be run again.
 
         Raises PeerLost.
@@ -103,14 +106,14 @@ class Exchange(Protocol):
         """
         ...
 
-    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
+    def room(self, fragment_index: int, nbytes: int, room: Allocator) -> Tensor:
         """(nbytes,) uint8 for what a round that this node missed was made from: what `room` gives, or the result's.
 
         Local rank 0. Raises RecoveryFailed where that never has so many bytes.
         """
         ...
 
-    def unpack(self, turn: int, update: Tensor | None) -> None:
+    def unpack(self, fragment_index: int, update: Tensor | None) -> None:
         """Write the result that another member packed. `update`: in `room`, on local rank 0.
 
         Raises RecoveryFailed on all local ranks where it is none.
@@ -163,7 +166,7 @@ class MeanExchange:
         return self._rule is not None
 
     def load(
-        self, round: int, turn: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+        self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
         contribution = self._buffers[CONTRIBUTION]
         self._feedback.add_to(contribution, names)
@@ -173,28 +176,28 @@ class MeanExchange:
         self.largest = largest_of(dict(written), self._mesh.local, round, sizes)
         return self.largest is not None
 
-    def result_of(self, turn: int) -> Tensor:
-        return self._buffers[RESULT][self._bounds[turn]]
+    def result_of(self, fragment_index: int) -> Tensor:
+        return self._buffers[RESULT][self._bounds[fragment_index]]
 
-    def run(self, opening: Opening, turn: int) -> Transfer:
-        part, self._parts, self._found, self._travelled = self._bounds[turn], (), AuditFindings(), None
+    def run(self, plan: RoundPlan, fragment_index: int) -> Transfer:
+        part, self._parts, self._found, self._travelled = self._bounds[fragment_index], (), AuditFindings(), None
         contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
-        own, all_count = counts_of(opening, self._mesh.member_id)
+        own, all_count = counts_of(plan, self._mesh.member_id)
         residual = None if residual is None or (all_count > own == 0) else residual[part]
         if self.carriage is not None:
-            contribution = self.carriage.with_carried(opening, self._mesh.member_id, contribution)
-        buffers, members = (contribution, self.result_of(turn), residual), len(opening.members)
+            contribution = self.carriage.with_carried(plan, self._mesh.member_id, contribution)
+        buffers, members = (contribution, self.result_of(fragment_index), residual), len(plan.members)
         robust = None if self._rule is None or members == 1 else Robustly(self._rule, members)
         key = None if self._auditor is None else self._auditor.key
         encoded_mean = self._encoded_mean
         if encoded_mean is not None:
             encoded_mean = encoded_mean[: self._codec.encoded_size(contribution.numel())]
-        request = RoundRequest(opening, self._mesh.member_id, *buffers, robust, self._encoded, encoded_mean, key)
+        request = RoundRequest(plan, self._mesh.member_id, *buffers, robust, self._encoded, encoded_mean, key)
         moved = self._mesh.reduce_mean(request)
         self._travelled = encoded_mean if moved.has_encoded_mean else None
         if residual is not None and all_count > own and self._mesh.local.rank == 0:
             residual.mul_(all_count / own)  # it is in units of what was sent; the next one has the node's own weight
-        self._parts = parts_of(self.result_of(turn), moved.borders)
+        self._parts = parts_of(self.result_of(fragment_index), moved.borders)
         moved, drawn = (moved, None) if robust is None else self._compare(request, moved, robust)
         if self._auditor is not None and members > 1:
             moved, self._found = self._auditor.audit(request, moved, drawn)
@@ -209,13 +212,13 @@ class MeanExchange:
         Of an owner who lies only its own word is wrong: the median of all is taken, without a member's own. With it
         goes what each member draws for an audit: who has this to tell holds the whole result.
         """
-        opening, members, world = request.opening, request.opening.members, len(request.opening.members)
-        draws = (0,) * world if self._auditor is None else draw_lengths(opening, request.result.numel())
+        plan, members, world = request.plan, request.plan.members, len(request.plan.members)
+        draws = (0,) * world if self._auditor is None else draw_lengths(plan, request.result.numel())
         lengths = tuple(world + length for length in draws)
         drawn = new_draw(draws[members.index(request.member_id)])
         own = torch.cat([encode_cosines(robust.measured.cosines()), drawn])
         gathering, room = Gathering(lengths, number=1, is_report=True), torch.empty(sum(lengths), dtype=torch.uint8)
-        told = self._mesh.gather(RoundRequest(opening, request.member_id, own, room), gathering)
+        told = self._mesh.gather(RoundRequest(plan, request.member_id, own, room), gathering)
         said = room.split(list(lengths))
         agreement = cosines_of(members, [one[:world] for one in said]) if self._mesh.local.rank == 0 else {}
         return replace(added(moved, told), agreement=agreement), [one[world:] for one in said]
@@ -230,14 +233,14 @@ class MeanExchange:
     def pack(self, result: Tensor, keep: Keep) -> Tensor:
         return keep(pack_mean(result, self._codec) if self._travelled is None else self._travelled)
 
-    def room(self, turn: int, nbytes: int, room: Allocator) -> Tensor:
-        result = self.result_of(turn)
+    def room(self, fragment_index: int, nbytes: int, room: Allocator) -> Tensor:
+        result = self.result_of(fragment_index)
         if nbytes not in packed_sizes(result.numel(), self._codec):
             raise RecoveryFailed(f"no mean of {result.numel()} values takes {nbytes} bytes")
         return result.view(torch.uint8) if nbytes == 4 * result.numel() else room(nbytes)
 
-    def unpack(self, turn: int, update: Tensor | None) -> None:
-        result = self.result_of(turn)
+    def unpack(self, fragment_index: int, update: Tensor | None) -> None:
+        result = self.result_of(fragment_index)
         if update is not None and update.data_ptr() != result.data_ptr():
             unpack_mean(update, self._codec, result)
         barrier(self._mesh.local)

@@ -30,8 +30,8 @@ from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
     LinkRates,
-    Opening,
     Ready,
+    RoundPlan,
     Verdict,
     View,
 )
@@ -44,7 +44,7 @@ from zeroband.elastic.membership.round_rules import (
     knows_enough_to_open,
     may_open,
     must_leave,
-    next_opening,
+    next_plan,
     next_verdict,
 )
 from zeroband.elastic.membership.topology import is_near
@@ -202,9 +202,9 @@ class Member:
         """Findings that were said as events."""
         self._claim: tuple[int, Claim] | None = None
         """The samples that it claimed, which no round has dealt it yet, with the newest round at that time."""
-        self._followed = ""  # id of the newest opening that was seen to follow from its members' records
+        self._followed = ""  # id of the newest plan that was seen to follow from its members' records
         self._judged: tuple[str, str | None] = "", None
-        """Id of the newest opening that was compared with the attempts before it, and what it says without reason."""
+        """Id of the newest plan that was compared with the attempts before it, and what it says without reason."""
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
@@ -289,7 +289,7 @@ class Member:
         """Return the claim of this member until a later round has listed it; None after that."""
         if self._claim is None or (committed := view.committed) is None:
             return None
-        is_listed = self.member_id in (*committed.members, *committed.opening.late)
+        is_listed = self.member_id in (*committed.members, *committed.plan.late)
         if is_listed and committed.round > self._claim[0]:
             self._claim = None
         return None if self._claim is None else self._claim[1]
@@ -320,7 +320,7 @@ class Member:
             self._told_links = LinkRates(mbit, probed.rtt_ms)
             self.store.tell_links(self.member_id, self._told_links)
 
-    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
+    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> RoundPlan | Verdict:
         """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
 
         `is_member`: it took part in the last round, so a round without it means that it was voted out, unless it was
@@ -330,8 +330,8 @@ class Member:
 
     def turn_rule(
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
-    ) -> Rule[Opening | Verdict]:
-        """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
+    ) -> Rule[RoundPlan | Verdict]:
+        """What `await_turn` decides at each look, proposing the plan that is called for. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
 
@@ -341,13 +341,13 @@ class Member:
             given_up = {m for m in view.refused if now_s - refused_since_s.setdefault(m, now_s) >= _REFUSED_S}
             return ElapsedWaits(now_s > start_deadline_s, are_late, frozenset(given_up), stragglers.phase_s)
 
-        def decide(seen: View) -> Opening | Verdict | Wait:
+        def decide(seen: View) -> RoundPlan | Verdict | Wait:
             view = self._within_limits(seen, round, rules)
             pause.look(view.orders, self._clock())
-            believed = view if self._why_unfounded(view) is None else replace(view, opening=None)
+            believed = view if self._why_unfounded(view) is None else replace(view, plan=None)
             self._require_not_barred(believed)
-            if view.opening is not None and view.opening.round == round and view.failed is not None:
-                self._inquiry.begin(view.opening)
+            if view.plan is not None and view.plan.round == round and view.failed is not None:
+                self._inquiry.begin(view.plan)
             claim = self._claim_unless_dealt(view)
             excluded = must_leave(believed, self.member_id, round, claim) if is_member else None
             if excluded is not None:
@@ -355,7 +355,7 @@ class Member:
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_opening(view, round, rules, waits_at(view))
+            return self._decide_plan(view, round, rules, waits_at(view))
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -381,49 +381,49 @@ class Member:
         return view
 
     def _why_unfounded(self, view: View) -> str | None:
-        """What the current opening says of the ones before it that does not follow from them; None: all of it does.
+        """What the current plan says of the ones before it that does not follow from them; None: all of it does.
 
         As long as it does not, no member obeys it, least of all one that it puts out.
         """
-        opening, committed = view.opening, view.committed
-        if opening is None or (committed is not None and committed.round >= opening.round):
+        plan, committed = view.plan, view.committed
+        if plan is None or (committed is not None and committed.round >= plan.round):
             return None
-        if self._judged[0] != opening.id:
-            why = self._inquiry.objection(opening, committed)
+        if self._judged[0] != plan.id:
+            why = self._inquiry.objection(plan, committed)
             if why is not None and view.is_settling:
                 return "the store lost its record; members are given time to bring it back"
-            self._judged = opening.id, why
+            self._judged = plan.id, why
             if why is None:
-                self._tell_blames(opening)
+                self._tell_blames(plan)
         return self._judged[1]
 
-    def _why_refused(self, opening: Opening, view: View, rules: Rules) -> str | None:
-        """Why this member does not take part in an opening; None: it does. `checkers` look at the records of all."""
-        if opening.id == self._followed:
+    def _why_refused(self, plan: RoundPlan, view: View, rules: Rules) -> str | None:
+        """Why this member does not take part in a plan; None: it does. `checkers` look at the records of all."""
+        if plan.id == self._followed:
             return None
         why = self._why_unfounded(view)
-        if self.member_id not in opening.members:
+        if self.member_id not in plan.members:
             return why
         said = view.ready.get(self.member_id)
-        why = why if said is None else why or misquotes(opening, self.member_id, said)
+        why = why if said is None else why or misquotes(plan, self.member_id, said)
         if why is None and view.unseen_ready:
-            if self.member_id not in checkers(opening):
+            if self.member_id not in checkers(plan):
                 return None
-            whole = self._await_change(opening.round, None, within_s=0.0, whole=True)
-            view = self._within_limits(whole, opening.round, rules)
-        if view.opening != opening:
-            return "another opening is there by now"
-        if view.is_settling and (self._judged[0] != opening.id or not all(m in view.ready for m in opening.members)):
+            whole = self._await_change(plan.round, None, within_s=0.0, whole=True)
+            view = self._within_limits(whole, plan.round, rules)
+        if view.plan != plan:
+            return "another plan is there by now"
+        if view.is_settling and (self._judged[0] != plan.id or not all(m in view.ready for m in plan.members)):
             return "the store lost its record; members are given time to bring it back"
-        why = why or follows(opening, view, rules)
+        why = why or follows(plan, view, rules)
         if why is None:
-            self._followed = opening.id
+            self._followed = plan.id
             return None
         if not view.is_proven:
-            return self._why_refused(opening, self._proven(opening.round, rules), rules)
+            return self._why_refused(plan, self._proven(plan.round, rules), rules)
         reason = f"{REFUSED}: {why}"
-        self._on_event("opening_refused", round=opening.round, reason=reason)
-        self.report_failure(opening, reason)
+        self._on_event("plan_refused", round=plan.round, reason=reason)
+        self.report_failure(plan, reason)
         return reason
 
     def _proven(self, round: int, rules: Rules) -> View:
@@ -431,82 +431,82 @@ class Member:
 
     def _require_not_barred(self, view: View) -> None:
         """Raise ConfigError where this node was put out for good."""
-        found = None if view.opening is None else bars(view.opening.blames, self.member_id)
+        found = None if view.plan is None else bars(view.plan.blames, self.member_id)
         if found is not None:
             raise ConfigError(
                 f"{self.identity.node_id} was put out of the run in round {found.round}: {found.reason}; check its "
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _decide_opening(self, view: View, round: int, rules: Rules, waits: ElapsedWaits) -> Opening | Wait:
-        """The opening of a round that this member takes part in, proposed where that is its turn; or a wait."""
-        current, inquiry = view.opening, self._inquiry
+    def _decide_plan(self, view: View, round: int, rules: Rules, waits: ElapsedWaits) -> RoundPlan | Wait:
+        """The plan of a round that this member takes part in, proposed where that is its turn; or a wait."""
+        current, inquiry = view.plan, self._inquiry
         if current is not None and current.round == round and view.can_finish(current):
             why = self._why_refused(current, view, rules)
             return self._turn_in(current) if why is None else Wait(why)
         if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
-            return self._decide_opening(self._proven(round, rules), round, rules, waits)
-        decision = next_opening(view, round, rules, waits, self.store.links, inquiry, self.store.claims)
-        if isinstance(decision, Opening) and not view.is_proven and leaves_out(decision, view):
-            return self._decide_opening(self._proven(round, rules), round, rules, waits)
+            return self._decide_plan(self._proven(round, rules), round, rules, waits)
+        decision = next_plan(view, round, rules, waits, self.store.links, inquiry, self.store.claims)
+        if isinstance(decision, RoundPlan) and not view.is_proven and leaves_out(decision, view):
+            return self._decide_plan(self._proven(round, rules), round, rules, waits)
         if isinstance(decision, Wait):
             return decision
         before = "" if current is None else current.id
         decision = self.store.signed(replace(decision, before=before), self.member_id)
         heard = inquiry.attempt if view.failed is not None and inquiry.is_of(current) else None
-        if not self.store.propose_opening(decision, current=current, generation=view.generation, heard=heard):
+        if not self.store.propose_plan(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
         return self._turn_in(decision)
 
-    def _turn_in(self, opening: Opening) -> Opening | Wait:
-        """The opening, where this member is in it."""
-        if self.member_id not in opening.members:
-            return Wait(f"round {opening.round} is open to {len(opening.members)} others")
-        return opening
+    def _turn_in(self, plan: RoundPlan) -> RoundPlan | Wait:
+        """The plan, where this member is in it."""
+        if self.member_id not in plan.members:
+            return Wait(f"round {plan.round} is open to {len(plan.members)} others")
+        return plan
 
-    def vote(self, opening: Opening, digest: str, record: Mapping[str, Any]) -> None:
+    def vote(self, plan: RoundPlan, digest: str, record: Mapping[str, Any]) -> None:
         """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
 
-        `record`: what it would write into the verdict. From here on no other verdict on this opening counts.
+        `record`: what it would write into the verdict. From here on no other verdict on this plan counts.
         """
         vote = digest if is_refusal(digest) else vote_for(digest, record)
-        self.store.expect_verdict(Verdict(opening, digest, dict(record)))
+        self.store.expect_verdict(Verdict(plan, digest, dict(record)))
         with self._memory.saying():
-            generation = self._memory.voted(opening, vote, record)
-            view = self.store.vote(opening, self.member_id, vote, generation=generation)
-        self._first_look = opening.round, self._checked(view, opening.round, whole=False)
+            generation = self._memory.voted(plan, vote, record)
+            view = self.store.vote(plan, self.member_id, vote, generation=generation)
+        self._first_look = plan.round, self._checked(view, plan.round, whole=False)
 
-    def testify(self, opening: Opening, evidence: Evidence) -> None:
-        """Say what this member saw of an opening that failed."""
-        self._inquiry.testify(opening, evidence)
+    def testify(self, plan: RoundPlan, evidence: Evidence) -> None:
+        """Say what this member saw of a plan that failed."""
+        self._inquiry.testify(plan, evidence)
 
-    def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
+    def await_verdict(self, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record`: as in `vote`.
 
-        Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
+        Raises PeerLost if the plan cannot be finished, which says: take part in the next plan of the same round.
         """
-        return self._poll(opening.round, self.verdict_rule(opening, record))
+        return self._poll(plan.round, self.verdict_rule(plan, record))
 
-    def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
+    def verdict_rule(self, plan: RoundPlan, record: Mapping[str, Any]) -> Rule[Verdict]:
         """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
-        votes = _Votes(opening, self._clock, self._time_outs.hung_s / 2)
+        votes = _Votes(plan, self._clock, self._time_outs.hung_s / 2)
 
         def decide(view: View) -> Verdict | Wait:
-            if view.committed is not None and view.committed.round >= opening.round:
-                if view.committed.opening == opening:
+            if view.committed is not None and view.committed.round >= plan.round:
+                if view.committed.plan == plan:
                     self._settled_at_s = self._clock()
                     return view.committed
-                raise Fenced(f"round {opening.round} was committed without {self.member_id}")
-            self._check_opening(view, opening, votes)
+                raise Fenced(f"round {plan.round} was committed without {self.member_id}")
+            self._check_plan(view, plan, votes)
             if view.unseen_votes:
-                return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
-            decision = next_verdict(view, opening, record)
+                return Wait(f"{view.voted} of {len(plan.members)} members have voted on round {plan.round}")
+            decision = next_verdict(view, plan, record)
             if decision is None and not view.is_proven:
-                return decide(self.look(opening.round))
+                return decide(self.look(plan.round))
             if decision is None:
-                self.store.report_failure(opening, "the members hold different results")
+                self.store.report_failure(plan, "the members hold different results")
                 return Wait("results differ")
             if isinstance(decision, Verdict):
                 if not self.store.propose_verdict(decision, generation=view.generation):
@@ -516,25 +516,25 @@ class Member:
             return decision
 
         def is_due(view: View) -> bool:
-            return view.voted >= len(opening.members) or bool(view.lost(opening))
+            return view.voted >= len(plan.members) or bool(view.lost(plan))
 
-        return Rule(decide, is_due, lambda view: [m for m in opening.members if m in view.alive])
+        return Rule(decide, is_due, lambda view: [m for m in plan.members if m in view.alive])
 
-    def _check_opening(self, view: View, opening: Opening, votes: _Votes) -> None:
-        """Raise PeerLost where an opening is superseded or cannot be finished any more."""
-        if view.opening != opening:
-            raise PeerLost(f"round {opening.round} was opened again without some of its members")
+    def _check_plan(self, view: View, plan: RoundPlan, votes: _Votes) -> None:
+        """Raise PeerLost where a plan is superseded or cannot be finished any more."""
+        if view.plan != plan:
+            raise PeerLost(f"round {plan.round} was opened again without some of its members")
         if view.failed is not None:
-            raise PeerLost(f"round {opening.round} cannot be finished: {view.failed}")
-        lost = () if view.unseen_votes else view.lost(opening)
+            raise PeerLost(f"round {plan.round} cannot be finished: {view.failed}")
+        lost = () if view.unseen_votes else view.lost(plan)
         if lost:
-            reason = f"{', '.join(lost)} lost during round {opening.round}"
-            if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
+            reason = f"{', '.join(lost)} lost during round {plan.round}"
+            if self.store.report_failure(plan, reason):  # else a lost one came back and voted after all
                 raise PeerLost(reason, lost)
         if votes.stand_still(view):
-            reason = f"{len(opening.members) - view.voted} {NO_VOTE}"
-            if self.store.report_failure(opening, reason):
-                raise PeerLost(f"round {opening.round} cannot be finished: {reason}")
+            reason = f"{len(plan.members) - view.voted} {NO_VOTE}"
+            if self.store.report_failure(plan, reason):
+                raise PeerLost(f"round {plan.round} cannot be finished: {reason}")
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
         pauses, reminded_at_s, said, due_at_s = Backoff(_POLL_MIN_S, _POLL_MAX_S, factor=1.5), self._clock(), "", None
@@ -621,16 +621,16 @@ class Member:
         self._alive, self._round = view.alive, round
         self._enter_session(view)
         if view.committed is not None:
-            self._tell_blames(view.committed.opening)
-        if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
-            self._flags.set_listed_version(view.opening.version)
+            self._tell_blames(view.committed.plan)
+        if view.plan is not None and self.member_id in (*view.plan.members, *view.plan.late):
+            self._flags.set_listed_version(view.plan.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
 
-    def _tell_blames(self, opening: Opening) -> None:
+    def _tell_blames(self, plan: RoundPlan) -> None:
         """Say of each finding once who is at fault."""
-        new = [blame for blame in opening.blames if blame not in self._told_blames]
+        new = [blame for blame in plan.blames if blame not in self._told_blames]
         self._told_blames.update(new)
         for blame in new:
             self._on_event(
@@ -651,37 +651,37 @@ class Member:
 
     # -- transfers ----------------------------------------------------------------------------------------------
 
-    def watch(self, opening: Opening | None) -> None:
-        """During a transfer, mark it aborted on the flags as soon as the opening cannot be finished. None: stop."""
-        self._watcher.watch(opening)
+    def watch(self, plan: RoundPlan | None) -> None:
+        """During a transfer, mark it aborted on the flags as soon as the plan cannot be finished. None: stop."""
+        self._watcher.watch(plan)
 
     def look_after_record(self) -> None:
         """Give back to the store what it has lost. The watcher's thread."""
         self._await_change(self._round, None, within_s=0.0, whole=False)
 
-    def await_news(self, opening: Opening, seen: View | None) -> View:
-        """Wait a moment for news of an opening. The view shows all that its end takes. The watcher's thread."""
-        view = self.store.await_change(opening.round, seen, within_s=_LOOK_S, whole=False, ends_with=opening)
-        view = self._checked(view, opening.round, whole=False)
-        return self.look(opening.round) if view.unseen_votes and view.lost(opening) else view
+    def await_news(self, plan: RoundPlan, seen: View | None) -> View:
+        """Wait a moment for news of a plan. The view shows all that its end takes. The watcher's thread."""
+        view = self.store.await_change(plan.round, seen, within_s=_LOOK_S, whole=False, ends_with=plan)
+        view = self._checked(view, plan.round, whole=False)
+        return self.look(plan.round) if view.unseen_votes and view.lost(plan) else view
 
-    def report_failure(self, opening: Opening, reason: str) -> None:
-        self._memory.failed(opening, reason)
-        self.store.report_failure(opening, f"{self.member_id}: {reason}")
+    def report_failure(self, plan: RoundPlan, reason: str) -> None:
+        self._memory.failed(plan, reason)
+        self.store.report_failure(plan, f"{self.member_id}: {reason}")
 
-    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+    def refuse_rollback(self, plan: RoundPlan, reason: str) -> None:
         """Take the order back for everybody, and have the round opened again without it."""
-        step = opening.rollback
+        step = plan.rollback
         assert step is not None
         self.store.give_orders(lambda given: give_up_rollback(given, step))
-        self._on_event("rollback_refused", round=opening.round, step=step, reason=reason)
-        self.report_failure(opening, reason)
+        self._on_event("rollback_refused", round=plan.round, step=step, reason=reason)
+        self.report_failure(plan, reason)
 
-    def tell_stall(self, opening: Opening, stall: TransferStalled) -> None:
+    def tell_stall(self, plan: RoundPlan, stall: TransferStalled) -> None:
         """Say for whom this node waited, since when and at which byte."""
         self._on_event(
             "transfer_stalled",
-            round=opening.round,
+            round=plan.round,
             waiting_for=list(stall.member_ids),
             since_s=stall.since_s,
             at_byte=stall.at_byte,
@@ -746,8 +746,8 @@ class StragglerTimer:
 class _Votes:
     """Whether more than half of the members have voted, and none of the others for so long."""
 
-    def __init__(self, opening: Opening, clock: Callable[[], float], limit_s: float) -> None:
-        self._all = len(opening.members)
+    def __init__(self, plan: RoundPlan, clock: Callable[[], float], limit_s: float) -> None:
+        self._all = len(plan.members)
         self._clock = clock
         self._limit_s = limit_s
         self._voted, self._since_s = 0, clock()
@@ -817,7 +817,7 @@ class _Watcher:
         self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
-        self._opening: Opening | None = None
+        self._plan: RoundPlan | None = None
         self._watched_from_s = 0.0
         self._seen: View | None = None
         self._clock = clock
@@ -826,9 +826,9 @@ class _Watcher:
         self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
         self._thread.start()
 
-    def watch(self, opening: Opening | None) -> None:
-        if opening is not self._opening:
-            self._opening, self._watched_from_s = opening, self._clock()
+    def watch(self, plan: RoundPlan | None) -> None:
+        if plan is not self._plan:
+            self._plan, self._watched_from_s = plan, self._clock()
 
     def _run(self) -> None:
         while not self._stop.wait(self._time_outs.watch_s):
@@ -839,13 +839,13 @@ class _Watcher:
                     _log.warning("cannot look after the membership", extra={"fields": {"error": repr(error)}})
 
     def _look(self) -> None:
-        opening, now_s = self._opening, self._clock()
-        if opening is not None and now_s - self._watched_from_s < self._time_outs.watch_s:
+        plan, now_s = self._plan, self._clock()
+        if plan is not None and now_s - self._watched_from_s < self._time_outs.watch_s:
             return  # most transfers of small states are over by then, and ask the store nothing more
-        if opening is not None:
-            self._seen = self._member.await_news(opening, self._seen)
-            if not self._seen.can_finish(opening) or self._departure.is_overdue(now_s):
-                self._flags.abort(opening.version)
+        if plan is not None:
+            self._seen = self._member.await_news(plan, self._seen)
+            if not self._seen.can_finish(plan) or self._departure.is_overdue(now_s):
+                self._flags.abort(plan.version)
         elif now_s - self._looked_at_s > self._time_outs.renew_s:
             self._member.look_after_record()
             self._looked_at_s = now_s

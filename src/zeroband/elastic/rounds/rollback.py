@@ -9,7 +9,7 @@ from typing import Any
 from zeroband.data.ledger import Ledger, Range, holes, settle
 from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ZerobandError
 from zeroband.state.round_state import RoundState
@@ -29,19 +29,19 @@ class RolledBack(ZerobandError):
 
 
 def describe_return(
-    staged: RoundState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
+    staged: RoundState, plan: RoundPlan, shape: RunShape, current: Progress, before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What the verdict says that goes back: progress and data ledgers as of the checkpoint, dealt out anew.
 
-    Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
+    Where the plan skips data, the pool is that of now: nothing is handed out again that was learned from since.
     `staged`: the state of the checkpoint, read by this node. `current`: the progress that is left. `before`: what the
     verdict before it adds.
     """
     saved, progress = staged.record, Progress.from_record(staged.record["progress"])
-    skipped = learned_since(progress, current) if opening.skips_data else {}
-    if opening.skips_data:
+    skipped = learned_since(progress, current) if plan.skips_data else {}
+    if plan.skips_data:
         progress = replace(progress, ledgers=settle(current.ledgers, {}, {}))
-    progress = progress.begin(opening, shape, after_round=staged.round)
+    progress = progress.begin(plan, shape, after_round=staged.round)
     said = {**saved, "progress": progress.to_record(), "weight": 0, "skipped": skipped, **before}
     said[RECORD] = LossRecord.of(saved).carried().to_record()
     if "updates_before" in saved:  # those behind the checkpoint: its own round was one, where somebody had weight

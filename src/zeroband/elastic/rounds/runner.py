@@ -25,7 +25,7 @@ from zeroband.elastic.membership import trust
 from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Opening, Ready, Verdict, session_after
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Ready, RoundPlan, Verdict, session_after
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.carriage import Carriage, FetchAhead
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -82,7 +82,7 @@ class Committed:
 class DescribesRounds(Protocol):
     """What an algorithm adds to a round: to what its verdict says, and to what this node says of it."""
 
-    def describe(self, opening: Opening, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the verdict says of a result, besides the progress. `before`: the record before it. Local rank 0."""
         ...
 
@@ -90,7 +90,7 @@ class DescribesRounds(Protocol):
         """What the founding's verdict says, besides the progress. `before`: the record before it; none at a start."""
         ...
 
-    def score(self, verdict: Verdict, turn: int) -> tuple[float | None, ...]:
+    def score(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
         """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
         ...
 
@@ -111,7 +111,7 @@ class RoundRunner:
     """
 
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
-        self.opening: Opening | None = None
+        self.plan: RoundPlan | None = None
         """That of the newest round which this node was in."""
         self._opened = FOUNDING_ROUND
         self.opened_at_s = -math.inf
@@ -135,14 +135,14 @@ class RoundRunner:
         self._travel: TransferWindow | None = None
         """Contributions that are on their way."""
         self._travelled_at_s = -math.inf
-        self._exchanged: Opening | None = None
-        """The opening whose contributions the exchange moved last."""
+        self._exchanged: RoundPlan | None = None
+        """The plan whose contributions the exchange moved last."""
         self._is_left_out = False
         self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
         """What this node says in the ready of a round: `Ready.gains` of the one before."""
 
     @property
-    def turn(self) -> int:
+    def fragment_index(self) -> int:
         """The fragment of the next round."""
         return self._state.progress.outer_step % len(self._parts.fragments)
 
@@ -246,15 +246,15 @@ class RoundRunner:
         self._offered = self._offered or carriage.offer(number, self._parts.buffers[CONTRIBUTION])
         while True:
             outcome = self._attempt(offer, number)
-            if isinstance(outcome, Committed) or outcome.opening.rollback is not None:
+            if isinstance(outcome, Committed) or outcome.plan.rollback is not None:
                 return outcome
             for missed in range(number, outcome.round + 1) if mesh.local.rank == 0 else ():
                 self._ahead.want(missed)
-            number, opening = outcome.round + 1, outcome.opening
+            number, plan = outcome.round + 1, outcome.plan
             progress = self._followed = Progress.of_verdict(outcome)
             left = self._parts.length.shape.total_steps - progress.inner_step
-            ends_next = left <= max(offer.ready.steps, *opening.steps)  # the last round is of those that hold its state
-            if ends_next or not self.is_slow or opening.is_counted(mesh.member_id, self._offered):
+            ends_next = left <= max(offer.ready.steps, *plan.steps)  # the last round is of those that hold its state
+            if ends_next or not self.is_slow or plan.is_counted(mesh.member_id, self._offered):
                 return outcome
             steps = min(offer.ready.steps_requested, left - offer.ready.steps)
             offer = replace(offer, ready=replace(offer.ready, steps_requested=steps))
@@ -269,8 +269,8 @@ class RoundRunner:
         `number`: of a later round than the state's next one.
         """
         outcome = self._attempted(offer, self._state.round + 1 if number is None else number)
-        opening = outcome.verdict.opening if isinstance(outcome, Committed) else outcome.opening
-        self.is_slow = any(carried.member == self._parts.mesh.member_id for carried in opening.carried)
+        plan = outcome.verdict.plan if isinstance(outcome, Committed) else outcome.plan
+        self.is_slow = any(carried.member == self._parts.mesh.member_id for carried in plan.carried)
         return outcome
 
     def _attempted(self, offer: Offer, round: int) -> Committed | Verdict:
@@ -317,66 +317,66 @@ class RoundRunner:
         costs = RoundCosts()
         while True:
             waited_from_s = time.monotonic()
-            opening = self._parts.mesh.await_turn(round, is_member=is_member)
-            if isinstance(opening, Verdict):
-                return opening
+            plan = self._parts.mesh.await_turn(round, is_member=is_member)
+            if isinstance(plan, Verdict):
+                return plan
             if round > self._opened:  # a retried one does not make the phase longer
                 self._opened, self.opened_at_s = round, time.monotonic()
-            self._pause_before(opening)
+            self._pause_before(plan)
             costs.wait_s += time.monotonic() - waited_from_s
             try:
-                return self._found_by(opening, costs) if founds else self._run_attempt(opening, costs)
+                return self._found_by(plan, costs) if founds else self._run_attempt(plan, costs)
             except PeerLost as error:
                 costs.failures.append(str(error))
                 _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
-                self._parts.mesh.testify(opening, self._testimony_on(opening))
+                self._parts.mesh.testify(plan, self._testimony_on(plan))
                 self._exchange.discard()
 
-    def _pause_before(self, opening: Opening) -> None:
+    def _pause_before(self, plan: RoundPlan) -> None:
         """Wait a moment, longer each time, where a round was given up although no member was lost.
 
         All members do. Raises RoundFailed where that happened too often: who trains on needs a person.
         """
-        if opening.retries > MOST_RETRIES:
+        if plan.retries > MOST_RETRIES:
             raise RoundFailed(
-                f"round {opening.round} was opened {opening.retries + 1} times to {len(opening.members)} members of "
+                f"round {plan.round} was opened {plan.retries + 1} times to {len(plan.members)} members of "
                 f"which none was lost, and came to no result; the events `blamed` and `round_retried` say what was seen"
             )
-        if opening.retries:
-            time.sleep(min(FIRST_PAUSE_S * 2 ** (opening.retries - 1), _MOST_PAUSE_S))
+        if plan.retries:
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (plan.retries - 1), _MOST_PAUSE_S))
 
-    def _run_attempt(self, opening: Opening, costs: RoundCosts) -> Committed:
-        """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
-        faults, round, turn = self._parts.faults, opening.round, self.turn
+    def _run_attempt(self, plan: RoundPlan, costs: RoundCosts) -> Committed:
+        """Make what a plan asks for, and have it committed. Raises PeerLost where that does not come about."""
+        faults, round, fragment_index = self._parts.faults, plan.round, self.fragment_index
         faults.at("opened", round)
         if self._carriage is not None:
-            self._carriage.look(opening, self._parts.mesh.member_id)
-        if opening.rollback is not None:
-            staged = self._stage(opening, opening.rollback)
-            committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
+            self._carriage.look(plan, self._parts.mesh.member_id)
+        if plan.rollback is not None:
+            staged = self._stage(plan, plan.rollback)
+            committed = self._vote(plan, staged.state_digest, costs, record=self._describe_return(staged, plan))
         else:
-            self._travel, self._exchanged = TransferWindow(time.monotonic(), self._travelled_at_s), opening
+            self._travel, self._exchanged = TransferWindow(time.monotonic(), self._travelled_at_s), plan
             try:
-                transfer = self._exchange.run(opening, turn)
+                transfer = self._exchange.run(plan, fragment_index)
                 costs.add(transfer)
             finally:
                 self._travel, self._travelled_at_s = None, time.monotonic()
             faults.at("reduced", round)
-            result = self._exchange.result_of(turn)
+            result = self._exchange.result_of(fragment_index)
             digest = digest_of(result) if self._parts.mesh.local.rank == 0 else ""
             vote = refusal(self._parts.mesh.member_id) if transfer.is_refused else digest
-            committed = self._vote(opening, vote, costs, result=result)
+            committed = self._vote(plan, vote, costs, result=result)
         faults.at("committed", round)
         return committed
 
-    def _testimony_on(self, opening: Opening) -> Callable[[], Evidence]:
-        """What this node saw of an opening that failed; nothing where it went back or founded the run."""
-        exchanges = opening.rollback is None and self._exchanged == opening
+    def _testimony_on(self, plan: RoundPlan) -> Callable[[], Evidence]:
+        """What this node saw of a plan that failed; nothing where it went back or founded the run."""
+        exchanges = plan.rollback is None and self._exchanged == plan
         return self._exchange.testimony if exchanges else Evidence
 
     def _vote(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         digest: str,
         costs: RoundCosts,
         *,
@@ -389,29 +389,29 @@ class RoundRunner:
         """
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
         if result is not None and mesh.local.rank == 0:
-            record = self._describe_round(opening, result, {} if costs.newest is None else costs.newest.agreement)
+            record = self._describe_round(plan, result, {} if costs.newest is None else costs.newest.agreement)
         record = record or {}
-        mesh.vote(opening, digest, record)
+        mesh.vote(plan, digest, record)
         if result is not None:
-            self._parts.faults.at("voted", opening.round)
-        verdict = mesh.await_verdict(opening, record)
+            self._parts.faults.at("voted", plan.round)
+        verdict = mesh.await_verdict(plan, record)
         costs.wait_s += time.monotonic() - waited_from_s
         return Committed(verdict, torch.empty(0) if result is None else result, costs)
 
-    def _describe_round(self, opening: Opening, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
+    def _describe_round(self, plan: RoundPlan, result: Tensor, agreement: Mapping[str, float]) -> Mapping[str, Any]:
         state, scores = self._state, dict[str, dict[str, float]]()
-        if opening.trust:
-            scores[trust.RECORD] = trust.scores_after(state.record, opening, agreement)
+        if plan.trust:
+            scores[trust.RECORD] = trust.scores_after(state.record, plan, agreement)
         if self._parts.scoring is not None and self._parts.scoring.rule.counts:
-            scores[trust.GAIN] = trust.gains_after(state.record, opening)
+            scores[trust.GAIN] = trust.gains_after(state.record, plan)
         return {
-            "progress": state.progress.after(opening, self._parts.length.shape).to_record(),
-            "weight": opening.total_weight,
+            "progress": state.progress.after(plan, self._parts.length.shape).to_record(),
+            "weight": plan.total_weight,
             "state_before": state.digest,
             "session": state.record["session"],
-            RECORD: LossRecord.of(state.record).after(opening, state.progress.inner_step).to_record(),
+            RECORD: LossRecord.of(state.record).after(plan, state.progress.inner_step).to_record(),
             **scores,
-            **self._algorithm.describe(opening, result, state.record),
+            **self._algorithm.describe(plan, result, state.record),
         }
 
     def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
@@ -433,7 +433,7 @@ class RoundRunner:
                 offer = waiting
                 outcome = self._bring(offer)
             self._is_left_out = offer.is_left_out
-            if outcome.verdict.opening.rollback is not None:
+            if outcome.verdict.plan.rollback is not None:
                 raise self._rolled_back(outcome)
         except (Fenced, RolledBack):
             self._withdraw()
@@ -444,14 +444,14 @@ class RoundRunner:
         self._withdraw()
         self._exchange.conclude(counts=offer.ready.weight > 0)
         scored_from_s = time.monotonic()
-        self._gains = outcome.verdict.round + 1, self._algorithm.score(outcome.verdict, self.turn)
+        self._gains = outcome.verdict.round + 1, self._algorithm.score(outcome.verdict, self.fragment_index)
         if self._gains[1]:
             outcome.costs.score_s = time.monotonic() - scored_from_s
         return outcome
 
     def _counts_in(self, verdict: Verdict) -> bool:
         """Whether what this node offered counts in a round that it was not in."""
-        return verdict.opening.is_counted(self._parts.mesh.member_id, self._offered)
+        return verdict.plan.is_counted(self._parts.mesh.member_id, self._offered)
 
     def _settle_carried(self) -> None:
         """What this node offered counted in a round that it was not in."""
@@ -470,7 +470,7 @@ class RoundRunner:
     def advance(self, verdict: Verdict, digest: str) -> None:
         """Note that the sections now hold a committed round that this node was in."""
         self._state.note(verdict.round, verdict.record, digest)
-        self.opening = verdict.opening
+        self.plan = verdict.plan
 
     def keep(self, committed: Committed) -> None:
         """Add a round that was applied to the journal, from which others replay it. Local rank 0 keeps it for all."""
@@ -483,21 +483,21 @@ class RoundRunner:
 
     def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:
         """What a round was for this node, once the sections hold it."""
-        opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
+        plan, costs, member_id = committed.verdict.plan, committed.costs, self._parts.mesh.member_id
         batch_size = self._parts.length.shape.batch_size
         return RoundReport(
-            round=opening.round,
-            epoch=opening.epoch,
+            round=plan.round,
+            epoch=plan.epoch,
             member_id=member_id,
-            members=opening.members,
-            weights=opening.weights,
-            samples=tuple(steps * batch_size for steps in opening.steps),
-            late=opening.late,
-            leaving=opening.leaving,
-            claims=opening.claims_told(),
+            members=plan.members,
+            weights=plan.weights,
+            samples=tuple(steps * batch_size for steps in plan.steps),
+            late=plan.late,
+            leaving=plan.leaving,
+            claims=plan.claims_told(),
             state_digest=self._state.digest,
             progress=self._state.progress,
-            carried=tuple((c.member, c.weight, c.steps * batch_size) for c in opening.counted),
+            carried=tuple((c.member, c.weight, c.steps * batch_size) for c in plan.counted),
             wait_s=costs.wait_s,
             transfer_s=costs.transfer_s,
             apply_s=apply_s,
@@ -509,29 +509,27 @@ class RoundRunner:
             uncommitted_tokens=uncommitted_tokens,
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
-            trust=self._trust_in(member_id, opening),
-            gains=tuple((gain.member, gain.ratio) for gain in opening.gains),
+            trust=self._trust_in(member_id, plan),
+            gains=tuple((gain.member, gain.ratio) for gain in plan.gains),
             score_s=costs.score_s,
         )
 
-    def _trust_in(self, member_id: str, opening: Opening) -> float | None:
+    def _trust_in(self, member_id: str, plan: RoundPlan) -> float | None:
         """What this node counts from here on for how it agreed; None where the run does not ask for it."""
-        if not opening.trust:
+        if not plan.trust:
             return None
-        record, before = self._state.record, opening.trust
-        now = trust.trust_of(opening.members, record)
-        for member, was, weight in zip(opening.members, before, now, strict=True):
+        record, before = self._state.record, plan.trust
+        now = trust.trust_of(plan.members, record)
+        for member, was, weight in zip(plan.members, before, now, strict=True):
             if (was < _HALF) != (weight < _HALF) and self._parts.mesh.local.rank == 0:
                 scores = {name: trust.scores_of(record, name).get(member) for name in (trust.RECORD, trust.GAIN)}
                 _log.warning(
                     "a member's contributions disagree with the others' or raise their loss, and count less"
                     if weight < _HALF
                     else "a member's contributions count again",
-                    extra={
-                        "fields": {"round": opening.round, "member_id": member, "weight": round(weight, 2), **scores}
-                    },
+                    extra={"fields": {"round": plan.round, "member_id": member, "weight": round(weight, 2), **scores}},
                 )
-        return now[opening.members.index(member_id)]
+        return now[plan.members.index(member_id)]
 
     # -- rounds that this node was not in -----------------------------------------------------------------------------
 
@@ -552,15 +550,15 @@ class RoundRunner:
             return on_disk[-1]
 
         for number in range(state.round + 1, round + 1):
-            turn = self.turn
+            fragment_index = self.fragment_index
             fetched = self._fetched_ahead(number)
             if fetched is None:
-                fetched = history.source.fetch_entry(number, partial(self._exchange.room, turn, room=room))
+                fetched = history.source.fetch_entry(number, partial(self._exchange.room, fragment_index, room=room))
             elif local.rank == 0:
                 on_disk.append(fetched.update)
-            self._exchange.unpack(turn, fetched.update if local.rank == 0 else None)
+            self._exchange.unpack(fragment_index, fetched.update if local.rank == 0 else None)
             has_already = [(start, stop) for start, stop, newest in state.later if newest >= number]
-            found = replay(fetched, self._exchange.result_of(turn), has_already)
+            found = replay(fetched, self._exchange.result_of(fragment_index), has_already)
             update = on_disk.pop() if on_disk else None
             if state.is_one_round:
                 verify(found, fetched.state_digest, f"the state after round {number}", local)
@@ -599,33 +597,33 @@ class RoundRunner:
         self.advance(founded.verdict, self._state.digest)
         return founded
 
-    def _found_by(self, opening: Opening, costs: RoundCosts) -> Committed:
+    def _found_by(self, plan: RoundPlan, costs: RoundCosts) -> Committed:
         """Vote for the state that this node holds, with which a line of rounds begins. Raises PeerLost."""
         state = self._state
         after_round = state.round if state.round >= FOUNDING_ROUND else None
-        progress = state.progress.begin(opening, self._parts.length.shape, after_round=after_round)
+        progress = state.progress.begin(plan, self._parts.length.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": state.digest}
         said[RECORD] = LossRecord.of(state.record).carried().to_record()
         if state.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
             said["session_before"] = state.record["session"]
-        record = {**said, "session": session_after(opening), **self._algorithm.describe_founding(state.record)}
-        return self._vote(opening, state.digest, costs, record=record)
+        record = {**said, "session": session_after(plan), **self._algorithm.describe_founding(state.record)}
+        return self._vote(plan, state.digest, costs, record=record)
 
-    def _stage(self, opening: Opening, step: int) -> RoundState:
-        """The checkpoint that an opening names. Raises PeerLost where it cannot be had: the order is taken back."""
+    def _stage(self, plan: RoundPlan, step: int) -> RoundState:
+        """The checkpoint that a plan names. Raises PeerLost where it cannot be had: the order is taken back."""
         try:
             return self._parts.history.source.stage(step, self._state.sections)
         except RecoveryFailed as error:
-            self._parts.mesh.refuse_rollback(opening, str(error))
-            raise PeerLost(f"round {opening.round} does not go back: {error}") from error
+            self._parts.mesh.refuse_rollback(plan, str(error))
+            raise PeerLost(f"round {plan.round} does not go back: {error}") from error
 
-    def _describe_return(self, staged: RoundState, opening: Opening) -> Mapping[str, Any]:
+    def _describe_return(self, staged: RoundState, plan: RoundPlan) -> Mapping[str, Any]:
         before = {"state_before": self._state.digest, "session": self._state.record["session"]}
-        return describe_return(staged, opening, self._parts.length.shape, self._state.progress, before)
+        return describe_return(staged, plan, self._parts.length.shape, self._state.progress, before)
 
     def _rolled_back(self, committed: Committed) -> RolledBack:
         verdict, record = committed.verdict, committed.verdict.record
-        progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
+        progress, step = Progress.from_record(record["progress"]), verdict.plan.rollback
         assert step is not None
         report = replace(self.report(committed), progress=progress, state_digest=verdict.digest)
         self._parts.history.journal.cut(verdict.round)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Ready, StoreTerm, Verdict, View
+from zeroband.elastic.membership.records import Ready, RoundPlan, StoreTerm, Verdict, View
 from zeroband.elastic.membership.succession import MemberReport
 
 
@@ -20,12 +20,12 @@ class StoreBackup:
     member_id: str
     run: Mapping[str, str] = field(default_factory=dict[str, str])
     """What all nodes must share."""
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     committed: Verdict | None = None
     ready: Ready | None = None
     """The last that it announced."""
-    vote: tuple[Opening, str] | None = None
-    """The last that it gave, behind its opening."""
+    vote: tuple[RoundPlan, str] | None = None
+    """The last that it gave, behind its plan."""
     orders: Orders = field(default_factory=Orders)
     generation: StoreTerm | None = None
     """The one that it is from, in a run of several stores: a store that is in another one takes none of it."""
@@ -38,8 +38,8 @@ class StoreBackup:
     @property
     def is_of_a_joiner(self) -> bool:
         """Whether the run has rounds and none lists this member, which so far only believes what it saw of them."""
-        openings = [self.opening, None if self.committed is None else self.committed.opening]
-        listed = [m for opening in openings if opening is not None for m in (*opening.members, *opening.late)]
+        plans = [self.plan, None if self.committed is None else self.committed.plan]
+        listed = [m for plan in plans if plan is not None for m in (*plan.members, *plan.late)]
         return self.committed is not None and self.member_id not in listed
 
 
@@ -49,7 +49,7 @@ class LiveBackup:
     def __init__(self, member_id: str, run: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._known = StoreBackup(member_id, run)
-        self._failed: tuple[Opening, str] | None = None
+        self._failed: tuple[RoundPlan, str] | None = None
         self._record: Mapping[str, Any] | None = None
         """What the verdict on the newest vote would say."""
         self.generation: StoreTerm | None = None
@@ -76,10 +76,10 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, ready=ready)
 
-    def voted(self, opening: Opening, vote: str, record: Mapping[str, Any]) -> StoreTerm | None:
+    def voted(self, plan: RoundPlan, vote: str, record: Mapping[str, Any]) -> StoreTerm | None:
         """This member votes; returns the generation in which alone that counts. `record`: what it would commit."""
         with self._lock:
-            self._known = replace(self._known, opening=opening, vote=(opening, vote))
+            self._known = replace(self._known, plan=plan, vote=(plan, vote))
             self._record = record
             return self._promises[-1] if self._promises else None
 
@@ -96,15 +96,15 @@ class LiveBackup:
             return replace(known.own_words, generation=self.generation)
         return known.own_words if known.is_of_a_joiner else known
 
-    def account(self) -> MemberReport:
+    def member_report(self) -> MemberReport:
         """What this member knows."""
         with self._lock:
             known, generation, promises = self._known, self.generation, self._promises
             assert generation is not None
-            vote = known.vote[1] if known.vote is not None and known.vote[0] == known.opening else None
+            vote = known.vote[1] if known.vote is not None and known.vote[0] == known.plan else None
             record = self._record if vote is not None else None
             return MemberReport(
-                promises, generation, known.committed, known.opening, vote, record, known.orders, dict(known.run)
+                promises, generation, known.committed, known.plan, vote, record, known.orders, dict(known.run)
             )
 
     def promise(self, generation: StoreTerm) -> None:
@@ -113,12 +113,12 @@ class LiveBackup:
             if generation not in self._promises:
                 self._promises = (*self._promises, generation)
 
-    def enter(self, generation: StoreTerm, opening: Opening | None) -> None:
-        """Be in a generation, in which this is the opening: what an older one showed beside it counts no more."""
+    def enter(self, generation: StoreTerm, plan: RoundPlan | None) -> None:
+        """Be in a generation, in which this is the plan: what an older one showed beside it counts no more."""
         with self._lock:
             if generation != self.generation:
-                vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == opening else None
-                self._known = replace(self._known, opening=opening, vote=vote)
+                vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == plan else None
+                self._known = replace(self._known, plan=plan, vote=vote)
                 self._failed = None
             self.generation, self._promises = generation, (generation,)
 
@@ -127,30 +127,30 @@ class LiveBackup:
         with self._lock:
             self._known = replace(self._known, committed=verdict)
 
-    def failed(self, opening: Opening, reason: str) -> None:
-        """This member has left the groups of an opening: it must not be finished."""
+    def failed(self, plan: RoundPlan, reason: str) -> None:
+        """This member has left the groups of a plan: it must not be finished."""
         with self._lock:
-            self._failed = (opening, reason)
+            self._failed = (plan, reason)
 
-    def failure_unknown_to(self, view: View) -> tuple[Opening, str] | None:
+    def failure_unknown_to(self, view: View) -> tuple[RoundPlan, str] | None:
         """The failure that this member reported and that the store has lost."""
         with self._lock:
-            is_lost = self._failed is not None and self._failed[0] == view.opening and view.failed is None
+            is_lost = self._failed is not None and self._failed[0] == view.plan and view.failed is None
             return self._failed if is_lost else None
 
     def learn(self, view: View) -> None:
         """Take over what a view shows that is newer; all of it in a joiner, and where the run is in another session."""
         with self._lock:
             known = self._known
-            opening, committed, orders = known.opening, known.committed, known.orders
+            plan, committed, orders = known.plan, known.committed, known.orders
             if _is_of_another_session(view, known) or (known.is_of_a_joiner and view.is_known):
-                opening, committed, orders = view.opening, view.committed, view.orders
-            if view.opening is not None and (opening is None or view.opening.version >= opening.version):
-                opening = view.opening
+                plan, committed, orders = view.plan, view.committed, view.orders
+            if view.plan is not None and (plan is None or view.plan.version >= plan.version):
+                plan = view.plan
             if view.committed is not None and (committed is None or view.committed.round >= committed.round):
                 committed = view.committed
             orders = max(orders, view.orders, key=lambda orders: orders.version)
-            self._known = replace(known, opening=opening, committed=committed, orders=orders)
+            self._known = replace(known, plan=plan, committed=committed, orders=orders)
 
     def is_more_than(self, view: View, round: int) -> bool:
         """Whether the store, looked at for `round`, has lost something of what this member saw or said.
@@ -166,7 +166,7 @@ class LiveBackup:
             return False
         if known.ready is not None and known.ready.round == round and known.member_id not in view.ready:
             return True
-        return known.vote is not None and known.vote[0] == view.opening and known.member_id not in view.votes
+        return known.vote is not None and known.vote[0] == view.plan and known.member_id not in view.votes
 
 
 def _is_of_another_session(view: View, known: StoreBackup) -> bool:
@@ -178,6 +178,6 @@ def _is_of_another_session(view: View, known: StoreBackup) -> bool:
 def _is_behind(view: View, known: StoreBackup) -> bool:
     if view.orders.version < known.orders.version:
         return True
-    if known.opening is not None and (view.opening is None or view.opening.version < known.opening.version):
+    if known.plan is not None and (view.plan is None or view.plan.version < known.plan.version):
         return True
     return known.committed is not None and (view.committed is None or view.committed.round < known.committed.round)

@@ -126,11 +126,11 @@ class StoreFailover:
             before, now_s = self._memory.generation, time.monotonic()
             if not has_store and self._since_s is None:
                 self._since_s = now_s
-            account = self._memory.account()
-            seen = self._store.survey(self._member_id, account)
+            member_report = self._memory.member_report()
+            seen = self._store.survey(self._member_id, member_report)
             stores = {candidate.store: store for store, candidate in seen}
             step = next_step(
-                *([candidate for _, candidate in seen], account),
+                *([candidate for _, candidate in seen], member_report),
                 has_store=has_store,
                 has_waited=self._since_s is None or now_s - self._since_s > _ALL_TOLD_S,
             )
@@ -139,7 +139,7 @@ class StoreFailover:
                     self._since_s = None
                     self._store.enter(stores[candidate.store], generation)
                     view = self._store.view(0)
-                    self._memory.enter(generation, view.opening)
+                    self._memory.enter(generation, view.plan)
                     self._memory.learn(view)  # before it reports that it is in this generation
                     self._flags.set_generation(generation.number)
                     if generation != before:
@@ -189,7 +189,7 @@ class Meetings:
     def look(self, committed: Verdict | None) -> Meeting | None:
         """Look once, and tell. `committed`: the newest verdict that this member knows."""
         own = Line.of(committed)
-        self._store.tell_whereabouts(own)
+        self._store.tell_forward_pointer(own)
         if own is None:
             return None
         seen = self._store.survey()

@@ -15,10 +15,10 @@ from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
@@ -26,7 +26,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 21
+PROTOCOL = 22
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -101,7 +101,7 @@ class Store(Protocol):
     ) -> dict[str, Peer] | None:
         """Keep a member counted alive for another lease, and publish where it is.
 
-        `listed_version`: version of the newest opening that lists it. One that is no newer says nothing against it: a
+        `listed_version`: version of the newest plan that lists it. One that is no newer says nothing against it: a
         store that came back with an earlier file shows such. Returns the living members. None: the run went on without
         it (the member is fenced).
         """
@@ -137,12 +137,12 @@ class Store(Protocol):
         ...
 
     def await_change(
-        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: RoundPlan | None = None
     ) -> View:
         """Wait until `round` may show something that decides, and look; or until the time is over, at the latest.
 
         `seen`: what the same thread saw last; None: nothing. `whole`: the view has all who are ready, and all votes.
-        `ends_with`: this opening ends the wait with its verdict, which the view need not show unless it is expected.
+        `ends_with`: this plan ends the wait with its verdict, which the view need not show unless it is expected.
         """
         ...
 
@@ -162,7 +162,7 @@ class Store(Protocol):
         ...
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
-        """Say what a member knows of its links, for whoever proposes an opening."""
+        """Say what a member knows of its links, for whoever proposes a plan."""
         ...
 
     def may_measure(self, member_id: str) -> bool:
@@ -177,49 +177,49 @@ class Store(Protocol):
         """What the members know of their links, as of this node's last look."""
         ...
 
-    def signed(self, opening: Opening, member_id: str) -> Opening:
-        """An opening with this member as its proposer, and its signature: nodes take none without."""
+    def signed(self, plan: RoundPlan, member_id: str) -> RoundPlan:
+        """A plan with this member as its proposer, and its signature: nodes take none without."""
         ...
 
-    def propose_opening(
+    def propose_plan(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         *,
-        current: Opening | None,
+        current: RoundPlan | None,
         generation: StoreTerm | None = None,
         heard: Attempt | None = None,
     ) -> bool:
-        """Make this the opening that follows the current one. False: another proposal was first.
+        """Make this the plan that follows the current one. False: another proposal was first.
 
         `heard`: what is known of the current one, as this one is made of it; False where more is known by now. From
         here on it stays as it is, for those who check what follows from it.
         """
         ...
 
-    def report_failure(self, opening: Opening, reason: str) -> bool:
-        """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
+    def report_failure(self, plan: RoundPlan, reason: str) -> bool:
+        """Have a plan fail for everybody, so that the round is opened again. False: it was committed already."""
         ...
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
-        """Say which result a member holds for an opening, and look; the first word counts.
+    def vote(self, plan: RoundPlan, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
+        """Say which result a member holds for a plan, and look; the first word counts.
 
         `generation`: in a run of several stores, the one that it counts in; a store that is in another takes no vote.
 
-        The view need have the others' votes only if all members of the opening have voted.
+        The view need have the others' votes only if all members of the plan have voted.
         """
         ...
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
-        """Say what a member saw of an opening that failed; the first word counts.
+    def testify(self, plan: RoundPlan, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        """Say what a member saw of a plan that failed; the first word counts.
 
-        False: another opening follows already, so it comes too late. `again`: it was there once, and counts then, too.
+        False: another plan follows already, so it comes too late. `again`: it was there once, and counts then, too.
         """
         ...
 
-    def attempt(self, opening_id: str) -> Attempt | None:
-        """The current opening, or one that another one has followed, with all that its members signed on it.
+    def attempt(self, plan_id: str) -> Attempt | None:
+        """The current plan, or one that another one has followed, with all that its members signed on it.
 
-        None: the store has no such opening that counts.
+        None: the store has no such plan that counts.
         """
         ...
 
@@ -228,7 +228,7 @@ class Store(Protocol):
         ...
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
-        """Commit a round if its opening is the current one and did not fail. False: it was settled already.
+        """Commit a round if its plan is the current one and did not fail. False: it was settled already.
 
         What all nodes share is of the session that begins with a verdict, where this node has compared it.
         """

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
-    from zeroband.elastic.membership.records import Opening
+    from zeroband.elastic.membership.records import RoundPlan
 
 RUN_TTL_S = 30 * 24 * 3600
 """Life of the run's own record after its last write."""
@@ -90,12 +90,12 @@ class Keys:
     clock = StoreKey("hash")  # last renewal, end of settling
     peers = StoreKey("hash")  # member -> where it is and whom it does not reach
     peers_at = StoreKey("zset")
-    opening = StoreKey("string")  # the current opening
-    opening_patch = StoreKey("string", "opening:patch")  # what of it is another than in the one before it
-    votes = StoreKey("hash")  # member -> the result that it holds for the current opening
+    plan = StoreKey("string")  # the current plan
+    plan_patch = StoreKey("string", "plan:patch")  # what of it is another than in the one before it
+    votes = StoreKey("hash")  # member -> the result that it holds for the current plan
     votes_at = StoreKey("zset")
     last_votes = StoreKey("hash")  # those for the newest verdict, while another round is open
-    failed = StoreKey("string")  # why the current opening cannot be finished
+    failed = StoreKey("string")  # why the current plan cannot be finished
     committed = StoreKey("string")  # the newest verdict
     committed_patch = StoreKey("string", "committed:patch")  # the same of the newest verdict
     leaving = StoreKey("hash")  # members that are on their way out
@@ -111,7 +111,7 @@ class Keys:
     news = StoreKey("stream")  # the numbers of the changes for which members wait
     generation = StoreKey("string")  # the generation that began here last, of several stores
     store_id = StoreKey("string")  # by which several stores, and lives of one, are told apart
-    accounts = StoreKey("hash")  # member -> what it tells, since the run may go to this store
+    member_reports = StoreKey("hash")  # member -> what it tells, since the run may go to this store
     told_at = StoreKey("hash")  # member -> when
     meeting = StoreKey("string")  # two lines of history that met
     elsewhere = StoreKey("string")  # where the run goes on that does not use this store
@@ -144,9 +144,9 @@ class Keys:
         """String: digest of a member's first gradients of a round, by which equal batches are noticed."""
         return f"{self.prefix}:gradients:{round}:{member_id}"
 
-    def attempt(self, opening_id: str) -> str:
-        """Hash: what members saw of an opening that failed; from the next one on, itself, its votes and its failure."""
-        return f"{self.prefix}:attempt:{opening_id}"
+    def attempt(self, plan_id: str) -> str:
+        """Hash: what members saw of a plan that failed; from the next one on, itself, its votes and its failure."""
+        return f"{self.prefix}:attempt:{plan_id}"
 
     def saving(self, attempt: str) -> str:
         """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""
@@ -156,7 +156,7 @@ class Keys:
         """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
         return f"{self.prefix}:facts:{node}"
 
-    def group(self, opening: Opening, lane: int) -> str:
+    def group(self, plan: RoundPlan, lane: int) -> str:
         """The members stand in it: a store that came back with old data may give an epoch's number twice."""
-        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
-        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
+        members = hashlib.blake2b("/".join(plan.members).encode(), digest_size=6).hexdigest()
+        return f"{self.prefix}:group:{plan.epoch}:{members}:{lane}"

@@ -24,10 +24,10 @@ from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     from_json,
@@ -54,7 +54,7 @@ _UNSEALED = "it was not written by a node of this run (another run.token, an old
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
 _UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
 _NOT_ORDERED = "the operator of this run (run.operator) did not sign it"
-_NOT_IN_IT = "it is about an opening that does not list the member which wrote it"
+_NOT_IN_IT = "it is about a plan that does not list the member which wrote it"
 _OF_A_BANNED_NODE = "a node whose key is banned proposed it"
 NOT_VOTED_FOR = "it is not the verdict that the members of its round voted for"
 LEAVES_OUT_MOST = "one member goes on by it without most of the others, which are alive and reach one another"
@@ -201,17 +201,17 @@ class RecordVerifier:
 
     # -- what decides -------------------------------------------------------------------------------------------
 
-    def signed(self, opening: Opening, member: str) -> Opening:
-        """An opening as this node proposes it, with its signature."""
-        opening = replace(opening, proposer=member, signature="")
-        return replace(opening, signature=self._seals.sign(opening.unsigned_text, "opening", by=member))
+    def signed(self, plan: RoundPlan, member: str) -> RoundPlan:
+        """A plan as this node proposes it, with its signature."""
+        plan = replace(plan, proposer=member, signature="")
+        return replace(plan, signature=self._seals.sign(plan.unsigned_text, "plan", by=member))
 
-    def seal_opening(self, opening: Opening | None) -> str:
+    def seal_plan(self, plan: RoundPlan | None) -> str:
         """The text that the store keeps; empty where there is none."""
-        if opening is None:
+        if plan is None:
             return ""
-        label = Label(opening.round, opening.version, opening.id, opening.sessions)
-        return self._seals.seal(to_json(opening), "opening", label=label)
+        label = Label(plan.round, plan.version, plan.id, plan.sessions)
+        return self._seals.seal(to_json(plan), "plan", label=label)
 
     def require_sealed(self, raw: bytes, kind: str) -> None:
         """Raise ValueError where this is no record of this kind that a node of this run sealed."""
@@ -222,7 +222,7 @@ class RecordVerifier:
         """The text that the store keeps; empty where there is none."""
         if verdict is None:
             return ""
-        label = Label(verdict.round, verdict.opening.version, verdict.opening.id, verdict.sessions)
+        label = Label(verdict.round, verdict.plan.version, verdict.plan.id, verdict.sessions)
         return self._seals.seal(to_json(verdict), "verdict", label=label)
 
     def verdict(self, name: str, raw: bytes | None) -> Verdict | None:
@@ -239,14 +239,14 @@ class RecordVerifier:
         return verdict
 
     def expect(self, verdict: Verdict) -> bytes:
-        """Take no other verdict on its opening from now on. Returns the record of one that says just this."""
+        """Take no other verdict on its plan from now on. Returns the record of one that says just this."""
         raw = self.seal_verdict(verdict).encode()
         self._expected = verdict, raw
         return raw
 
     def is_expected(self, verdict: Verdict) -> bool:
-        """Whether a verdict is on the opening that this node voted on last."""
-        return self._expected is not None and verdict.opening.id == self._expected[0].opening.id
+        """Whether a verdict is on the plan that this node voted on last."""
+        return self._expected is not None and verdict.plan.id == self._expected[0].plan.id
 
     def _is_as_expected(self, verdict: Verdict) -> bool:
         expected = None if self._expected is None else self._expected[0]
@@ -260,56 +260,56 @@ class RecordVerifier:
         verdicts = [self._read(Verdict, name, raw, self._open(name, raw, "verdict")) for raw in raws]
         return list({(v.session, v.round): v for v in verdicts if v is not None}.values())
 
-    def opening(
+    def plan(
         self,
         name: str,
         raw: bytes | None,
         committed: Verdict | None,
         *,
-        is_taken: Callable[[Opening], bool] = lambda opening: False,
-    ) -> Opening | None:
-        """The current opening, beside this verdict: of its session, or the very one that was committed.
+        is_taken: Callable[[RoundPlan], bool] = lambda plan: False,
+    ) -> RoundPlan | None:
+        """The current plan, beside this verdict: of its session, or the very one that was committed.
 
-        The opening that founds a session was proposed in the one before. `is_taken`: whether its signature need not be
+        The plan that founds a session was proposed in the one before. `is_taken`: whether its signature need not be
         verified.
         """
         if not raw:
             return None
-        record = self._seals.open(raw, "opening")
+        record = self._seals.open(raw, "plan")
         if record is None:
             self.reject(name, raw, _UNSEALED)
             return None
-        opening = self._read(Opening, name, raw, record)
-        if opening is None or not self.is_of_its_proposer(name, raw, opening, is_taken=is_taken(opening)):
+        plan = self._read(RoundPlan, name, raw, record)
+        if plan is None or not self.is_of_its_proposer(name, raw, plan, is_taken=is_taken(plan)):
             return None
         if committed is None:
-            counts = not self.session or self.session in opening.sessions
+            counts = not self.session or self.session in plan.sessions
         else:
-            counts = opening == committed.opening or opening.sessions == committed.sessions
+            counts = plan == committed.plan or plan.sessions == committed.sessions
         if not counts:
             self.reject(name, raw, _FOREIGN)
             return None
         self._rejected.pop(name, None)
-        return opening
+        return plan
 
-    def is_of_its_proposer(self, name: str, raw: bytes, opening: Opening, *, is_taken: bool = False) -> bool:
-        """Whether the member that an opening names has proposed it; else the record with it does not count."""
-        by = opening.proposer
-        if not is_taken and not self._seals.is_signed(opening.unsigned_text, opening.signature, "opening", by=by):
+    def is_of_its_proposer(self, name: str, raw: bytes, plan: RoundPlan, *, is_taken: bool = False) -> bool:
+        """Whether the member that a plan names has proposed it; else the record with it does not count."""
+        by = plan.proposer
+        if not is_taken and not self._seals.is_signed(plan.unsigned_text, plan.signature, "plan", by=by):
             if self.reject(name, raw, _UNSIGNED):
                 self.on_forgery(name, by)
             return False
-        if self._orders.bans(by) and opening.orders == self._orders.version:  # it knew that it is banned
+        if self._orders.bans(by) and plan.orders == self._orders.version:  # it knew that it is banned
             self.reject(name, raw, _OF_A_BANNED_NODE)
             return False
         return True
 
-    def past_opening(self, name: str, raw: bytes | None, id: str) -> Opening | None:
-        """An opening of this id that another one has followed, of whatever session."""
-        opening = self._read(Opening, name, raw, self._seals.open(raw, "opening")) if raw else None
-        if not raw or opening is None or opening.id != id or not self.is_of_its_proposer(name, raw, opening):
+    def past_plan(self, name: str, raw: bytes | None, id: str) -> RoundPlan | None:
+        """A plan of this id that another one has followed, of whatever session."""
+        plan = self._read(RoundPlan, name, raw, self._seals.open(raw, "plan")) if raw else None
+        if not raw or plan is None or plan.id != id or not self.is_of_its_proposer(name, raw, plan):
             return None
-        return opening
+        return plan
 
     def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
         """The text that the store keeps; empty where there is none."""
@@ -346,41 +346,41 @@ class RecordVerifier:
         rest = {member: raw for member, raw in said.items() if member not in found}
         return {**found, **self._all(Ready, name, rest, "ready", str(round))}
 
-    def seal_vote(self, member: str, opening: Opening, digest: str) -> str:
-        return self._seal(digest, "vote", opening.id, member, by=member)
+    def seal_vote(self, member: str, plan: RoundPlan, digest: str) -> str:
+        return self._seal(digest, "vote", plan.id, member, by=member)
 
     def votes(
-        self, name: str, opening: Opening | None, said: Mapping[str, bytes], taken: Collection[str] = ()
+        self, name: str, plan: RoundPlan | None, said: Mapping[str, bytes], taken: Collection[str] = ()
     ) -> dict[str, str]:
-        """The digests that members hold after an opening. `taken`: members whose signatures need not be verified."""
-        if opening is None:
+        """The digests that members hold after a plan. `taken`: members whose signatures need not be verified."""
+        if plan is None:
             return {}
-        found = self._taken(said, taken, str, "vote", opening.id)
+        found = self._taken(said, taken, str, "vote", plan.id)
         rest = {member: raw for member, raw in said.items() if member not in found}
-        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m, by=m) for m, raw in rest.items()}
+        records = {m: self._open(f"{name} {m}", raw, "vote", plan.id, m, by=m) for m, raw in rest.items()}
         return {**found, **{m: record.text for m, record in records.items() if record is not None}}
 
-    def seal_evidence(self, member: str, opening: Opening, evidence: Evidence) -> str:
-        return self._seal(to_json(evidence), "evidence", opening.id, member, by=member)
+    def seal_evidence(self, member: str, plan: RoundPlan, evidence: Evidence) -> str:
+        return self._seal(to_json(evidence), "evidence", plan.id, member, by=member)
 
-    def evidence(self, name: str, opening: Opening, said: Mapping[str, bytes]) -> dict[str, Evidence]:
-        """What members saw of an opening that failed."""
-        return self._all(Evidence, name, said, "evidence", opening.id)
+    def evidence(self, name: str, plan: RoundPlan, said: Mapping[str, bytes]) -> dict[str, Evidence]:
+        """What members saw of a plan that failed."""
+        return self._all(Evidence, name, said, "evidence", plan.id)
 
-    def seal_failure(self, opening: Opening, reason: str, *, by: str = "") -> str:
+    def seal_failure(self, plan: RoundPlan, reason: str, *, by: str = "") -> str:
         label = Label(id=by or Label.id, sessions=self._lineage)
-        return self._seals.seal(reason, "failed", opening.id, label=label, by=label.id)
+        return self._seals.seal(reason, "failed", plan.id, label=label, by=label.id)
 
-    def failure(self, name: str, opening: Opening | None, raw: bytes | None) -> str | None:
-        """Why an opening cannot be finished, as one of its members says."""
-        if opening is None or not raw:
+    def failure(self, name: str, plan: RoundPlan | None, raw: bytes | None) -> str | None:
+        """Why a plan cannot be finished, as one of its members says."""
+        if plan is None or not raw:
             return None
         member = id_of(raw)
-        record = self._open(name, raw, "failed", opening.id, by=member)
-        if record is not None and public_key_in(member) is not None and member not in opening.members:
+        record = self._open(name, raw, "failed", plan.id, by=member)
+        if record is not None and public_key_in(member) is not None and member not in plan.members:
             self.reject(name, raw, _NOT_IN_IT)
             return None
-        others = [m for m in opening.members if m != member]
+        others = [m for m in plan.members if m != member]
         if record is not None and public_key_in(member) is not None and record.text.startswith(_speaking_as(others)):
             self.reject(name, raw, _MALFORMED)  # a failure that begins with a name says who ended the round
             return None
@@ -464,13 +464,13 @@ class RecordVerifier:
         record = self._open(name, raw, "generation")
         return None if record is None else StoreTerm(record.label.version, record.label.id)
 
-    def seal_whereabouts(self, whereabouts: ForwardPointer) -> str:
-        label = Label(0, whereabouts.generation.number, whereabouts.generation.store)
-        return self._seals.seal(to_json(whereabouts), "whereabouts", label=label)
+    def seal_forward_pointer(self, forward_pointer: ForwardPointer) -> str:
+        label = Label(0, forward_pointer.generation.number, forward_pointer.generation.store)
+        return self._seals.seal(to_json(forward_pointer), "forward_pointer", label=label)
 
-    def whereabouts(self, name: str, raw: bytes | None) -> ForwardPointer | None:
+    def forward_pointer(self, name: str, raw: bytes | None) -> ForwardPointer | None:
         """Where the run goes on, as a store was told that it does not use."""
-        return self._read(ForwardPointer, name, raw, self._open(name, raw, "whereabouts"))
+        return self._read(ForwardPointer, name, raw, self._open(name, raw, "forward_pointer"))
 
     def seal_meeting(self, meeting: Meeting) -> str:
         return self._seals.seal(to_json(meeting), "meeting")
@@ -479,12 +479,12 @@ class RecordVerifier:
         """What was written down of two lines of history that met; of the run, whatever session it is in."""
         return self._read(Meeting, name, raw, self._open(name, raw, "meeting"))
 
-    def seal_account(self, member: str, account: MemberReport) -> str:
-        return self._seals.seal(to_json(account), "account", member, by=member)
+    def seal_member_report(self, member: str, member_report: MemberReport) -> str:
+        return self._seals.seal(to_json(member_report), "member_report", member, by=member)
 
-    def accounts(self, name: str, said: Mapping[str, bytes]) -> dict[str, MemberReport]:
+    def member_reports(self, name: str, said: Mapping[str, bytes]) -> dict[str, MemberReport]:
         """What members told a store that the run may go to."""
-        return self._all(MemberReport, name, said, "account")
+        return self._all(MemberReport, name, said, "member_report")
 
     # -- what all share -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import redis
 
 from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import (
@@ -294,9 +294,9 @@ class RedisRun:
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 
-    def group_prefix(self, opening: Opening, lane: int) -> str:
+    def group_prefix(self, plan: RoundPlan, lane: int) -> str:
         """Return what the keys of a lane's group begin with."""
-        return self.keys.group(opening, lane)
+        return self.keys.group(plan, lane)
 
     def group_set(self, key: str, value: bytes) -> None:
         self.call(lambda: self._redis.set(key, self.verifier.seal_value(key, value), ex=GROUP_TTL_S))

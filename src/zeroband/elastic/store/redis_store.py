@@ -1,6 +1,6 @@
 """The store of a run in Redis, or in one of several: its start, leases and rounds.
 
-All writes that decide something are compare-and-set, fenced by the opening that they build on; what runs inside Redis
+All writes that decide something are compare-and-set, fenced by the plan that they build on; what runs inside Redis
 is in `scripts`. What is found there counts if it was sealed by a node of this run (`verifier`).
 """
 
@@ -23,10 +23,10 @@ from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
@@ -72,10 +72,10 @@ members than so many: what somebody damages without a trace is seen by then."""
 
 
 class _OwnRecord(NamedTuple):
-    """What a member writes for itself: that it is ready, or with an opening its vote."""
+    """What a member writes for itself: that it is ready, or with a plan its vote."""
 
     word: str
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
 
 
 def _behind(prefix: str, words: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -127,17 +127,17 @@ class RedisStore(StoreInUse, Store):
         self._newest: Verdict | None = None
         """The newest verdict that was believed."""
         self._voted_on = ""
-        """Opening of the newest vote that was given through this store."""
+        """RoundPlan of the newest vote that was given through this store."""
         self._proven_round = -1
         """Round of which every signature is verified, since somebody asked for that."""
         self._doubted = "", 0.0
-        """The newest opening whose verdict was not shown to be voted for, or that left this member out; since when."""
+        """The newest plan whose verdict was not shown to be voted for, or that left this member out; since when."""
         self.quorum = 0.5
         """Part of the weight that may go on without members that are late."""
         self.operator: OperatorKey | None = None
         """Signs the orders that are given through this store; None: they carry no signature, as those of members."""
-        self.on_left_out: Callable[[Opening], object] = lambda opening: None
-        """Told of an opening that does not count, since it goes on without most members that live."""
+        self.on_left_out: Callable[[RoundPlan], object] = lambda plan: None
+        """Told of a plan that does not count, since it goes on without most members that live."""
         self._granted_ms, self._living_then = 0, frozenset[str]()
         """When this node's lease was renewed last, by the store's clock, and who was alive then."""
         self._whole_leases = _WHOLE_LEASES * random.uniform(0.75, 1.25)  # not all members at one time
@@ -206,8 +206,8 @@ class RedisStore(StoreInUse, Store):
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         verifier, keys = self.verifier, self.keys
-        names = [keys.restart_point, keys.opening, keys.committed]
-        before = [verifier.seal_restart_point(view.restart_point), verifier.seal_opening(view.opening)]
+        names = [keys.restart_point, keys.plan, keys.committed]
+        before = [verifier.seal_restart_point(view.restart_point), verifier.seal_plan(view.plan)]
         before.append(verifier.seal_verdict(view.committed))
         args = [
             *before,
@@ -222,12 +222,12 @@ class RedisStore(StoreInUse, Store):
         keys, verifier, member = self.keys, self.verifier, known.member_id
         round = 0 if known.ready is None else known.ready.round
         ours = [
-            *(verifier.seal_opening(known.opening), verifier.seal_verdict(known.committed)),
+            *(verifier.seal_plan(known.plan), verifier.seal_verdict(known.committed)),
             *(verifier.seal_run(known.run), verifier.seal_orders(known.orders)),
             "" if known.ready is None else verifier.seal_ready(member, known.ready),
             "" if known.vote is None else verifier.seal_vote(member, *known.vote),
         ]
-        places = [keys.opening, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
+        places = [keys.plan, keys.committed, keys.run, keys.orders, f"{keys.ready(round)} {member}"]
         places.append(f"{keys.votes} {member}")
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(verifier.rejected, places)]
         args += [stamp_of(known.generation), "" if known.vote is None else known.vote[0].id]
@@ -248,13 +248,13 @@ class RedisStore(StoreInUse, Store):
                 peers = self._living(known, *living)
                 self._granted_ms, self._living_then = int(now_ms), known.alive
                 return peers
-            opening = self.verifier.opening(self.keys.opening, against, None)
-            is_newer = opening is not None and opening.version > listed_version
-            is_out = opening is not None and member_id not in (*opening.members, *opening.late)
-            if opening is not None and is_newer and is_out and not self._was_taken(opening, int(now_ms)):
+            plan = self.verifier.plan(self.keys.plan, against, None)
+            is_newer = plan is not None and plan.version > listed_version
+            is_out = plan is not None and member_id not in (*plan.members, *plan.late)
+            if plan is not None and is_newer and is_out and not self._was_taken(plan, int(now_ms)):
                 return None
             refuted = against
-        raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
+        raise StoreLost(f"somebody changes {self.keys.plan} all the time; {member_id} could not renew its lease")
 
     def _sealed_peer(self, member_id: str, peer: Peer) -> str:
         told = self._told_peer
@@ -262,12 +262,12 @@ class RedisStore(StoreInUse, Store):
             told = self._told_peer = member_id, peer, self.verifier.seal_peer(member_id, peer)
         return told[2]
 
-    def _was_taken(self, opening: Opening, now_ms: int) -> bool:
+    def _was_taken(self, plan: RoundPlan, now_ms: int) -> bool:
         """Whether this node's lease cannot have run out, and one member opened a round without several others.
 
         The node takes the lease again: its trainer sees who else lives, and so whether the round may go on without it.
         """
-        others = self._living_then.difference(opening.members)
+        others = self._living_then.difference(plan.members)
         went_on = len(self._living_then) - len(others)
         return 0 <= now_ms - self._granted_ms < self._lease_ms and went_on <= 1 < len(others)
 
@@ -316,7 +316,7 @@ class RedisStore(StoreInUse, Store):
         return self._look(round)
 
     def await_change(
-        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: Opening | None = None
+        self, round: int, seen: View | None, *, within_s: float, whole: bool = True, ends_with: RoundPlan | None = None
     ) -> View:
         wait_ms = int(1000 * min(within_s, self._answer_s / 2))
         return self._look(round, whole=whole, seen=seen, wait_ms=wait_ms, ends_with=ends_with)
@@ -326,36 +326,36 @@ class RedisStore(StoreInUse, Store):
         said = _OwnRecord(self.verifier.seal_ready(member_id, ready))
         return self._look(ready.round, said, whole=enough is None, enough_ready=_NEVER if enough is None else enough)
 
-    def testify(self, opening: Opening, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
-        key, word = self.keys.attempt(opening.id), self.verifier.seal_evidence(member_id, opening, evidence)
-        args = [opening.id, member_id, word, SPENT_TTL_S, self.verifier.rejected(f"{key} said {member_id}"), int(again)]
+    def testify(self, plan: RoundPlan, member_id: str, evidence: Evidence, *, again: bool = False) -> bool:
+        key, word = self.keys.attempt(plan.id), self.verifier.seal_evidence(member_id, plan, evidence)
+        args = [plan.id, member_id, word, SPENT_TTL_S, self.verifier.rejected(f"{key} said {member_id}"), int(again)]
         return bool(self.run_script(scripts.TESTIFY, *args, at={"attempt": key}))
 
-    def attempt(self, opening_id: str) -> Attempt | None:
-        verifier, key = self.verifier, self.keys.attempt(opening_id)
-        raw, failed, votes, kept, tag = self.run_script(scripts.READ_ATTEMPT, opening_id, at={"attempt": key})
+    def attempt(self, plan_id: str) -> Attempt | None:
+        verifier, key = self.verifier, self.keys.attempt(plan_id)
+        raw, failed, votes, kept, tag = self.run_script(scripts.READ_ATTEMPT, plan_id, at={"attempt": key})
         known = pairs(kept)
         names = [key, f"{key} vote", f"{key} failed"]
         if raw:
-            names = [self.keys.opening, self.keys.votes, self.keys.failed]
+            names = [self.keys.plan, self.keys.votes, self.keys.failed]
         else:
-            raw, failed, votes = known.get("opening"), known.get("failed"), _behind("vote ", known)
-        opening = verifier.past_opening(names[0], raw, opening_id)
-        if opening is None:
+            raw, failed, votes = known.get("plan"), known.get("failed"), _behind("vote ", known)
+        plan = verifier.past_plan(names[0], raw, plan_id)
+        if plan is None:
             return None
         return Attempt(
-            opening,
-            verifier.votes(names[1], opening, votes if isinstance(votes, dict) else pairs(votes)),
-            verifier.evidence(f"{key} said", opening, _behind("said ", known)),
-            verifier.failure(names[2], opening, failed) or "",
+            plan,
+            verifier.votes(names[1], plan, votes if isinstance(votes, dict) else pairs(votes)),
+            verifier.evidence(f"{key} said", plan, _behind("said ", known)),
+            verifier.failure(names[2], plan, failed) or "",
             text_of(tag),
         )
 
-    def vote(self, opening: Opening, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
-        self._own, self._voted_on = member_id, opening.id
-        said = _OwnRecord(self.verifier.seal_vote(member_id, opening, digest), opening)
-        enough, stamp = len(opening.members), stamp_of(generation)
-        return self._look(opening.round, said, whole=False, enough_votes=enough, stamp=stamp)
+    def vote(self, plan: RoundPlan, member_id: str, digest: str, *, generation: StoreTerm | None = None) -> View:
+        self._own, self._voted_on = member_id, plan.id
+        said = _OwnRecord(self.verifier.seal_vote(member_id, plan, digest), plan)
+        enough, stamp = len(plan.members), stamp_of(generation)
+        return self._look(plan.round, said, whole=False, enough_votes=enough, stamp=stamp)
 
     def _known(self) -> StoreCache:
         """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
@@ -385,7 +385,7 @@ class RedisStore(StoreInUse, Store):
         seen: View | None = None,
         wait_ms: int = 0,
         stamp: str | None = None,
-        ends_with: Opening | None = None,
+        ends_with: RoundPlan | None = None,
     ) -> View:
         """Look once.
 
@@ -395,14 +395,14 @@ class RedisStore(StoreInUse, Store):
         keys, known, expected = self.keys, self._known(), self._expected
         known.ask_for_round(round)
         args: list[str | bytes | int] = [self._silence_ms, known.changes, *map(known.tag, RECORDS)]
-        args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
+        args += [known.alive_tag, known.ready.change, known.peers.change, known.plan_id, known.votes.change]
         args += [int(whole), enough_ready, enough_votes, self._own]
-        puts_off = ends_with is not None and known.opening == ends_with and id_of(expected) != ends_with.id
+        puts_off = ends_with is not None and known.plan == ends_with and id_of(expected) != ends_with.id
         args += [known.ready.tag(self._own), known.votes.tag(self._own)]
         args.append(_ANY if puts_off else tag_of(expected))
         if said is not None:
             args += [said.word, ROUND_TTL_S, self._stamp if stamp is None else stamp]
-            args.append("" if said.opening is None else said.opening.id)
+            args.append("" if said.plan is None else said.plan.id)
         waits = wait_ms > 0 and seen is not None and seen is known.view  # else another thread has seen more already
         wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
         told = self.run_script(scripts.VIEW, *args, wait=wait, at=self.keys.of_round(round))
@@ -420,15 +420,15 @@ class RedisStore(StoreInUse, Store):
         self._keep(known)
         return self._look(round, whole=whole) if known.peers.unseen else view  # some were forgotten
 
-    def _whole(self, known: StoreCache, opening: Any, committed: Any, expected: bytes) -> tuple[Any, Any]:
-        """The opening and the verdict, where they were told by what this node has. Raises ValueError."""
-        if isinstance(opening, list):
-            opening = patched(known.records.get("opening") or b"", opening[0])
-            self.verifier.require_sealed(opening, "opening")
+    def _whole(self, known: StoreCache, plan: Any, committed: Any, expected: bytes) -> tuple[Any, Any]:
+        """The plan and the verdict, where they were told by what this node has. Raises ValueError."""
+        if isinstance(plan, list):
+            plan = patched(known.records.get("plan") or b"", plan[0])
+            self.verifier.require_sealed(plan, "plan")
         if isinstance(committed, list):
             committed = patched(known.records.get("committed") or b"", committed[0])
             self.verifier.require_sealed(committed, "verdict")
-        return opening, expected if committed == _EXPECTED else committed
+        return plan, expected if committed == _EXPECTED else committed
 
     def _learn(self, known: StoreCache, round: int, told: Sequence[Any]) -> View:
         """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
@@ -439,7 +439,7 @@ class RedisStore(StoreInUse, Store):
         must_prove = not known.is_proven and self._proves(round)
         if known.learn_records(records) or known.view is None or known.is_doubted or must_prove:
             self._judge_records(known)
-        opening, ready_key = known.opening, keys.ready(round)
+        plan, ready_key = known.plan, keys.ready(round)
         read_ready, read_votes = self._readers(known, round)
         is_new = [
             has_new_alive,
@@ -458,11 +458,11 @@ class RedisStore(StoreInUse, Store):
         if known.view is not None and not any(is_new) and known.view.is_settling == settles:
             return known.view
         view = View(
-            opening=opening,
+            plan=plan,
             committed=known.committed,
             alive=known.alive,
             ready=known.ready.read,
-            votes=known.votes.read if opening is not None else {},
+            votes=known.votes.read if plan is not None else {},
             failed=known.failed,
             peers=known.peers.read,
             is_known=known.is_known,
@@ -470,7 +470,7 @@ class RedisStore(StoreInUse, Store):
             orders=known.orders,
             restart_point=known.restart_point,
             unseen_ready=known.ready.unseen,
-            unseen_votes=known.votes.unseen if opening is not None else 0,
+            unseen_votes=known.votes.unseen if plan is not None else 0,
             generation=known.generation,
             refused={m: why for m in known.ready.rejected if (why := verifier.malformed(f"{ready_key} {m}"))},
             is_proven=known.is_proven,
@@ -480,8 +480,8 @@ class RedisStore(StoreInUse, Store):
 
     def _readers(self, known: StoreCache, round: int) -> tuple[Reader[Ready], Reader[str]]:
         """What reads who is ready and what members voted for, behind the records of this look."""
-        verifier, keys, opening, taken = self.verifier, self.keys, known.opening, self._taken(known)
-        voters = frozenset[str]() if opening is None else taken & needed(opening)
+        verifier, keys, plan, taken = self.verifier, self.keys, known.plan, self._taken(known)
+        voters = frozenset[str]() if plan is None else taken & needed(plan)
 
         def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
             known.ready.is_proven &= not raw.keys() & taken
@@ -489,7 +489,7 @@ class RedisStore(StoreInUse, Store):
 
         def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
             known.votes.is_proven &= not raw.keys() & voters
-            return verifier.votes(keys.votes, opening, raw, voters)
+            return verifier.votes(keys.votes, plan, raw, voters)
 
         return read_ready, read_votes
 
@@ -511,26 +511,26 @@ class RedisStore(StoreInUse, Store):
         known.is_doubted = False
         committed = self._believed(known, verifier.verdict(keys.committed, raw("committed")))
         known.orders = verifier.orders(keys.orders, raw("orders"))
-        known.committed, shown = committed, known.opening
+        known.committed, shown = committed, known.plan
         taken, proves = self._taken(known), self._proves(known.round)
 
-        def is_taken(opening: Opening) -> bool:
-            was_taken = known.is_taken if opening == shown else is_usual(opening, self._own, taken)
+        def is_taken(plan: RoundPlan) -> bool:
+            was_taken = known.is_taken if plan == shown else is_usual(plan, self._own, taken)
             known.is_taken = was_taken and not proves
-            return known.is_taken or (opening == shown and not proves)
+            return known.is_taken or (plan == shown and not proves)
 
-        opening = verifier.opening(keys.opening, raw("opening"), committed, is_taken=is_taken)
-        known.is_taken &= opening is not None
+        plan = verifier.plan(keys.plan, raw("plan"), committed, is_taken=is_taken)
+        known.is_taken &= plan is not None
         before = committed or self._newest
-        if opening is not None and before is not None and opening.round > before.round:
-            opening = self._lawful(known, opening, before)
-        if opening != known.opening:
+        if plan is not None and before is not None and plan.round > before.round:
+            plan = self._lawful(known, plan, before)
+        if plan != known.plan:
             known.forget_votes()
-        known.opening, known.view = opening, None
-        known.failed = verifier.failure(keys.failed, opening, raw("failed"))
+        known.plan, known.view = plan, None
+        known.failed = verifier.failure(keys.failed, plan, raw("failed"))
         known.is_known = verifier.run(keys.run, raw("run")) is not None
         known.generation = verifier.generation(keys.generation, raw("generation")) if self.generation else None
-        is_of_a_member = committed is not None and self._own in (*committed.members, *committed.opening.late)
+        is_of_a_member = committed is not None and self._own in (*committed.members, *committed.plan.late)
         restart_point = verifier.restart_point(keys.restart_point, raw("restart_point"), committed)
         known.restart_point = None if is_of_a_member else restart_point  # the run is not dead: this member lives
 
@@ -543,9 +543,9 @@ class RedisStore(StoreInUse, Store):
         before, own = self._newest, self._own
         if verdict is None or (before is not None and verdict.round <= before.round):
             return verdict
-        has_voted = self.verifier.is_expected(verdict) or verdict.opening.id == self._voted_on
+        has_voted = self.verifier.is_expected(verdict) or verdict.plan.id == self._voted_on
         name, raw = self.keys.committed, known.records["committed"] or b""
-        listed = (*before.members, *before.opening.late) if before is not None else ()
+        listed = (*before.members, *before.plan.late) if before is not None else ()
         if has_voted or (before is None and not self.verifier.is_of_a_node):
             self._newest = verdict
             return verdict
@@ -553,59 +553,59 @@ class RedisStore(StoreInUse, Store):
             self.verifier.reject(name, raw, NOT_VOTED_FOR)
             return None
         if before is None or own in listed:
-            if not self.verifier.is_of_its_proposer(name, raw, verdict.opening):
+            if not self.verifier.is_of_its_proposer(name, raw, verdict.plan):
                 return None
             is_voted = self._is_voted_for(known, verdict, verdict.members if before is None else before.members)
             takes_part = verdict.members if is_voted else known.alive
-            may_go_on = before is None or self._may_leave_out(known, verdict.opening, before, takes_part)
+            may_go_on = before is None or self._may_leave_out(known, verdict.plan, before, takes_part)
             if may_go_on is False:
-                self._reject_taken(known, "committed", verdict.opening)
+                self._reject_taken(known, "committed", verdict.plan)
                 return None
-            if not (is_voted and may_go_on) and self._has_doubts(verdict.opening):
+            if not (is_voted and may_go_on) and self._has_doubts(verdict.plan):
                 known.is_doubted = True
                 return before
         self._newest = verdict
         return verdict
 
-    def _lawful(self, known: StoreCache, opening: Opening, before: Verdict) -> Opening | None:
-        """The opening, unless it leaves this member out and must not; the store counts as settling while it may not."""
-        may_go_on = self._may_leave_out(known, opening, before, known.alive)
+    def _lawful(self, known: StoreCache, plan: RoundPlan, before: Verdict) -> RoundPlan | None:
+        """The plan, unless it leaves this member out and must not; the store counts as settling while it may not."""
+        may_go_on = self._may_leave_out(known, plan, before, known.alive)
         if may_go_on is False:
-            self._reject_taken(known, "opening", opening)
+            self._reject_taken(known, "plan", plan)
             return None
-        if may_go_on is None and self._has_doubts(opening):
+        if may_go_on is None and self._has_doubts(plan):
             known.is_doubted = True
             return None
-        return opening
+        return plan
 
     def _may_leave_out(
-        self, known: StoreCache, opening: Opening, before: Verdict, takes_part: Collection[str]
+        self, known: StoreCache, plan: RoundPlan, before: Verdict, takes_part: Collection[str]
     ) -> bool | None:
         """As in `membership.ballots`, by what this node has seen; `takes_part`: as there."""
-        key = self.keys.ready(opening.round)
-        if known.round == opening.round and self._own not in opening.members:
-            self._proven_round = opening.round
-            known.ready.prove(lambda raw: self.verifier.ready(key, opening.round, raw))
-        ready = known.ready.read if known.round == opening.round else {}
+        key = self.keys.ready(plan.round)
+        if known.round == plan.round and self._own not in plan.members:
+            self._proven_round = plan.round
+            known.ready.prove(lambda raw: self.verifier.ready(key, plan.round, raw))
+        ready = known.ready.read if known.round == plan.round else {}
         here = Present(known.alive, known.peers.read, ready, self.quorum)
-        return may_leave_out(opening, before, self._own, here, takes_part)
+        return may_leave_out(plan, before, self._own, here, takes_part)
 
-    def _reject_taken(self, known: StoreCache, name: str, opening: Opening) -> None:
+    def _reject_taken(self, known: StoreCache, name: str, plan: RoundPlan) -> None:
         """Have a record not count by which one member goes on without most others; say who opened its round."""
         if self.verifier.reject(getattr(self.keys, name), known.records[name] or b"", LEAVES_OUT_MOST):
-            self.on_left_out(opening)
+            self.on_left_out(plan)
 
-    def _has_doubts(self, opening: Opening) -> bool:
-        """Whether this opening, which is in doubt, has been so for less than a lease."""
+    def _has_doubts(self, plan: RoundPlan) -> bool:
+        """Whether this plan, which is in doubt, has been so for less than a lease."""
         now_s = time.monotonic()
-        if self._doubted[0] != opening.id:
-            self._doubted = opening.id, now_s
+        if self._doubted[0] != plan.id:
+            self._doubted = plan.id, now_s
         return 1000 * (now_s - self._doubted[1]) <= self._lease_ms
 
     def _is_voted_for(self, known: StoreCache, verdict: Verdict, members: Collection[str]) -> bool:
         """Whether the votes here show that most of these members which a verdict lists have voted for it."""
-        key = self.keys.votes if known.opening_id == verdict.opening.id else self.keys.last_votes
-        votes = self.verifier.votes(key, verdict.opening, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
+        key = self.keys.votes if known.plan_id == verdict.plan.id else self.keys.last_votes
+        votes = self.verifier.votes(key, verdict.plan, pairs(self.run_script(scripts.READ_SAID, at={"said": key})))
         return is_voted_for(verdict, votes, {*members} - {self._own})
 
     def claim_samples(self, member_id: str, choose: Callable[[Mapping[str, Claim]], Claim]) -> Claim:
@@ -645,64 +645,64 @@ class RedisStore(StoreInUse, Store):
             self._keep(known)
         return known.links.read
 
-    def signed(self, opening: Opening, member_id: str) -> Opening:
-        return self.verifier.signed(opening, member_id)
+    def signed(self, plan: RoundPlan, member_id: str) -> RoundPlan:
+        return self.verifier.signed(plan, member_id)
 
-    def propose_opening(
+    def propose_plan(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         *,
-        current: Opening | None,
+        current: RoundPlan | None,
         generation: StoreTerm | None = None,
         heard: Attempt | None = None,
     ) -> bool:
         verifier, keys = self.verifier, self.keys
-        before, after = verifier.seal_opening(current), verifier.seal_opening(opening)
-        args = [before, opening.round, after, RUN_TTL_S, opening.orders]
-        args += [self._silence_ms, *map(verifier.rejected, (keys.opening, keys.committed, keys.orders))]
+        before, after = verifier.seal_plan(current), verifier.seal_plan(plan)
+        args = [before, plan.round, after, RUN_TTL_S, plan.orders]
+        args += [self._silence_ms, *map(verifier.rejected, (keys.plan, keys.committed, keys.orders))]
         args += [stamp_of(generation), _patch_of(before, after), "" if heard is None else heard.tag, SPENT_TTL_S]
         attempt = keys.attempt("" if current is None else current.id)
         return bool(self.run_script(scripts.OPEN, *args, at={"attempt": attempt}))
 
-    def report_failure(self, opening: Opening, reason: str) -> bool:
+    def report_failure(self, plan: RoundPlan, reason: str) -> bool:
         verifier, keys = self.verifier, self.keys
-        word = verifier.seal_failure(opening, reason, by=self._own)
-        args = [opening.version, word, ROUND_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed)]
-        return bool(self.run_script(scripts.FAIL, *args, opening.id))
+        word = verifier.seal_failure(plan, reason, by=self._own)
+        args = [plan.version, word, ROUND_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed)]
+        return bool(self.run_script(scripts.FAIL, *args, plan.id))
 
     def expect_verdict(self, verdict: Verdict) -> None:
         self._expected = self.verifier.expect(verdict)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
-        opening, keys, verifier = verdict.opening, self.keys, self.verifier
+        plan, keys, verifier = verdict.plan, self.keys, self.verifier
         before, after = verifier.seal_verdict(self._known().committed), verifier.seal_verdict(verdict)
-        args = [verifier.seal_opening(opening), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
+        args = [verifier.seal_plan(plan), verdict.round, after, RUN_TTL_S, HISTORY_LENGTH, self._silence_ms]
         args += [SPENT_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
         args += [_patch_of(before, after), "" if shared is None else verifier.seal_run(shared, verdict.sessions)]
-        listed = (*opening.members, *opening.late)
+        listed = (*plan.members, *plan.late)
         for _ in range(_ASK_AGAIN):
             outcome = self.run_script(
-                scripts.COMMIT, *args, *self._done_orders(opening), *listed, at=self.keys.of_round(verdict.round)
+                scripts.COMMIT, *args, *self._done_orders(plan), *listed, at=self.keys.of_round(verdict.round)
             )
             if outcome != 2:
                 return bool(outcome)
         return False
 
-    def _done_orders(self, opening: Opening) -> tuple[bytes, str]:
+    def _done_orders(self, plan: RoundPlan) -> tuple[bytes, str]:
         """The orders as they stand, and as they are once this round did what they say; nothing where it does not."""
-        if opening.rollback is None:
+        if plan.rollback is None:
             return b"", ""
         raw, orders, _ = self._look_at_orders()
-        if orders.rollback != opening.rollback:
+        if orders.rollback != plan.rollback:
             return b"", ""
         return raw, self.verifier.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
 
     def _look_at_orders(self) -> tuple[bytes, Orders, int]:
         """The orders, as they stand there and as they count; the newest version that a round was opened under."""
         verifier, keys = self.verifier, self.keys
-        raw, opening, committed = self.run_script(scripts.READ, at={"record": keys.orders})
-        current = verifier.opening(keys.opening, opening, verifier.verdict(keys.committed, committed))
+        raw, plan, committed = self.run_script(scripts.READ, at={"record": keys.orders})
+        current = verifier.plan(keys.plan, plan, verifier.verdict(keys.committed, committed))
         return raw or b"", verifier.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def take_orders_of(self, operator: str, run_id: str, rollback: RollbackConfig | None) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside Redis: the compare-and-set of openings and verdicts, leases, and bringing a lost record back.
+"""What runs inside Redis: the compare-and-set of plans and verdicts, leases, and bringing a lost record back.
 
 The store's clock alone decides about leases. It stands still while nobody renews: when all guardians were kept from the
 store at once, it was the store that was away, and whoever held a lease when the silence began gets a fresh one.
@@ -98,7 +98,7 @@ local function keep_in_history(history, verdict, keep, ttl) -- as the newest, if
   redis.call('LTRIM', history, 0, keep - 1)
   redis.call('EXPIRE', history, ttl)
 end
-local function known_of(attempt, votes, failed) -- tells what is known of the current opening from what was
+local function known_of(attempt, votes, failed) -- tells what is known of the current plan from what was
   return redis.call('HLEN', attempt) .. ' ' .. redis.call('HLEN', votes) .. ' ' .. (redis.call('GET', failed) or '')
 end
 local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
@@ -190,7 +190,7 @@ _WORDS = (bytes, _FLAG, _LIST | int)
 
 
 def _script(keys: str, args: str, answer: Shape, body: str) -> Script:
-    """A script that names its keys and arguments, as `key.opening` and `arg.round`; in what runs these are numbers.
+    """A script that names its keys and arguments, as `key.plan` and `arg.round`; in what runs these are numbers.
 
     `keys`: those that `Keys` has, of the kind that it says; NAME:KIND for any other, or where the script itself looks
     after a kind ("any"). `args`: in the order in which they are given; those given beyond them begin at MORE.
@@ -212,21 +212,21 @@ def _kind_of(key: str) -> tuple[str, str]:
 
 
 VIEW = _script(
-    "opening committed leases clock peers run ready:hash orders restart_point changes generation opening_patch"
+    "plan committed leases clock peers run ready:hash orders restart_point changes generation plan_patch"
     " committed_patch peers_at ready_at:zset votes votes_at failed",
-    "silence_ms changes tag_opening tag_committed tag_failed tag_run tag_orders tag_restart_point tag_generation alive"
+    "silence_ms changes tag_plan tag_committed tag_failed tag_run tag_orders tag_restart_point tag_generation alive"
     " ready peers votes_of votes whole enough_ready enough_votes member tag_ready tag_vote tag_expected"
     " word ttl generation word_on",
     (_TIMES, _NEWS | _LIST, _NEWS | _LIST, *(_NEWS,) * 5, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS),
     """
 -- From `changes` to `votes` arguments say what the caller knows. From `word` on they may be missing.
 -- What a member says is written first, if the store is in that generation; its first word counts. With the id of an
--- opening it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
+-- plan it is a vote, and counts if that is the current one. Told is what is another than the caller knows. Who is
 -- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
 -- and what this member itself said: 1 where it is the word that the caller knows, 0 where there is none.
 local goes_on = follows(key.changes, arg.changes)
 local function known(change) return goes_on and change or '0' end
-local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+local _, _, id = label(redis.call('GETRANGE', key.plan, 0, 255))
 if arg.word and is_current(key.generation, arg.generation) and (arg.word_on == '' or arg.word_on == id) then
   local words, times = key.ready, key.ready_at
   if arg.word_on ~= '' then words, times = key.votes, key.votes_at end
@@ -246,13 +246,13 @@ local function told(words, times, change, enough) -- where they are asked for
 end
 local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
-  if id ~= arg.votes_of then arg.votes, arg.tag_vote, arg.tag_failed = '0', '', '' end -- known of another opening
+  if id ~= arg.votes_of then arg.votes, arg.tag_vote, arg.tag_failed = '0', '', '' end -- known of another plan
   own_vote, failed = own(key.votes, arg.tag_vote), unless(key.failed, arg.tag_failed)
   votes = told(key.votes, key.votes_at, arg.votes, arg.enough_votes)
 end
 local silence = tonumber(arg.silence_ms)
 return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
-        changed(key.opening, arg.tag_opening, key.opening_patch, ''),
+        changed(key.plan, arg.tag_plan, key.plan_patch, ''),
         changed(key.committed, arg.tag_committed, key.committed_patch, arg.tag_expected),
         failed, unless(key.run, arg.tag_run), unless(key.orders, arg.tag_orders),
         unless(key.restart_point, arg.tag_restart_point), unless(key.generation, arg.tag_generation),
@@ -263,23 +263,23 @@ return {redis.call('HMGET', key.changes, 'born', 'n', 'links'),
 )
 
 OPEN = _script(
-    "opening committed clock orders leases changes news generation opening_patch votes votes_at:any failed"
+    "plan committed clock orders leases changes news generation plan_patch votes votes_at:any failed"
     " last_votes:any attempt:hash",
-    "current round record ttl orders silence_ms rejected_opening rejected_committed rejected_orders generation patch"
+    "current round record ttl orders silence_ms rejected_plan rejected_committed rejected_orders generation patch"
     " heard spent_ttl",
     _FLAG,
     """
--- `heard`: what the caller knew of the current opening; empty: it does not matter.
+-- `heard`: what the caller knew of the current plan; empty: it does not matter.
 if not is_current(key.generation, arg.generation) then return 0 end
 local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
 local orders = judged(redis.call('GET', key.orders), arg.rejected_orders)
-if (judged(redis.call('GET', key.opening), arg.rejected_opening) or '') ~= arg.current then return 0 end
+if (judged(redis.call('GET', key.plan), arg.rejected_plan) or '') ~= arg.current then return 0 end
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
 local _, version = label(orders) -- who has not seen an order begins no round without it
 if orders and not version or (version or 0) ~= tonumber(arg.orders) then return 0 end
-local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
+local _, _, open = label(redis.call('GETRANGE', key.plan, 0, 255))
 local _, _, done = label(committed)
 if arg.heard ~= '' and redis.sha1hex(known_of(key.attempt, key.votes, key.failed)) ~= arg.heard then return 0 end
 if open and open == done then -- those who were not in that round ask for its votes
@@ -288,14 +288,14 @@ if open and open == done then -- those who were not in that round ask for its vo
   for i = 1, #votes, 2 do redis.call('HSET', key.last_votes, votes[i], votes[i + 1]) end
   redis.call('EXPIRE', key.last_votes, arg.ttl)
 elseif open and arg.current ~= '' then -- and those who check what follows from it ask for all of it
-  redis.call('HSET', key.attempt, 'opening', arg.current)
+  redis.call('HSET', key.attempt, 'plan', arg.current)
   local votes, failed = redis.call('HGETALL', key.votes), redis.call('GET', key.failed)
   for i = 1, #votes, 2 do redis.call('HSET', key.attempt, 'vote ' .. votes[i], votes[i + 1]) end
   if failed then redis.call('HSET', key.attempt, 'failed', failed) end
   redis.call('EXPIRE', key.attempt, arg.spent_ttl)
 end
-redis.call('SET', key.opening, arg.record, 'EX', arg.ttl)
-redis.call('SET', key.opening_patch, arg.patch, 'EX', arg.ttl)
+redis.call('SET', key.plan, arg.record, 'EX', arg.ttl)
+redis.call('SET', key.plan_patch, arg.patch, 'EX', arg.ttl)
 drop({key.votes, key.votes_at, key.failed}) -- they were of the one before
 tell(key.changes, key.news)
 return 1
@@ -303,13 +303,13 @@ return 1
 )
 
 BEGIN = _script(
-    "restart_point opening committed clock leases changes news",
-    "restart_point opening committed record ttl silence_ms rejected_restart_point rejected_opening rejected_committed",
+    "restart_point plan committed clock leases changes news",
+    "restart_point plan committed record ttl silence_ms rejected_restart_point rejected_plan rejected_committed",
     _FLAG,
     """
 local function is_as_seen(key, seen, rejected) return (judged(redis.call('GET', key), rejected) or '') == seen end
 if not is_as_seen(key.restart_point, arg.restart_point, arg.rejected_restart_point)
-   or not is_as_seen(key.opening, arg.opening, arg.rejected_opening)
+   or not is_as_seen(key.plan, arg.plan, arg.rejected_plan)
    or not is_as_seen(key.committed, arg.committed, arg.rejected_committed) then return 0 end
 if is_settling(key.leases, key.clock, tonumber(arg.silence_ms)) then return 0 end
 redis.call('SET', key.restart_point, arg.record, 'EX', arg.ttl)
@@ -319,19 +319,19 @@ return 1
 )
 
 COMMIT = _script(
-    "opening committed history failed leases peers clock ready:hash votes orders changes news links generation"
+    "plan committed history failed leases peers clock ready:hash votes orders changes news links generation"
     " committed_patch run ready_at:zset votes_at peers_at links_at",
-    "opening round record ttl keep silence_ms spent_ttl rejected_committed rejected_failed generation patch run orders"
+    "plan round record ttl keep silence_ms spent_ttl rejected_committed rejected_failed generation patch run orders"
     " next_orders",
     _OUTCOME,
     """
--- MORE: the members that the opening lists. `run`: what all nodes share, for the session that begins here, if one
+-- MORE: the members that the plan lists. `run`: what all nodes share, for the session that begins here, if one
 -- does.
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 if not is_current(key.generation, arg.generation) then return 0 end
 local silence = tonumber(arg.silence_ms)
 local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
-if redis.call('GET', key.opening) ~= arg.opening or is_settling(key.leases, key.clock, silence) then return 0 end
+if redis.call('GET', key.plan) ~= arg.plan or is_settling(key.leases, key.clock, silence) then return 0 end
 local round = label(committed)
 if committed and (not round or round >= tonumber(arg.round)) then return 0 end
 if judged(redis.call('GET', key.failed), arg.rejected_failed) then return 0 end -- who saw it fail dropped the result
@@ -362,15 +362,15 @@ return 1
 )
 
 FAIL = _script(
-    "committed failed changes news opening",
+    "committed failed changes news plan",
     "version reason ttl rejected_committed rejected_failed id",
     _FLAG,
     """
--- An opening is either committed or failed, never both. One that is not the current one cannot be finished anyway.
+-- A plan is either committed or failed, never both. One that is not the current one cannot be finished anyway.
 local committed = judged(redis.call('GET', key.committed), arg.rejected_committed)
 local _, version = label(committed)
 if committed and (not version or version >= tonumber(arg.version)) then return 0 end
-local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+local _, _, id = label(redis.call('GETRANGE', key.plan, 0, 255))
 if id ~= arg.id then return 1 end
 if not judged(redis.call('GET', key.failed), arg.rejected_failed) then redis.call('DEL', key.failed) end
 redis.call('SET', key.failed, arg.reason, 'NX', 'EX', arg.ttl)
@@ -380,21 +380,21 @@ return 1
 )
 
 RENEW = _script(
-    "leases clock peers opening run changes news peers_at",
+    "leases clock peers plan run changes news peers_at",
     "member lease_ms silence_ms first peer ttl refuted changes alive peers",
     (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS, bytes),
     """
--- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
--- caller reads the opening; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
+-- A lease that ran out is taken again where the current plan lists its member: no verdict is newer than that. The
+-- caller reads the plan; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
 -- looked are told to who waits. `changes`, `alive` and `peers` say what the caller knows.
 local now, silence = time_ms(), tonumber(arg.silence_ms)
 local ends = now + tonumber(arg.lease_ms)
 if is_torn(key.leases, key.clock) then redis.call('HSET', key.clock, 'settled', ends) end -- all get the time to renew
 wake(key.leases, key.clock, ends, silence)
 for _, member in ipairs(alive_at(key.leases, longest(now, silence))) do redis.call('ZADD', key.leases, ends, member) end
-local opening = redis.call('GET', key.opening)
-if arg.first == '0' and not holds(key.leases, arg.member, now) and opening and opening ~= arg.refuted then
-  return {0, opening, {false, false, false}, 1, {'0', 0, 0}, string.format('%.0f', now)}
+local plan = redis.call('GET', key.plan)
+if arg.first == '0' and not holds(key.leases, arg.member, now) and plan and plan ~= arg.refuted then
+  return {0, plan, {false, false, false}, 1, {'0', 0, 0}, string.format('%.0f', now)}
 end
 redis.call('ZADD', key.leases, ends, arg.member)
 redis.call('HSET', key.clock, 'pulse', now)
@@ -485,15 +485,15 @@ return 1
 )
 
 RESTORE = _script(
-    "opening committed history clock run ready:hash votes orders changes news generation ready_at:zset votes_at failed",
-    "ttl lease_ms keep round_ttl member opening committed run orders ready vote rejected_opening rejected_committed"
+    "plan committed history clock run ready:hash votes orders changes news generation ready_at:zset votes_at failed",
+    "ttl lease_ms keep round_ttl member plan committed run orders ready vote rejected_plan rejected_committed"
     " rejected_run rejected_orders rejected_ready rejected_vote generation vote_on",
     _OUTCOME,
     """
--- Members tell what they remember; the highest committed round and the newest opening win.
+-- Members tell what they remember; the highest committed round and the newest plan win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
 if not is_current(key.generation, arg.generation) then return 0 end
-local theirs = {opening = judged(redis.call('GET', key.opening), arg.rejected_opening),
+local theirs = {plan = judged(redis.call('GET', key.plan), arg.rejected_plan),
                 committed = judged(redis.call('GET', key.committed), arg.rejected_committed),
                 orders = judged(redis.call('GET', key.orders), arg.rejected_orders)}
 for _, raw in pairs(theirs) do if raw and not label(raw) then return 2 end end
@@ -510,13 +510,13 @@ if is_older(theirs.committed, arg.committed) then
   put(key.committed, arg.committed)
   keep_in_history(key.history, arg.committed, arg.keep, arg.ttl)
 end
-local _, their_version = label(theirs.opening)
-local _, our_version = label(arg.opening)
-if arg.opening ~= '' and (not theirs.opening or their_version < our_version) then
-  put(key.opening, arg.opening)
+local _, their_version = label(theirs.plan)
+local _, our_version = label(arg.plan)
+if arg.plan ~= '' and (not theirs.plan or their_version < our_version) then
+  put(key.plan, arg.plan)
   drop({key.votes, key.votes_at, key.failed}) -- members give theirs again
 end
-local _, _, id = label(redis.call('GETRANGE', key.opening, 0, 255))
+local _, _, id = label(redis.call('GETRANGE', key.plan, 0, 255))
 if id ~= arg.vote_on then arg.vote = '' end
 if is_older(theirs.orders, arg.orders) then put(key.orders, arg.orders) end
 if not judged(redis.call('GET', key.run), arg.rejected_run) then redis.call('SET', key.run, arg.run) end
@@ -543,28 +543,28 @@ return changed and 1 or 0
 """,
 )
 
-TELL_ACCOUNT = _script(
-    "store_id generation accounts told_at committed elsewhere meeting",
-    "new_id member account ttl fresh_ms",
+TELL_MEMBER_REPORT = _script(
+    "store_id generation member_reports told_at committed elsewhere meeting",
+    "new_id member member_report ttl fresh_ms",
     (bytes, _TEXT, _LIST, _TEXT, _TEXT, _TEXT),
     """
 -- What a member tells that may go to this store; empty: it only looks. Returns the store's id, its generation, what was
 -- told within the last moments, the newest verdict, where the run goes on, and two lines that met.
 redis.call('SET', key.store_id, arg.new_id, 'NX')
 local now, found = time_ms(), {}
-if arg.account ~= '' then
-  redis.call('HSET', key.accounts, arg.member, arg.account)
+if arg.member_report ~= '' then
+  redis.call('HSET', key.member_reports, arg.member, arg.member_report)
   redis.call('HSET', key.told_at, arg.member, now)
 end
-let_live(arg.ttl, {key.store_id, key.accounts, key.told_at})
+let_live(arg.ttl, {key.store_id, key.member_reports, key.told_at})
 local at = redis.call('HGETALL', key.told_at)
 for i = 1, #at, 2 do
   local age = now - (tonumber(at[i + 1]) or 0)
   if age >= 0 and age <= tonumber(arg.fresh_ms) then
-    local said = redis.call('HGET', key.accounts, at[i])
+    local said = redis.call('HGET', key.member_reports, at[i])
     if said then found[#found + 1] = at[i]; found[#found + 1] = said end
   else
-    redis.call('HDEL', key.accounts, at[i])
+    redis.call('HDEL', key.member_reports, at[i])
     redis.call('HDEL', key.told_at, at[i])
   end
 end
@@ -573,7 +573,7 @@ return {redis.call('GET', key.store_id), redis.call('GET', key.generation), foun
 """,
 )
 
-TELL_WHEREABOUTS = _script(
+TELL_FORWARD_POINTER = _script(
     "elsewhere",
     "record ttl_ms rejected",
     _FLAG,
@@ -588,8 +588,8 @@ return 1
 )
 
 BEGIN_GENERATION = _script(
-    "store_id generation opening committed history clock run leases orders changes news votes votes_at failed",
-    "id generation rejected_generation opening committed run orders ttl keep lease_ms",
+    "store_id generation plan committed history clock run leases orders changes news votes votes_at failed",
+    "id generation rejected_generation plan committed run orders ttl keep lease_ms",
     _FLAG,
     """
 -- A generation begins here, with what those who promised it know; unless a newer one did. MORE: its members.
@@ -601,7 +601,7 @@ local function begin_with(key, record)
   if record == '' then redis.call('DEL', key) else redis.call('SET', key, record, 'EX', arg.ttl) end
 end
 begin_with(key.generation, arg.generation)
-begin_with(key.opening, arg.opening)
+begin_with(key.plan, arg.plan)
 begin_with(key.committed, arg.committed)
 begin_with(key.run, arg.run)
 begin_with(key.orders, arg.orders)
@@ -683,11 +683,11 @@ return refusal or 1
 )
 
 READ = _script(
-    "record:string opening committed",
+    "record:string plan committed",
     "",
     (_TEXT, _TEXT, _TEXT),
     """
-return {redis.call('GET', key.record), redis.call('GET', key.opening), redis.call('GET', key.committed)}
+return {redis.call('GET', key.record), redis.call('GET', key.plan), redis.call('GET', key.committed)}
 """,
 )
 
@@ -773,31 +773,31 @@ return redis.call('EXPIRE', key.said, arg.ttl)
 )
 
 TESTIFY = _script(
-    "attempt:hash opening",
+    "attempt:hash plan",
     "id member word ttl rejected again",
     _FLAG,
     """
--- The first word counts. Behind the next opening none does but one that was there already.
-local field, _, _, open = 'said ' .. arg.member, label(redis.call('GETRANGE', key.opening, 0, 255))
+-- The first word counts. Behind the next plan none does but one that was there already.
+local field, _, _, open = 'said ' .. arg.member, label(redis.call('GETRANGE', key.plan, 0, 255))
 local is_there = judged(redis.call('HGET', key.attempt, field), arg.rejected)
 if is_there then return 1 end
-if open ~= arg.id and (arg.again == '0' or redis.call('HEXISTS', key.attempt, 'opening') == 0) then return 0 end
+if open ~= arg.id and (arg.again == '0' or redis.call('HEXISTS', key.attempt, 'plan') == 0) then return 0 end
 redis.call('HSET', key.attempt, field, arg.word)
 return redis.call('EXPIRE', key.attempt, arg.ttl)
 """,
 )
 
 READ_ATTEMPT = _script(
-    "attempt:hash opening votes failed",
+    "attempt:hash plan votes failed",
     "id",
     (_TEXT, _TEXT, _LIST, _LIST, bytes),
     """
--- Returns the opening, its failure and its votes, where it is the current one; what else is known of it, and the tag.
-local _, _, open = label(redis.call('GETRANGE', key.opening, 0, 255))
+-- Returns the plan, its failure and its votes, where it is the current one; what else is known of it, and the tag.
+local _, _, open = label(redis.call('GETRANGE', key.plan, 0, 255))
 local kept, tag = redis.call('HGETALL', key.attempt), ''
 if open ~= arg.id then return {false, false, {}, kept, ''} end
 tag = redis.sha1hex(known_of(key.attempt, key.votes, key.failed))
-return {redis.call('GET', key.opening), redis.call('GET', key.failed), redis.call('HGETALL', key.votes), kept, tag}
+return {redis.call('GET', key.plan), redis.call('GET', key.failed), redis.call('HGETALL', key.votes), kept, tag}
 """,
 )
 

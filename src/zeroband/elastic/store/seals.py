@@ -1,7 +1,7 @@
 """Seals: what a run writes into its store carries a MAC, so that nobody else's words count. Pure; any thread.
 
 The store is neither trusted nor expected to remember. A record counts only if it was sealed with the run's key, as
-what it is read as: its kind, its round, its member, the opening that it votes for. Everything else is as if it were not
+what it is read as: its kind, its round, its member, the plan that it votes for. Everything else is as if it were not
 there. Without `run.token` everybody can make the key; the code is the same.
 
 All nodes share that key. So what a node says for itself carries its signature as well, by the key in its name.

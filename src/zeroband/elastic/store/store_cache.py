@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
@@ -24,7 +24,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.patches import tag_of
 from zeroband.elastic.store.seals import id_of
 
-RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point", "generation")
+RECORDS = ("plan", "committed", "failed", "run", "orders", "restart_point", "generation")
 """Those of which a look shows one each, in the order in which it tells them."""
 
 _T = TypeVar("_T")
@@ -126,15 +126,15 @@ class StoreCache:
     round: int | None = None
     """The round that `ready` is of."""
     ready: MemberValues[Ready] = field(default_factory=MemberValues[Ready])
-    opening_id: str = ""
-    """Names the opening that `votes` are after."""
+    plan_id: str = ""
+    """Names the plan that `votes` are after."""
     votes: MemberValues[str] = field(default_factory=MemberValues[str])
     peers: MemberValues[Peer] = field(default_factory=MemberValues[Peer])
     links: MemberValues[LinkRates] = field(default_factory=MemberValues[LinkRates])
 
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     is_taken: bool = False
-    """The signature of `opening` was not verified."""
+    """The signature of `plan` was not verified."""
     committed: Verdict | None = None
     is_doubted: bool = False
     """There is a newer verdict than `committed`, for which members were not seen to have voted."""
@@ -189,9 +189,9 @@ class StoreCache:
     def learn_records(self, said: Sequence[bytes | int | None]) -> bool:
         """Take over the records, each of which is told where it is another one; whether any is."""
         new = {name: raw for name, raw in zip(RECORDS, said, strict=True) if not isinstance(raw, int)}
-        id = id_of(new.get("opening", self.records.get("opening")) or b"")
-        if id != self.opening_id:
-            self.opening_id = id
+        id = id_of(new.get("plan", self.records.get("plan")) or b"")
+        if id != self.plan_id:
+            self.plan_id = id
             self.forget_votes()
             new = {"failed": None, **new}
         is_new = any(self.records.get(name) != raw for name, raw in new.items())

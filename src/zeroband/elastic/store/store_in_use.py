@@ -100,7 +100,7 @@ class StoreInUse(RedisRun):
         if not self.has_several:
             self.require_usable(retry_s=retry_s)
             raw = self.call(lambda: self._redis.get(self.keys.elsewhere))
-            if (told := self.verifier.whereabouts(self.keys.elsewhere, raw)) is not None:
+            if (told := self.verifier.forward_pointer(self.keys.elsewhere, raw)) is not None:
                 raise ConfigError(
                     f"store.url names one of several stores of this run, which uses {told.store}: name all"
                 )
@@ -185,10 +185,10 @@ class StoreInUse(RedisRun):
                     self._asked[shown] = self._ask(address)
             return tuple(self._asked[shown] for shown in dict.fromkeys(map(_shown, addresses)))
 
-    def survey(self, member_id: str = "", account: MemberReport | None = None) -> list[tuple[Self, StoreProbe]]:
-        """Ask all stores of the run at once; those that answer, in their order. `account`: is told to each of them.
+    def survey(self, member_id: str = "", member_report: MemberReport | None = None) -> list[tuple[Self, StoreProbe]]:
+        """Ask all stores of the run at once; those that answer, in their order.
 
-        Those of which one of them tells are asked, too.
+        Those of which one of them tells are asked, too. `member_report`: is told to each of them.
         """
         answers = dict[Self, StoreProbe | None]()
 
@@ -196,7 +196,7 @@ class StoreInUse(RedisRun):
 
         def ask(store: Self) -> StoreProbe | None:
             try:
-                return store.look_at_candidate(member_id, account)
+                return store.look_at_candidate(member_id, member_report)
             except ConfigError as error:
                 refusals[_shown(store.address)] = str(error)
             except StoreLost:
@@ -227,23 +227,23 @@ class StoreInUse(RedisRun):
         answering = [_shown(store.address) for store, _ in seen]
         return [shown for shown in map(_shown, self._listed) if shown not in answering]
 
-    def look_at_candidate(self, member_id: str, account: MemberReport | None) -> StoreProbe:
+    def look_at_candidate(self, member_id: str, member_report: MemberReport | None) -> StoreProbe:
         """Look at this store as one that the run may go to. Raises StoreLost, ConfigError."""
         keys, verifier = self.keys, self.verifier
-        word = "" if account is None else verifier.seal_account(member_id, account)
-        told = self.run_script(scripts.TELL_ACCOUNT, uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS)
+        word = "" if member_report is None else verifier.seal_member_report(member_id, member_report)
+        told = self.run_script(scripts.TELL_MEMBER_REPORT, uuid.uuid4().hex, member_id, word, RUN_TTL_S, _FRESH_MS)
         id, generation, said, committed, elsewhere, met = told
         verdict = verifier.verdict(keys.committed, committed)
-        accounts = verifier.accounts(keys.accounts, pairs(said))
+        member_reports = verifier.member_reports(keys.member_reports, pairs(said))
         round = -1 if verdict is None else verdict.round
         return StoreProbe(
-            *(text_of(id), verifier.generation(keys.generation, generation), round, accounts),
-            verifier.whereabouts(keys.elsewhere, elsewhere),
+            *(text_of(id), verifier.generation(keys.generation, generation), round, member_reports),
+            verifier.forward_pointer(keys.elsewhere, elsewhere),
             line=Line.of(verdict),
             meeting=verifier.meeting(keys.meeting, met),
         )
 
-    def tell_whereabouts(self, line: Line | None = None) -> None:
+    def tell_forward_pointer(self, line: Line | None = None) -> None:
         """Tell the stores that are listed, and not in use, where the run goes on. Those that do not answer miss it."""
         if self.generation is None:
             return
@@ -253,16 +253,16 @@ class StoreInUse(RedisRun):
 
         def tell(store: Self) -> None:
             with suppress(StoreLost, ConfigError):
-                store.take_whereabouts(word)
+                store.take_forward_pointer(word)
 
         if idle:
-            with ThreadPoolExecutor(len(idle), "whereabouts") as pool:
+            with ThreadPoolExecutor(len(idle), "forward_pointer") as pool:
                 list(pool.map(tell, idle))
 
-    def take_whereabouts(self, word: ForwardPointer) -> None:
+    def take_forward_pointer(self, word: ForwardPointer) -> None:
         """Tell this store where the run goes on. Raises StoreLost, ConfigError."""
-        sealed, rejected = self.verifier.seal_whereabouts(word), self.verifier.rejected(self.keys.elsewhere)
-        self.run_script(scripts.TELL_WHEREABOUTS, sealed, _ELSEWHERE_LEASES * self._lease_ms, rejected)
+        sealed, rejected = self.verifier.seal_forward_pointer(word), self.verifier.rejected(self.keys.elsewhere)
+        self.run_script(scripts.TELL_FORWARD_POINTER, sealed, _ELSEWHERE_LEASES * self._lease_ms, rejected)
 
     def take_meeting(self, meeting: Meeting) -> Meeting:
         """Write down here that two lines of history met, unless somebody has. Returns what stands there.
@@ -294,7 +294,7 @@ class StoreInUse(RedisRun):
         if legacy is not None:
             committed = verifier.seal_verdict(legacy.committed)
             verifier.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [verifier.seal_opening(legacy.opening), committed, verifier.seal_run(legacy.run)]
+            records = [verifier.seal_plan(legacy.plan), committed, verifier.seal_run(legacy.run)]
             records.append(verifier.seal_orders(legacy.orders))
         args = [generation.store, verifier.seal_generation(generation), verifier.rejected(keys.generation), *records]
         args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]

@@ -1,4 +1,4 @@
-"""What the mesh asks of a data path between nodes: the mean of an opening's members, or their payloads; abortable."""
+"""What the mesh asks of a data path between nodes: the mean of a plan's members, or their payloads; abortable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import Robustly
@@ -86,9 +86,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """What a node asks its data path to move for an opening. Tensors lie on CPU, shared by the local ranks."""
+    """What a node asks its data path to move for a plan. Tensors lie on CPU, shared by the local ranks."""
 
-    opening: Opening
+    plan: RoundPlan
     member_id: str
     """This node among the members."""
     sent: Tensor
@@ -110,14 +110,14 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class Gathering:
-    """How many bytes each member sends to whom: the same on all members of an opening."""
+    """How many bytes each member sends to whom: the same on all members of a plan."""
 
     lengths: tuple[int, ...]
     """Bytes of each member's payload, in the order of the members; 0: it sends nothing."""
     receiver: str | None = None
     """The one member that gets them. None: all do."""
     number: int = 0
-    """Counts the gatherings of one opening, in their order."""
+    """Counts the gatherings of one plan, in their order."""
     is_report: bool = False
     """It is a few bytes about another transfer, by which no link is measured nor paced."""
 
@@ -165,7 +165,7 @@ class DataPlane(Protocol):
         ...
 
     def leave_behind(self) -> None:
-        """Forget what was connected for openings so far, without waiting for anybody."""
+        """Forget what was connected for plans so far, without waiting for anybody."""
         ...
 
     def close(self) -> None: ...

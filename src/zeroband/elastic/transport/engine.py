@@ -39,12 +39,12 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """Which operation of which run it is. Openings are numbered upwards; nothing older than the newest counts."""
+    """Which operation of which run it is. Plans are numbered upwards; nothing older than the newest counts."""
 
     run: int
     """64 bits that stand for the run's id."""
-    opening: int
-    """Number of the opening; its last 16 bits tell openings apart that have the same one."""
+    plan: int
+    """Number of the plan; its last 16 bits tell plans apart that have the same one."""
     epoch: int
     round: int
     lane: int = 0
@@ -197,7 +197,7 @@ class Engine:
         *arrays, sizes = _arrays_of(shape, links)
         spec = native.ReduceSpec(
             operation.run,
-            operation.opening,
+            operation.plan,
             operation.epoch,
             operation.round,
             operation.lane,
@@ -255,7 +255,7 @@ class Engine:
         )
         spec = native.GatherSpec(
             operation.run,
-            operation.opening,
+            operation.plan,
             operation.epoch,
             operation.round,
             operation.lane,

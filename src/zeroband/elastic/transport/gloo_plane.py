@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
@@ -36,7 +36,7 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
 class GroupStore(Protocol):
     """The keys through which the processes of a group find each other. Raises StoreLost, ConfigError."""
 
-    def group_prefix(self, opening: Opening, lane: int) -> str:
+    def group_prefix(self, plan: RoundPlan, lane: int) -> str:
         """Return what the keys of a lane's group begin with."""
         ...
 
@@ -221,9 +221,9 @@ class LaneGroups:
 
     def reduce_mean(self, request: RoundRequest) -> Moved:
         assert request.residual is None and request.encoded is None, "nothing is encoded here"
-        opening, result = request.opening, request.result
-        self.connect(opening, opening.members.index(request.member_id))
-        share = opening.share(request.member_id)
+        plan, result = request.plan, request.result
+        self.connect(plan, plan.members.index(request.member_id))
+        share = plan.share(request.member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         parts: list[tuple[int, torch.Tensor]] = []
         for lane in self.ownership.owned():
@@ -234,28 +234,28 @@ class LaneGroups:
             else:
                 part.zero_()
             parts.append((lane, part))
-        self.all_reduce(parts, opening)
-        self._require_in_range(parts, opening)
-        moved = ring_bytes(result.numel(), len(opening.members))
+        self.all_reduce(parts, plan)
+        self._require_in_range(parts, plan)
+        moved = ring_bytes(result.numel(), len(plan.members))
         return Moved(moved, moved)
 
-    def _require_in_range(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+    def _require_in_range(self, parts: Sequence[tuple[int, torch.Tensor]], plan: RoundPlan) -> None:
         """Raise PeerLost where a mean is not finite, or larger than the members' values: gloo does not tell by whom."""
         for lane, part in parts:
             size = largest(part)
-            if not (math.isfinite(size) and size <= opening.most_value):
-                members = ", ".join(opening.members)
+            if not (math.isfinite(size) and size <= plan.most_value):
+                members = ", ".join(plan.members)
                 raise PeerLost(
-                    f"the mean of round {opening.round}, lane {lane}, has the value {size:.3g}; what the members "
-                    f"announced allows {opening.most_value:.3g}; one of {members} sent others"
+                    f"the mean of round {plan.round}, lane {lane}, has the value {size:.3g}; what the members "
+                    f"announced allows {plan.most_value:.3g}; one of {members} sent others"
                 )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
         """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
         assert gathering.receiver is None, "the configuration refuses it"
-        opening, result = request.opening, request.result
-        own = opening.members.index(request.member_id)
-        self.connect(opening, own)
+        plan, result = request.plan, request.result
+        own = plan.members.index(request.member_id)
+        self.connect(plan, own)
         broadcasts: list[_Broadcast] = []
         for lane in self.ownership.owned():
             for sender, length in enumerate(gathering.lengths):
@@ -264,38 +264,38 @@ class LaneGroups:
                 if sender == own:
                     part.copy_(request.sent[start:stop])
                 broadcasts += [_Broadcast(lane, sender, c) for c in part.split(4 * self._chunk_numel) if c.numel()]
-        if len(opening.members) > 1:
+        if len(plan.members) > 1:
             works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
-            self._await_all(works, result, opening)
+            self._await_all(works, result, plan)
         own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
-        return Moved(own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes)
+        return Moved(own_bytes * (len(plan.members) - 1), gathering.total_bytes - own_bytes)
 
-    def connect(self, opening: Opening, node_rank: int) -> None:
-        """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
+    def connect(self, plan: RoundPlan, node_rank: int) -> None:
+        """Have groups with exactly the plan's members. Raises PeerLost when the plan is aborted meanwhile."""
         self._left_behind.release()
-        if self._connected == (opening.epoch, opening.members):
+        if self._connected == (plan.epoch, plan.members):
             return
         self.leave_behind()
-        if len(opening.members) > 1:
+        if len(plan.members) > 1:
             for lane in self.ownership.owned():
-                self._groups[lane] = self._build(opening, node_rank, lane)
-        self._connected = (opening.epoch, opening.members)
+                self._groups[lane] = self._build(plan, node_rank, lane)
+        self._connected = (plan.epoch, plan.members)
 
-    def _build(self, opening: Opening, node_rank: int, lane: int) -> dist.ProcessGroup:
+    def _build(self, plan: RoundPlan, node_rank: int, lane: int) -> dist.ProcessGroup:
         def is_aborted() -> bool:
-            return self._flags.aborted_version >= opening.version
+            return self._flags.aborted_version >= plan.version
 
         def build() -> dist.ProcessGroup:
-            prefix = self._store.group_prefix(opening, lane)
+            prefix = self._store.group_prefix(plan, lane)
             rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._gloo_timeout_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
             options._timeout = timedelta(seconds=self._gloo_timeout_s)
             options._devices = [gloo.create_device(hostname=self._host)]
-            return gloo(rendezvous, node_rank, len(opening.members), options)
+            return gloo(rendezvous, node_rank, len(plan.members), options)
 
-        what, bound_s, began_at_s = f"lane {lane} of epoch {opening.epoch}", self._building.limit_s, time.monotonic()
-        others = tuple(m for m in opening.members if m != opening.members[node_rank])
+        what, bound_s, began_at_s = f"lane {lane} of epoch {plan.epoch}", self._building.limit_s, time.monotonic()
+        others = tuple(m for m in plan.members if m != plan.members[node_rank])
         group = _in_daemon_thread(build, is_aborted, what, bound_s)
         if group is None:
             self._building.stalled()
@@ -304,22 +304,22 @@ class LaneGroups:
         self._building.succeeded(time.monotonic() - began_at_s)
         return group
 
-    def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+    def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], plan: RoundPlan) -> None:
         """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
-        if len(opening.members) == 1:
+        if len(plan.members) == 1:
             return
         chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
         works = [self._groups[lane].allreduce([chunk]) for lane, chunk in chunks]
-        self._await_all(works, [part for _, part in parts], opening)
+        self._await_all(works, [part for _, part in parts], plan)
 
-    def _await_all(self, works: Sequence[dist.Work], used: object, opening: Opening) -> None:
+    def _await_all(self, works: Sequence[dist.Work], used: object, plan: RoundPlan) -> None:
         """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
         self._running = _Running(works, used)
-        points = self._faults.transfer(opening.round)
+        points = self._faults.transfer(plan.round)
         self._tell(points, 0.0)
         progress = StallWatch(_LOOK_S, time.monotonic())
         for done, work in enumerate(works, start=1):
-            self._await(work, opening, progress, done - 1, len(works))
+            self._await(work, plan, progress, done - 1, len(works))
             self._tell(points, done / len(works))
         self._moving.succeeded(progress.longest_s)
         self._running = _Running()
@@ -330,21 +330,21 @@ class LaneGroups:
             self._flags.advance()
         points.reach(done)
 
-    def _await(self, work: dist.Work, opening: Opening, progress: StallWatch, done: int, of: int) -> None:
+    def _await(self, work: dist.Work, plan: RoundPlan, progress: StallWatch, done: int, of: int) -> None:
         """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""
         while not work.is_completed():
-            if self._flags.aborted_version >= opening.version:
-                raise PeerLost(f"the transfer of round {opening.round} was aborted: a member was lost")
+            if self._flags.aborted_version >= plan.version:
+                raise PeerLost(f"the transfer of round {plan.round} was aborted: a member was lost")
             if (stalled_s := progress.see(done, time.monotonic())) > self._moving.limit_s:
                 self._moving.stalled()
                 what = f"piece {done + 1} of {of} did not end for {stalled_s:.1f} s"
-                reason = f"the transfer of round {opening.round} among {', '.join(opening.members)} failed: {what}"
-                raise TransferStalled(reason, opening.members, round(stalled_s, 3), done, of)
+                reason = f"the transfer of round {plan.round} among {', '.join(plan.members)} failed: {what}"
+                raise TransferStalled(reason, plan.members, round(stalled_s, 3), done, of)
             time.sleep(_POLL_S)
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+            raise PeerLost(f"the transfer of round {plan.round} broke: {error}") from error
 
     @property
     def stall_limit_s(self) -> float:
@@ -371,7 +371,7 @@ class LaneGroups:
 def _in_daemon_thread(
     build: Callable[[], dist.ProcessGroup], is_aborted: Callable[[], bool], what: str, bound_s: float
 ) -> dist.ProcessGroup | None:
-    """Run a constructor that may block for minutes, and stop waiting for it when the opening is aborted.
+    """Run a constructor that may block for minutes, and stop waiting for it when the plan is aborted.
 
     None: it did not end within `bound_s`.
     """

@@ -1,4 +1,4 @@
-"""The native data plane as the mesh uses it: links to an opening's members, and one operation over them at a time.
+"""The native data plane as the mesh uses it: links to a plan's members, and one operation over them at a time.
 
 Local rank 0 moves the whole node's state, which lies in shared memory; the other ranks wait for it.
 """
@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NoReturn
 
 from zeroband.elastic.membership.reach import Ways, dials
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
@@ -102,20 +102,20 @@ class NativePlane:
             reach.tell_partners(())
 
     def reduce_mean(self, request: RoundRequest) -> Moved:
-        opening, numel = request.opening, request.result.numel()
+        plan, numel = request.plan, request.result.numel()
         if self._reach is None:
             return Moved(0, 0)
-        if len(opening.members) == 1:
+        if len(plan.members) == 1:
             self._take_alone(request)
             return Moved(0, 0)
-        network, may_be_ring = opening.network, request.robust is None and not opening.is_flat
-        shape = shape_of(numel, self._codec, opening.shares, network, opening.sites, may_be_ring=may_be_ring)
-        shape = replace(shape, largest=opening.largest)
-        borders, hashes = () if shape.is_ring or opening.sites else shape.bounds, None
-        place = opening.members.index(request.member_id)
+        network, may_be_ring = plan.network, request.robust is None and not plan.is_flat
+        shape = shape_of(numel, self._codec, plan.shares, network, plan.sites, may_be_ring=may_be_ring)
+        shape = replace(shape, largest=plan.largest)
+        borders, hashes = () if shape.is_ring or plan.sites else shape.bounds, None
+        place = plan.members.index(request.member_id)
         if borders and request.hash_key is not None:
             start_at, stop_at = borders[place], borders[place + 1]
-            hashes = PartHashes.of(request.hash_key, len(opening.members), start_at, stop_at, shape.chunk_numel)
+            hashes = PartHashes.of(request.hash_key, len(plan.members), start_at, stop_at, shape.chunk_numel)
 
         def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
             where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
@@ -136,19 +136,19 @@ class NativePlane:
         return moved._replace(hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
-        opening = request.opening
+        plan = request.plan
         if self._reach is None:
             return Moved(0, 0)
-        if len(opening.members) == 1:
+        if len(plan.members) == 1:
             request.result.copy_(request.sent)
             return Moved(0, 0)
-        place, world = opening.members.index(request.member_id), len(opening.members)
+        place, world = plan.members.index(request.member_id), len(plan.members)
         route = route_of(
             place,
-            opening.sites or range(world),
-            receiver=None if gathering.receiver is None else opening.members.index(gathering.receiver),
-            behind=opening.network.behind,
-            turn=opening.retries,  # one that altered what it passed on is not asked again
+            plan.sites or range(world),
+            receiver=None if gathering.receiver is None else plan.members.index(gathering.receiver),
+            dial_out_only=plan.network.dial_out_only,
+            turn=plan.retries,  # one that altered what it passed on is not asked again
         )
 
         def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
@@ -166,7 +166,7 @@ class NativePlane:
 
         kind = None if gathering.is_report else (gathering.total_bytes, gathering.number)
         partners = route.partners(place, gathering.lengths)
-        borders = () if opening.sites else (0, *accumulate(gathering.lengths))
+        borders = () if plan.sites else (0, *accumulate(gathering.lengths))
         return self._operate(self._reach, start, request, kind, partners, lane=gathering.number, borders=borders)
 
     def _operate(
@@ -180,26 +180,26 @@ class NativePlane:
         lane: int = 0,
         borders: tuple[int, ...],
     ) -> Moved:
-        """Start an operation with the opening's members and wait for its end; the bytes moved. `borders`: as `Moved`'s.
+        """Start an operation with the plan's members and wait for its end; the bytes moved. `borders`: as `Moved`'s.
 
         Each part then waits for its member alone, so what is missing when it fails tells of that one. `kind`: of what
         rate control learns; None: it learns nothing.
         """
         self._gaps = Gaps()
-        opening, member_id = request.opening, request.member_id
-        others = {opening.members[place]: place for place in sorted(partners)}
-        self._connect(reach, opening, member_id, tuple(others))
+        plan, member_id = request.plan, request.member_id
+        others = {plan.members[place]: place for place in sorted(partners)}
+        self._connect(reach, plan, member_id, tuple(others))
         for member in others:
             reach.links.set_congestion(member, self._tuning(member).congestion)
-        links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
-        operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
-        points = self._faults.transfer(opening.round)
+        links, at = tuple(reach.links.number(member) for member in plan.members), plan.members.index(member_id)
+        operation = Operation(self._run, _number(plan), plan.epoch, plan.round, lane)
+        points = self._faults.transfer(plan.round)
         running = start(
             reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
         )
         try:
-            wide = frozenset(member for member in others if not opening.is_near(member_id, member))
-            run = _Run(running, opening, others, wide, reach.links, self._limits, self._flags, points)
+            wide = frozenset(member for member in others if not plan.is_near(member_id, member))
+            run = _Run(running, plan, others, wide, reach.links, self._limits, self._flags, points)
             meter, began_s = Meter(), time.monotonic()
             if kind is not None:
                 self._took_ms = 0
@@ -215,12 +215,12 @@ class NativePlane:
                     sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
                 )
             run.learn_pauses()
-            took_s = time.monotonic() - began_s if self._paced or opening.sites else run.middle.whole_s
+            took_s = time.monotonic() - began_s if self._paced or plan.sites else run.middle.whole_s
             self._learn(traffic, wide, meter, took_s)
             return Moved(
                 sum(t.sent_bytes for t in traffic.values()),
                 sum(t.received_bytes for t in traffic.values()),
-                sum(traffic[m].sent_bytes for m in wide) if opening.sites else None,
+                sum(traffic[m].sent_bytes for m in wide) if plan.sites else None,
                 borders,
             )
         finally:
@@ -240,7 +240,7 @@ class NativePlane:
     def _take_alone(self, request: RoundRequest) -> None:
         """The mean of one node: what it contributes, unless it has no share."""
         result, encoded = request.result, request.encoded
-        if request.opening.share(request.member_id) == 0:
+        if request.plan.share(request.member_id) == 0:
             result.zero_()
             return
         if encoded is None:
@@ -251,14 +251,14 @@ class NativePlane:
         if request.residual is not None:
             request.residual.zero_()
 
-    def _connect(self, reach: Reach, opening: Opening, member_id: str, others: Sequence[str]) -> None:
-        """Have links to these members, and keep those to the opening's others. Raises PeerLost, naming who is away."""
-        if opening.epoch != self._partners[0]:
-            self._partners = opening.epoch, frozenset()
-        self._partners = opening.epoch, self._partners[1] | frozenset(others)
+    def _connect(self, reach: Reach, plan: RoundPlan, member_id: str, others: Sequence[str]) -> None:
+        """Have links to these members, and keep those to the plan's others. Raises PeerLost, naming who is away."""
+        if plan.epoch != self._partners[0]:
+            self._partners = plan.epoch, frozenset()
+        self._partners = plan.epoch, self._partners[1] | frozenset(others)
         reach.tell_partners(self._partners[1])
-        self._limits.forget_all_but(opening.members)
-        dialled, is_ready = {member for member in others if dials(member_id, member, opening.behind)}, True
+        self._limits.forget_all_but(plan.members)
+        dialled, is_ready = {member for member in others if dials(member_id, member, plan.dial_out_only)}, True
         for member in others:
             link = reach.links.state(member)
             is_silent = link.silent_s > self._limits.of_link(member).limit_s
@@ -268,26 +268,26 @@ class NativePlane:
             is_ready = is_ready and link.is_up and has_enough and not is_silent
         if is_ready:
             return
-        self._require_descriptors(len(opening.members))
+        self._require_descriptors(len(plan.members))
         ways = reach.ways(member_id, others)
         unknown = tuple(member for member in others if member not in ways)
         if unknown:
-            raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
+            raise PeerLost(f"round {plan.round}: {', '.join(unknown)} left before the transfer", unknown)
         wanted = {m: Wanted(ways[m], self._tuning(m).streams, is_dialled=m in dialled) for m in others}
         coming, bound_s = StallWatch(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
 
         def is_over() -> bool:
             streams = sum(reach.links.state(member).streams for member in others)
-            return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
+            return self._is_aborted(plan) or coming.see(streams, time.monotonic()) > bound_s
 
         away = reach.links.connect(
-            member_id, wanted, is_over, keep=opening.members, ways_now=lambda: reach.ways(member_id, others)
+            member_id, wanted, is_over, keep=plan.members, ways_now=lambda: reach.ways(member_id, others)
         )
-        if away and self._is_aborted(opening):
-            raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
+        if away and self._is_aborted(plan):
+            raise PeerLost(f"round {plan.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
             self._gaps = Gaps(away)
-            reason = f"round {opening.round}: no connection to {', '.join(away)} within {bound_s:g} s"
+            reason = f"round {plan.round}: no connection to {', '.join(away)} within {bound_s:g} s"
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
     def _require_descriptors(self, nodes: int) -> None:
@@ -305,10 +305,10 @@ class NativePlane:
 
     def _pace(self, run: _Run, kind: Kind) -> None:
         """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
-        opening, paces = run.opening, dict[str, int]()
-        if self._rate_control is not None and not opening.sites:  # where they are, nodes do not send alike
-            last_took_s = opening.network.took_ms / 1e3
-            target_s = self._rate_control.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
+        plan, paces = run.plan, dict[str, int]()
+        if self._rate_control is not None and not plan.sites:  # where they are, nodes do not send alike
+            last_took_s = plan.network.took_ms / 1e3
+            target_s = self._rate_control.target_s(plan.epoch, plan.members, kind, plan.round, last_took_s)
             if target_s is not None:
                 paces = {m: math.ceil(traffic.to_send_bytes / target_s) for m, traffic in run.traffic().items()}
         for member in self._paced - paces.keys():
@@ -326,28 +326,28 @@ class NativePlane:
             senders = self._senders[member] = self._sending(member).after(link)
             links.set_senders(member, senders.of(link.streams))
 
-    def _is_aborted(self, opening: Opening) -> bool:
-        return self._flags.aborted_version >= opening.version
+    def _is_aborted(self, plan: RoundPlan) -> bool:
+        return self._flags.aborted_version >= plan.version
 
     def _await(self, run: _Run, meter: Meter) -> None:
-        opening, running = run.opening, run.running
+        plan, running = run.plan, run.running
         run.tell(0.0)
         while (state := running.wait(_LOOK_S)) == State.RUNNING:
-            if self._is_aborted(opening):
-                raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
+            if self._is_aborted(plan):
+                raise PeerLost(f"the transfer of round {plan.round} was aborted: {run.suspect()}")
             run.look(meter)
             for member, link in run.ask_links().items():
                 if not self._paced:
                     self._choose_senders(run.links, member, link)
         if state in _FAULTS:
-            member, what = opening.members[running.detail], _FAULTS[state]
+            member, what = plan.members[running.detail], _FAULTS[state]
             if state == State.PEER_LOST:
                 run.broken = (member,)
             else:
                 run.refused = (member,)
-            raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
+            raise PeerLost(f"the transfer of round {plan.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
-            raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
+            raise PeerLost(f"the transfer of round {plan.round} ended as {state.name} ({running.detail})")
         run.tell(1.0)
 
     @property
@@ -362,7 +362,7 @@ class NativePlane:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
 
     def leave_behind(self) -> None:
-        """Do nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
+        """Do nothing: links outlive a plan, and what is left of it on the wire does not count any more."""
 
     def close(self) -> None:
         if self._reach is not None:
@@ -386,7 +386,7 @@ class _Run:
     """An operation while it is waited for."""
 
     running: Running
-    opening: Opening
+    plan: RoundPlan
     partners: Mapping[str, int]
     """The members with whom bytes are exchanged, and their places among all."""
     wide: frozenset[str]
@@ -506,7 +506,7 @@ class _Run:
         since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))
         names = ", ".join(members)
         raise TransferStalled(
-            f"the transfer of round {self.opening.round} with {names} failed: {why} for {since_s:.1f} s, "
+            f"the transfer of round {self.plan.round} with {names} failed: {why} for {since_s:.1f} s, "
             f"at byte {came} of {of} from there",
             tuple(members),
             round(since_s, 3),
@@ -549,6 +549,6 @@ def _link_rates(traffic: Mapping[str, Traffic]) -> dict[str, int]:
     return {m: round(t.sent_bytes / t.sending_s * 8e-6) if t.sending_s > WINDOW_S else 0 for m, t in traffic.items()}
 
 
-def _number(opening: Opening) -> int:
-    """Grows with the version; openings that a store with old data gave the same version differ in the last 16 bits."""
-    return opening.version << 16 | int(opening.id.rpartition("-")[2], 16) & 0xFFFF
+def _number(plan: RoundPlan) -> int:
+    """Grows with the version; plans that a store with old data gave the same version differ in the last 16 bits."""
+    return plan.version << 16 | int(plan.id.rpartition("-")[2], 16) & 0xFFFF

@@ -6,7 +6,7 @@ receiver's end was sent for nothing. Where every link gets as much as makes it e
 the access carries, nothing waits and nothing is lost.
 
 How long a transfer takes at that pace is guessed from the middle of one that was left to TCP, when all its links are
-busy, and then found by trying. All members learn from the openings of their rounds how the last one went, so all come
+busy, and then found by trying. All members learn from the plans of their rounds how the last one went, so all come
 to the same time.
 """
 

@@ -50,7 +50,7 @@ class SealedSocket:
     def __init__(self, connection: socket.socket, seal_key: bytes, open_key: bytes) -> None:
         self._connection = connection
         self._sealing = Sealing(seal_key)
-        self._opening = Sealing(open_key)
+        self._plan = Sealing(open_key)
         self._came, self._came_bytes = bytearray(LENGTH_BYTES + RECORD_BYTES + _TAG_BYTES), 0
         """What was read and belongs to no opened record: its first bytes count."""
         self._opened = memoryview(b"")
@@ -92,11 +92,11 @@ class SealedSocket:
 
     def _receive_record(self) -> bytes:
         self._fill(LENGTH_BYTES)
-        with self._opening.spoilt_by_errors():
+        with self._plan.spoilt_by_errors():
             record_bytes = record_size(self._came)
         self._fill(record_bytes)
-        with self._opening.spoilt_by_errors(), memoryview(self._came) as came:
-            opened = self._opening.opened(came[:LENGTH_BYTES], came[LENGTH_BYTES:record_bytes])
+        with self._plan.spoilt_by_errors(), memoryview(self._came) as came:
+            opened = self._plan.opened(came[:LENGTH_BYTES], came[LENGTH_BYTES:record_bytes])
         left = self._came[record_bytes : self._came_bytes]
         self._came[: len(left)], self._came_bytes = left, len(left)
         return opened
@@ -106,7 +106,7 @@ class SealedSocket:
         while self._came_bytes < size:
             n = self._connection.recv_into(memoryview(self._came)[self._came_bytes :])
             if n == 0:
-                with self._opening.spoilt_by_errors():
+                with self._plan.spoilt_by_errors():
                     raise ConnectionAbortedError("the sealed stream was cut")
             self._came_bytes += n
 

@@ -150,13 +150,13 @@ def route_of(
     sites: Sequence[int],
     *,
     receiver: int | None = None,
-    behind: Collection[int] = (),
+    dial_out_only: Collection[int] = (),
     turn: int = 0,
 ) -> Route:
     """How payloads pass this member: at sites each goes to one member of every other site, which passes it on there.
 
-    To one `receiver` all send directly. `sites`: place of the member that speaks for each one's site, as in an opening
-    that has some; each its own where there are none. `behind`, `turn`: as for `relay_of`.
+    To one `receiver` all send directly. `sites`: place of the member that speaks for each one's site, as in a plan
+    that has some; each its own where there are none. `dial_out_only`, `turn`: as for `relay_of`.
     """
     world = len(sites)
     if receiver is not None:
@@ -168,7 +168,7 @@ def route_of(
     own = groups[sites[member]]
 
     def relay(sender: int, speaker: int) -> int:
-        return relay_of(sender, groups[sites[sender]], groups[speaker], behind, turn)
+        return relay_of(sender, groups[sites[sender]], groups[speaker], dial_out_only, turn)
 
     def source_of(sender: int) -> int:
         found = sender if sender in own else relay(sender, sites[member])

@@ -76,7 +76,7 @@ Robust robust_of(int rule, double trim, uint32_t iterations) {
 extern "C" {
 
 struct zb_spec {
-    uint64_t run, opening;
+    uint64_t run, plan;
     uint32_t epoch, round, lane;
     int32_t codec, is_ring;
     uint32_t world, speakers, self;
@@ -102,7 +102,7 @@ struct zb_spec {
 };
 
 struct zb_gather_spec {
-    uint64_t run, opening;
+    uint64_t run, plan;
     uint32_t epoch, round, lane;
     uint32_t world, self;
     uint64_t chunk_bytes;
@@ -273,7 +273,7 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     if (refuses(problem_of_arrays(*spec))) return nullptr;
     return guarded([&]() -> RunningPtr* {
         ReduceSpec made;
-        made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+        made.operation = {spec->run, spec->plan, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
         made.codec = static_cast<CodecId>(spec->codec);
         made.is_ring = spec->is_ring != 0;
         made.self = spec->self;
@@ -301,7 +301,7 @@ RunningPtr* zb_gather_start(Engine* engine, const zb_gather_spec* spec) {
     if (refuses(problem_of_gather_arrays(*spec))) return nullptr;
     return guarded([&]() -> RunningPtr* {
         GatherSpec made;
-        made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+        made.operation = {spec->run, spec->plan, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
         made.self = spec->self;
         made.lengths.assign(spec->lengths, spec->lengths + spec->world);
         made.sources.assign(spec->sources, spec->sources + spec->world);

@@ -28,7 +28,7 @@ void write_header(const Frame& frame, uint8_t* out) {
     put<uint8_t>(out, frame.codec);
     put<uint16_t>(out, frame.operation.lane);
     put<uint64_t>(out, frame.operation.run);
-    put<uint64_t>(out, frame.operation.opening);
+    put<uint64_t>(out, frame.operation.plan);
     put<uint32_t>(out, frame.operation.epoch);
     put<uint32_t>(out, frame.operation.round);
     put<uint32_t>(out, frame.shard);
@@ -43,7 +43,7 @@ bool read_header(const uint8_t* in, Frame& frame) {
     frame.codec = take<uint8_t>(in);
     frame.operation.lane = take<uint16_t>(in);
     frame.operation.run = take<uint64_t>(in);
-    frame.operation.opening = take<uint64_t>(in);
+    frame.operation.plan = take<uint64_t>(in);
     frame.operation.epoch = take<uint32_t>(in);
     frame.operation.round = take<uint32_t>(in);
     frame.shard = take<uint32_t>(in);

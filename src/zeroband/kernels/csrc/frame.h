@@ -15,21 +15,21 @@ enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2, PAYLOAD = 3, BEAT = 4 };
 
 constexpr uint8_t NO_CODEC = 255;  // of payloads: bytes that stand for no values here
 
-// One operation: a round of a run as it was opened, on one lane. Openings are numbered upwards for ever.
+// One operation: a round of a run as it was opened, on one lane. Plans are numbered upwards for ever.
 struct Operation {
     uint64_t run;      // digest of the run's id
-    uint64_t opening;  // number of the opening, and 16 bits that tell openings of the same number apart
+    uint64_t plan;  // number of the plan, and 16 bits that tell plans of the same number apart
     uint32_t epoch;
     uint32_t round;
     uint16_t lane;
 
     bool operator==(const Operation& other) const {
-        return run == other.run && opening == other.opening && epoch == other.epoch && round == other.round &&
+        return run == other.run && plan == other.plan && epoch == other.epoch && round == other.round &&
                lane == other.lane;
     }
     // Whether `other` was, or will be, started after this one.
     bool is_before(const Operation& other) const {
-        const uint64_t number = opening >> 16, others = other.opening >> 16;
+        const uint64_t number = plan >> 16, others = other.plan >> 16;
         return number != others ? number < others : lane < other.lane;
     }
 };

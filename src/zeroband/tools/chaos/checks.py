@@ -65,10 +65,10 @@ class CommittedLine:
         wrong: list[str] = []
         for verdict in sorted(verdicts, key=lambda v: v.round):
             known = self.rounds.setdefault(verdict.round, verdict)
-            if (known.opening, known.digest) != (verdict.opening, verdict.digest):
+            if (known.plan, known.digest) != (verdict.plan, verdict.digest):
                 wrong.append(f"round {verdict.round} was committed twice: {_brief(known)}, and {_brief(verdict)}")
             before = self.rounds.get(verdict.round - 1)
-            if known is verdict and before is not None and before.opening.version >= verdict.opening.version:
+            if known is verdict and before is not None and before.plan.version >= verdict.plan.version:
                 wrong.append(f"round {verdict.round} was opened before round {before.round}: {_brief(verdict)}")
         return wrong
 
@@ -126,8 +126,8 @@ class Pulse:
 
 
 def _brief(verdict: Verdict) -> str:
-    opening = verdict.opening
-    return f"version {opening.version} with result {verdict.digest} by {', '.join(opening.members)}"
+    plan = verdict.plan
+    return f"version {plan.version} with result {verdict.digest} by {', '.join(plan.members)}"
 
 
 def _short(value: object) -> str:

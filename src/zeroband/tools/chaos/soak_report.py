@@ -190,7 +190,7 @@ def _special(options: ChaosOptions) -> str:
 
 def _invariants(seen: Judgement) -> str:
     counts = (
-        f"{seen.rounds} rounds committed, {seen.retries} openings of a round retried, {seen.fences} fences, "
+        f"{seen.rounds} rounds committed, {seen.retries} plans of a round retried, {seen.fences} fences, "
         f"{seen.mismatches} digest mismatches, {seen.hangs} hangs; data: {seen.audit}."
     )
     found = [f"- {line}" for line in seen.lines]

@@ -13,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from zeroband.elastic.membership.reach import dials, is_behind, lines_of
+from zeroband.elastic.membership.reach import dials, is_dial_out_only, relay_ways
 from zeroband.elastic.membership.records import Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
@@ -152,9 +152,9 @@ class SoakWatch:
     def relays(self) -> frozenset[str]:
         """Nodes through which two living members talk that cannot be dialled."""
         peers = {} if self.view is None else {m: self.view.peers[m] for m in self.view.alive if m in self.view.peers}
-        dial_out_only = [member for member in peers if is_behind(member, peers)]
+        dial_out_only = [member for member in peers if is_dial_out_only(member, peers)]
         called = [other for one, other in permutations(dial_out_only, 2) if dials(one, other, dial_out_only)]
-        return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := lines_of(other, peers)))
+        return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := relay_ways(other, peers)))
 
     @property
     def awaits_detection(self) -> bool:
@@ -251,7 +251,7 @@ class SoakWatch:
         for wrong in self.line.add(verdicts):
             self.violations.add(wrong, self.context())
         for verdict in fresh:
-            for member in verdict.opening.contributors():
+            for member in verdict.plan.contributors():
                 self.contributed[node_id_of_member(member)] = verdict.round
             if self.complete_s is None and verdict.record.get("progress", {}).get("is_complete"):
                 self.complete_s = now()
@@ -321,10 +321,10 @@ class SoakWatch:
 def _described(view: View | None) -> str:
     if view is None:
         return "not seen"
-    opening, committed = view.opening, view.committed
+    plan, committed = view.plan, view.committed
     parts = [f"alive {sorted(view.alive)}", f"committed {None if committed is None else committed.round}"]
-    if opening is not None:
-        parts.append(f"open round {opening.round} version {opening.version} to {list(opening.members)}")
+    if plan is not None:
+        parts.append(f"open round {plan.round} version {plan.version} to {list(plan.members)}")
         parts.append(f"votes {sorted(view.votes)}")
     return "; ".join([*parts, f"failed {view.failed}", f"cut {sorted(cuts_of(view))}", f"settling {view.is_settling}"])
 

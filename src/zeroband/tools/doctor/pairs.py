@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.reach import choose_lines, dials, is_behind, probe_ways, ways_to
+from zeroband.elastic.membership.reach import choose_relays, dials, is_dial_out_only, probe_ways, ways_to
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import new_member_id
@@ -110,7 +110,7 @@ class PairExamination:
             door=Path(listen.door) if listen.door else None,
         )
         self._is_first = True
-        self._is_behind, self._lines = not listen.is_open, ()
+        self._is_dial_out_only, self._relays = not listen.is_open, ()
         self._peers: dict[str, Peer] = {}
 
     def __enter__(self) -> PairExamination:
@@ -133,15 +133,15 @@ class PairExamination:
     def look(self) -> dict[str, Peer]:
         """Show that this node is here; everybody who is."""
         own, monitor = self.member_id, self._monitor
-        self._is_behind = self._is_behind or is_behind(own, self._peers)
-        if self._is_behind and self._listen.is_relayed:
-            self._lines = choose_lines(own, self._lines, monitor.dialled(), self._peers)
-        seen = monitor.cut_off(), (), monitor.undialled(), self._lines
+        self._is_dial_out_only = self._is_dial_out_only or is_dial_out_only(own, self._peers)
+        if self._is_dial_out_only and self._listen.is_relayed:
+            self._relays = choose_relays(own, self._relays, monitor.dialled(), self._peers)
+        seen = monitor.cut_off(), (), monitor.undialled(), self._relays
         peer = Peer(self._node_id, self._listen.host, self.port, False, *seen)
         peers = self._peers = self._store.renew_lease(own, peer, first=self._is_first) or {}
         self._is_first = False
         others = [m for m in peers if m != own]
-        monitor.watch({m: probe_ways(own, m, peers, is_own_behind=bool(self._lines)) for m in others})
+        monitor.watch({m: probe_ways(own, m, peers, is_own_dial_out_only=bool(self._relays)) for m in others})
         return peers
 
     def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
@@ -165,12 +165,12 @@ class PairExamination:
 
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
-        own, behind = self.member_id, {m for m, peer in peers.items() if peer.lines}
+        own, dial_out_only = self.member_id, {m for m, peer in peers.items() if peer.relays}
         ways = {m: ways_to(own, m, peers) for m in peers if m != own}
         cut_off, seen = peers[own].cut_off, self._monitor.seen()
         at = {m: (peer.host, peer.port) for m, peer in peers.items()}
         refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # so does another token
-        wanted = {m: Wanted(ways[m], _STREAMS, dials(own, m, behind)) for m in ways}
+        wanted = {m: Wanted(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
         self._links.connect(own, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):

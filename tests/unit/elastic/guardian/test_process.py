@@ -31,7 +31,7 @@ from zeroband.elastic.guardian.process import (
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.neighbours import neighbours
-from zeroband.elastic.membership.records import Opening, Peer
+from zeroband.elastic.membership.records import Peer, RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver, channel
 from zeroband.elastic.transport.handshake import (
@@ -49,7 +49,7 @@ from zeroband.errors import StoreLost
 from zeroband.node.shared_flags import SharedFlags
 
 MEMBER, OTHER = "a#1", "b#1"
-WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
+WITHOUT_US = RoundPlan(1, 1, 0, (OTHER,), (0,))
 
 
 # -- what deserves a lease --------------------------------------------------------------------------------------------
@@ -415,14 +415,14 @@ def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
 
 def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
     guarded = start_guard(renew_s=0.02)
-    guarded.store.propose_opening(WITHOUT_US, current=None)
+    guarded.store.propose_plan(WITHOUT_US, current=None)
     guarded.store.expire_lease(MEMBER)
     until(lambda: guarded.flags.is_fenced)
     assert not guarded.is_alive()
 
 
 def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: RedisStore) -> None:
-    store.propose_opening(WITHOUT_US, current=None)
+    store.propose_plan(WITHOUT_US, current=None)
     guarded = start_guard(is_first=False)
     assert guarded.flags.is_fenced and not guarded.is_alive()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.stores import a_peer, an_opening
+from tests.stores import a_peer, a_plan
 
 from zeroband.elastic.membership.ballots import (
     Present,
@@ -21,7 +21,7 @@ from zeroband.elastic.membership.records import Ready, Verdict
 
 RECORD: dict[str, Any] = {"progress": {"inner_step": 8}, "weight": 3, "session": "s", "grad_norm": 2.0}
 SCORED = {**RECORD, "agreement": {"a": 0.5, "b": -0.1}}
-OWN = Verdict(an_opening("a", "b"), "d", RECORD)
+OWN = Verdict(a_plan("a", "b"), "d", RECORD)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ OWN = Verdict(an_opening("a", "b"), "d", RECORD)
         (replace(OWN, record={**RECORD, "session": "another"}), False),
         (replace(OWN, record=SCORED), False),
         (replace(OWN, digest="another"), False),
-        (replace(OWN, opening=an_opening("a", "b", version=2)), False),
+        (replace(OWN, plan=a_plan("a", "b", version=2)), False),
     ],
 )
-def test_verdict_on_ones_own_opening_says_what_one_would_have_written(said: Verdict, counts: bool) -> None:
+def test_verdict_on_ones_own_plan_says_what_one_would_have_written(said: Verdict, counts: bool) -> None:
     assert is_alike(said, OWN) is counts
 
 
@@ -78,24 +78,24 @@ def test_more_than_half_of_the_members_that_one_knows_have_voted(
     assert is_voted_for(OWN, said, known) is counts
 
 
-FOUR = Verdict(an_opening("a", "b", "c", "x"), "d")
-LATE = an_opening("x", version=2, round=1, late=("a", "b", "c"))
-ALONE = an_opening("x", version=2, round=1)
+FOUR = Verdict(a_plan("a", "b", "c", "x"), "d")
+LATE = a_plan("x", version=2, round=1, late=("a", "b", "c"))
+ALONE = a_plan("x", version=2, round=1)
 APART = {member: a_peer(member, *{"a", "b", "c", "x"} - {member}) for member in "abcx"}
 STATES = {member: Ready(1, 1, f"state of {member}") for member in "abc"}
 HEAVY = {member: Ready(1, 9 if member == "x" else 1, "state") for member in "abcx"}
 
 
 @pytest.mark.parametrize(
-    ("opening", "here", "counts"),
+    ("plan", "here", "counts"),
     [
         (ALONE, Present("abcx"), False),
-        (an_opening("x", "j", version=2, round=1), Present("abcxj"), False),
-        (an_opening("j", version=2, round=1), Present("abcxj"), False),
+        (a_plan("x", "j", version=2, round=1), Present("abcxj"), False),
+        (a_plan("j", version=2, round=1), Present("abcxj"), False),
         (LATE, Present("abcx"), False),
         (ALONE, Present("abcx", {"x": a_peer("x", "a", "b", "c")}), False),
-        (an_opening("b", "x", version=2, round=1), Present("abcx"), True),
-        (an_opening("a", version=2, round=1), Present("abcx"), True),
+        (a_plan("b", "x", version=2, round=1), Present("abcx"), True),
+        (a_plan("a", version=2, round=1), Present("abcx"), True),
         (ALONE, Present("ax"), None),
         (ALONE, Present("x"), None),
         (ALONE, Present("abcx", APART), True),
@@ -106,12 +106,12 @@ HEAVY = {member: Ready(1, 9 if member == "x" else 1, "state") for member in "abc
     ],
 )
 def test_one_member_goes_without_others_only_where_these_are_gone_apart_different_or_light(
-    opening: Any, here: Present, counts: bool | None
+    plan: Any, here: Present, counts: bool | None
 ) -> None:
     """As member "a" sees it, of a round of four."""
-    assert may_leave_out(opening, FOUR, "a", here, here.alive) is counts
+    assert may_leave_out(plan, FOUR, "a", here, here.alive) is counts
 
 
 def test_round_of_two_may_go_on_with_one() -> None:
-    pair = Verdict(an_opening("a", "x"), "d")
+    pair = Verdict(a_plan("a", "x"), "d")
     assert may_leave_out(ALONE, pair, "a", Present("ax"), "ax")

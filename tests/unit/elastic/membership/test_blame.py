@@ -23,14 +23,14 @@ from zeroband.elastic.membership.blame import (
     sitting_out,
 )
 from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.records import Blame, Evidence, Opening
+from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
 FOUR = (A, B, C, D)
 
 
-def an_opening(*members: str, **fields: Any) -> Opening:
-    return Opening(5, 2, 3, members, (1,) * len(members), **fields)
+def a_plan(*members: str, **fields: Any) -> RoundPlan:
+    return RoundPlan(5, 2, 3, members, (1,) * len(members), **fields)
 
 
 def holding(members: tuple[str, ...], *others: tuple[str, str, str]) -> dict[str, Evidence]:
@@ -54,7 +54,7 @@ def found(blames: tuple[Blame, ...]) -> set[tuple[tuple[str, ...], str]]:
 
 def test_owner_that_sends_different_bytes_to_most_is_put_out_and_no_one_else() -> None:
     said = holding(FOUR, (A, B, "x"), (C, B, "y"))
-    blames = judge(an_opening(*FOUR), votes_of(said), said)
+    blames = judge(a_plan(*FOUR), votes_of(said), said)
     assert found(blames) == {((B,), "out")} and blames[0].is_lie
     assert A in blames[0].reason and C in blames[0].reason
 
@@ -62,31 +62,31 @@ def test_owner_that_sends_different_bytes_to_most_is_put_out_and_no_one_else() -
 def test_minority_that_holds_what_nobody_else_holds_is_not_put_out_for_it() -> None:
     """The owner told one member something else than all others, and says what the others say."""
     said = holding(FOUR, (A, B, "x"))
-    assert found(judge(an_opening(*FOUR), votes_of(said), said)) == {((A, B), "apart")}
+    assert found(judge(a_plan(*FOUR), votes_of(said), said)) == {((A, B), "apart")}
 
 
 def test_owner_that_lies_to_one_after_the_other_is_found_by_what_is_remembered() -> None:
-    before = judge(an_opening(*FOUR), {}, holding(FOUR, (A, B, "x")))
+    before = judge(a_plan(*FOUR), {}, holding(FOUR, (A, B, "x")))
     there = (B, C, D)  # A sits out, since B takes part
     said = holding(there, (D, B, "x"))
-    assert found(judge(an_opening(*there, late=(A,), blames=before), votes_of(said), said)) == {((B,), "out")}
+    assert found(judge(a_plan(*there, late=(A,), blames=before), votes_of(said), said)) == {((B,), "out")}
 
 
 def test_who_accuses_everybody_is_put_out_itself() -> None:
     said = holding(FOUR, (A, B, "x"), (A, C, "x"), (A, D, "x"))
-    assert found(judge(an_opening(*FOUR), votes_of(said), said)) == {((A,), "out")}
+    assert found(judge(a_plan(*FOUR), votes_of(said), said)) == {((A,), "out")}
 
 
 def test_two_liars_of_five_cannot_have_an_honest_member_put_out() -> None:
     five = (A, B, C, D, E)
     said = holding(five, (A, C, "x"), (B, C, "x"))
-    blames = judge(an_opening(*five), votes_of(said), said)
+    blames = judge(a_plan(*five), votes_of(said), said)
     assert found(blames) == {((A, C), "apart"), ((B, C), "apart")}
 
 
 def test_of_two_members_neither_is_put_out() -> None:
     said = holding((A, B), (A, B, "x"))
-    assert found(judge(an_opening(A, B), votes_of(said), said)) == {((A, B), "apart")}
+    assert found(judge(a_plan(A, B), votes_of(said), said)) == {((A, B), "apart")}
 
 
 @given(st.data())
@@ -107,13 +107,13 @@ def test_no_honest_member_is_ever_put_out_while_fewer_than_half_lie(data: st.Dat
 
     said = {m: seen(m) for m in members if m not in liars or data.draw(st.booleans())}
     votes = {m: data.draw(content) if m in liars else str(e.held) for m, e in said.items() if e.held or m in liars}
-    opening = an_opening(*members, retries=data.draw(st.integers(0, 3)))
+    plan = a_plan(*members, retries=data.draw(st.integers(0, 3)))
     silent = [m for m in members if m not in said]
-    out = {m for blame in judge(opening, votes, said, silent) for m in blame.members if len(blame.members) == 1}
+    out = {m for blame in judge(plan, votes, said, silent) for m in blame.members if len(blame.members) == 1}
     assert out <= liars
     taken = data.draw(st.sets(st.sampled_from(members)))
     rest = {m: evidence for m, evidence in said.items() if m not in taken}
-    found = judge(opening, votes, rest, [m for m in members if m not in rest])
+    found = judge(plan, votes, rest, [m for m in members if m not in rest])
     assert {m for b in found if b.is_lie and len(b.members) == 1 for m in b.members} <= liars, "whatever is taken away"
 
 
@@ -158,19 +158,19 @@ AUDITS: dict[str, tuple[dict[str, Evidence], set[tuple[tuple[str, ...], str]]]] 
 def test_audit_puts_out_whom_it_proves_wrong_and_keeps_words_against_words_apart(case: str) -> None:
     said, expected = AUDITS[case]
     votes = {m: refusal(m) if evidence.wrong or evidence.denied else "d" for m, evidence in said.items()}
-    blames = judge(an_opening(*FOUR), votes, said)
+    blames = judge(a_plan(*FOUR), votes, said)
     assert found(blames) == expected and all(blame.is_lie for blame in blames)
 
 
 def test_who_refuses_a_result_without_a_reason_is_put_out() -> None:
     said: dict[str, Evidence] = dict.fromkeys(FOUR, seen())
-    assert found(judge(an_opening(*FOUR), {**dict.fromkeys(FOUR, "d"), C: refusal(C)}, said)) == {((C,), "out")}
+    assert found(judge(a_plan(*FOUR), {**dict.fromkeys(FOUR, "d"), C: refusal(C)}, said)) == {((C,), "out")}
 
 
 def test_refusals_are_no_votes_for_different_results() -> None:
     said = {A: seen(B), B: seen(), C: seen(B), D: seen(B)}
     votes = {A: refusal(A), B: "d", C: refusal(C), D: refusal(D)}
-    assert [blame.members for blame in judge(an_opening(*FOUR), votes, said)] == [(B,)]
+    assert [blame.members for blame in judge(a_plan(*FOUR), votes, said)] == [(B,)]
     assert not is_refusal("d") and is_refusal(refusal(A))
 
 
@@ -206,7 +206,7 @@ def test_no_honest_member_is_put_out_for_an_audit_while_fewer_than_half_lie(data
     unfinished = data.draw(st.sets(st.sampled_from(members))) if data.draw(st.booleans()) else set[str]()
     said |= {m: Evidence() for m in unfinished if m not in liars}
     votes = {m: refusal(m) if e.wrong or e.denied else "d" for m, e in said.items() if e.shown or m in liars}
-    blames = judge(an_opening(*members), votes, said)
+    blames = judge(a_plan(*members), votes, said)
     assert {m for blame in blames for m in blame.members if len(blame.members) == 1} <= liars
     assert all(liars & set(blame.members) for blame in blames if blame.is_lie), "of a pair one lies"
 
@@ -217,23 +217,23 @@ def test_no_honest_member_is_put_out_for_an_audit_while_fewer_than_half_lie(data
 def test_vote_that_does_not_follow_from_what_its_member_holds_is_a_lie() -> None:
     said = holding(FOUR)
     votes = {**dict.fromkeys(FOUR, "d"), C: "odd"}
-    assert found(judge(an_opening(*FOUR), votes, said)) == {((C,), "out")}
+    assert found(judge(a_plan(*FOUR), votes, said)) == {((C,), "out")}
 
 
 def test_voter_that_does_not_tell_what_it_holds_is_put_out() -> None:
     said = {**holding(FOUR), C: Evidence()}
-    assert found(judge(an_opening(*FOUR), dict.fromkeys(FOUR, "d"), said)) == {((C,), "out")}
+    assert found(judge(a_plan(*FOUR), dict.fromkeys(FOUR, "d"), said)) == {((C,), "out")}
 
 
 def test_sender_of_what_is_no_number_is_kept_from_who_noticed_it_at_once() -> None:
     said: dict[str, Evidence] = {A: Evidence(refused=(B,)), B: Evidence(), C: Evidence(), D: Evidence()}
-    assert found(judge(an_opening(*FOUR), {}, said)) == {((A, B), "apart")}
-    assert found(judge(an_opening(*FOUR), {}, {**said, D: Evidence(refused=(B,))})) == {((B,), "out")}
+    assert found(judge(a_plan(*FOUR), {}, said)) == {((A, B), "apart")}
+    assert found(judge(a_plan(*FOUR), {}, {**said, D: Evidence(refused=(B,))})) == {((B,), "out")}
 
 
 def test_different_results_of_gloo_are_the_fewest_members_fault_in_the_end() -> None:
     said, votes = dict.fromkeys(FOUR, Evidence()), {**dict.fromkeys(FOUR, "d"), C: "odd"}
-    acts = [judge(an_opening(*FOUR, retries=n), votes, said) for n in (0, PATIENT_RETRIES)]
+    acts = [judge(a_plan(*FOUR, retries=n), votes, said) for n in (0, PATIENT_RETRIES)]
     assert [found(blames) for blames in acts] == [{((C,), "named")}, {((C,), "out")}]
 
 
@@ -246,42 +246,42 @@ def test_who_withholds_its_contribution_from_all_is_named_and_not_those_who_wait
 ) -> None:
     others = {m: Evidence(lacks=(D,), lacks_mean=tuple({A, B, C} - {m})) for m in (A, B, C)}
     said = {**others, D: Evidence(lacks_mean=(A, B, C))}
-    assert found(judge(an_opening(*FOUR, retries=retries), {}, said)) == {((D,), consequence)}
+    assert found(judge(a_plan(*FOUR, retries=retries), {}, said)) == {((D,), consequence)}
 
 
 def test_owner_that_could_not_know_the_mean_is_not_at_fault_for_it() -> None:
     """D withholds its contribution from A alone: all wait for A's mean, and A waits for D."""
     said = {A: Evidence(lacks=(D,)), **{m: Evidence(lacks_mean=(A,)) for m in (B, C, D)}}
-    assert found(judge(an_opening(*FOUR), {}, said)) == {((A, D), "named")}
+    assert found(judge(a_plan(*FOUR), {}, said)) == {((A, D), "named")}
 
 
 def test_owner_that_withholds_its_mean_is_at_fault() -> None:
     said = {A: Evidence(), **{m: Evidence(lacks_mean=(A,)) for m in (B, C, D)}}
-    assert found(judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((A,), "out")}
+    assert found(judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((A,), "out")}
 
 
 def test_who_ends_a_round_that_most_had_finished_without_a_reason_is_named() -> None:
     said = {**holding(FOUR), B: Evidence()}
     votes = {A: "d", C: "d", D: "d"}
-    assert found(judge(an_opening(*FOUR), votes, said, failed=f"{B}: a link broke")) == {((B,), "named")}
-    assert judge(an_opening(*FOUR), votes, said, failed=f"{A}: a link broke") == ()
+    assert found(judge(a_plan(*FOUR), votes, said, failed=f"{B}: a link broke")) == {((B,), "named")}
+    assert judge(a_plan(*FOUR), votes, said, failed=f"{A}: a link broke") == ()
 
 
 def test_who_says_nothing_is_named() -> None:
     said = {m: Evidence() for m in (A, B, C)}
-    assert found(judge(an_opening(*FOUR), {}, said, silent=[D])) == {((D,), "named")}
+    assert found(judge(a_plan(*FOUR), {}, said, silent=[D])) == {((D,), "named")}
 
 
 @pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (PATIENT_RETRIES, "out")])
 def test_who_does_not_vote_although_most_have_is_named(retries: int, consequence: str) -> None:
     said, votes = holding(FOUR), dict.fromkeys((A, B, D), "d")
-    opening = an_opening(*FOUR, retries=retries)
-    assert found(judge(opening, votes, said, failed=f"1 {NO_VOTE}")) == {((C,), consequence)}
-    assert judge(opening, votes, said, failed="a link broke") == ()
+    plan = a_plan(*FOUR, retries=retries)
+    assert found(judge(plan, votes, said, failed=f"1 {NO_VOTE}")) == {((C,), consequence)}
+    assert judge(plan, votes, said, failed="a link broke") == ()
 
 
 def test_failure_in_which_nothing_stood_still_is_no_ones_fault() -> None:
-    assert judge(an_opening(*FOUR), {}, dict.fromkeys(FOUR, Evidence())) == ()
+    assert judge(a_plan(*FOUR), {}, dict.fromkeys(FOUR, Evidence())) == ()
 
 
 # -- what is remembered ---------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ LIE, GAP = (Blame((A, B), "why", is_lie, "apart", round=3) for is_lie in (True, 
 
 def test_lies_are_remembered_and_gaps_forgotten_after_some_rounds() -> None:
     named = Blame((C,), "why", is_lie=False, consequence="named", round=3)
-    opening = an_opening(*FOUR, blames=(LIE, GAP, named))
-    assert kept(opening, 4) == (LIE, GAP)
-    assert kept(opening, 3 + 8) == (LIE,)
-    assert kept(opening, 100) == (LIE,)
+    plan = a_plan(*FOUR, blames=(LIE, GAP, named))
+    assert kept(plan, 4) == (LIE, GAP)
+    assert kept(plan, 3 + 8) == (LIE,)
+    assert kept(plan, 100) == (LIE,)
 
 
 def test_pair_that_is_kept_apart_is_noted_once_also_as_other_members() -> None:
@@ -340,8 +340,8 @@ def test_no_two_that_are_kept_apart_take_part_together() -> None:
     assert sitting_out((A, C), pairs[:1], 0, frozenset(FOUR)) == frozenset()
 
 
-def test_who_refuses_an_opening_is_not_at_fault_for_what_it_did_not_send() -> None:
+def test_who_refuses_a_plan_is_not_at_fault_for_what_it_did_not_send() -> None:
     others = {m: Evidence(lacks=(D,)) for m in (A, B, C)}
     said, why = {**others, D: Evidence()}, f"{D}: {REFUSED}: its weights of {A} is 2"
-    assert judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said, failed=why) == ()
-    assert found(judge(an_opening(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((D,), "out")}
+    assert judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said, failed=why) == ()
+    assert found(judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((D,), "out")}

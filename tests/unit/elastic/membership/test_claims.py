@@ -12,8 +12,8 @@ from zeroband.data.ledger import SHARED, Ledger, count, take
 from zeroband.elastic.membership.claims import choose, dealt_to, standing
 from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Claim, Opening, Ready, Verdict, View
-from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_opening
+from zeroband.elastic.membership.records import Claim, Ready, RoundPlan, Verdict, View
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 LEDGERS = {SHARED: Ledger(100, ((4, 8),), {A: ((80, 90),), B: ((90, 100),)})}
@@ -59,38 +59,38 @@ def test_claim_is_chosen_behind_the_others_and_behind_what_a_round_deals() -> No
 def boundary(
     ready: dict[str, Ready], *, alive: tuple[str, ...] = (A, B, C), ledgers: Mapping[str, Ledger] = LEDGERS
 ) -> View:
-    opening = Opening(3, 1, 2, (A, B), (10, 10), (5, 5), (5, 5))
+    plan = RoundPlan(3, 1, 2, (A, B), (10, 10), (5, 5), (5, 5))
     progress = Progress(10, 100, ledgers)
-    verdict = Verdict(opening, "d", {"progress": progress.to_record()})
-    return View(opening, verdict, frozenset(alive), ready, {}, None)
+    verdict = Verdict(plan, "d", {"progress": progress.to_record()})
+    return View(plan, verdict, frozenset(alive), ready, {}, None)
 
 
 MEMBER = Ready(3, 10, "d", steps=5, steps_requested=5)
 CLAIM = Claim(140, 150)
 
 
-def test_joiner_that_trains_is_late_in_the_next_opening_and_dealt_what_it_claims() -> None:
+def test_joiner_that_trains_is_late_in_the_next_plan_and_dealt_what_it_claims() -> None:
     view = boundary({A: MEMBER, B: MEMBER})
-    opening = next_opening(view, 3, RULES, claims=lambda: {C: CLAIM, "dead#1": Claim(150, 160)})
-    assert isinstance(opening, Opening)
-    assert (opening.members, opening.late, opening.claims) == ((A, B), (C,), ((C, CLAIM),))
-    assert follows(opening, view, RULES) is None
-    assert Progress(10, 100, LEDGERS).after(opening, SHAPE).assigned[C][0] == CLAIM.span
+    plan = next_plan(view, 3, RULES, claims=lambda: {C: CLAIM, "dead#1": Claim(150, 160)})
+    assert isinstance(plan, RoundPlan)
+    assert (plan.members, plan.late, plan.claims) == ((A, B), (C,), ((C, CLAIM),))
+    assert follows(plan, view, RULES) is None
+    assert Progress(10, 100, LEDGERS).after(plan, SHAPE).assigned[C][0] == CLAIM.span
 
 
 def test_claims_are_asked_for_only_where_somebody_lives_whom_no_round_lists() -> None:
     view = boundary({A: MEMBER, B: MEMBER}, alive=(A, B))
-    opening = next_opening(view, 3, RULES, claims=lambda: pytest.fail("all who live are listed"))
-    assert isinstance(opening, Opening) and opening.claims == ()
+    plan = next_plan(view, 3, RULES, claims=lambda: pytest.fail("all who live are listed"))
+    assert isinstance(plan, RoundPlan) and plan.claims == ()
 
 
 def test_joiner_at_the_boundary_counts_up_to_what_it_claims() -> None:
     view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
     assert within_limits(view, 3, RULES).refused == {}
-    opening = next_opening(view, 3, RULES)
-    assert isinstance(opening, Opening)
-    assert (opening.members, opening.weights, opening.claims) == ((A, B, C), (10, 10, 10), ((C, CLAIM),))
-    assert follows(opening, view, RULES) is None
+    plan = next_plan(view, 3, RULES)
+    assert isinstance(plan, RoundPlan)
+    assert (plan.members, plan.weights, plan.claims) == ((A, B, C), (10, 10, 10), ((C, CLAIM),))
+    assert follows(plan, view, RULES) is None
     more = boundary({**view.ready, C: replace(MEMBER, claim=CLAIM, steps=6)})
     assert within_limits(more, 3, RULES).refused == {C: "steps=6, and it was dealt samples for 5"}
     void = boundary({**view.ready, C: replace(MEMBER, claim=Claim(90, 100))})
@@ -108,29 +108,29 @@ def test_claim_counts_for_no_more_steps_than_the_run_has(*, is_dealt: bool) -> N
 
 
 @pytest.mark.parametrize("claims", [(), ((C, Claim(140, 151)),), ((C, CLAIM), (D, Claim(150, 160)))])
-def test_opening_whose_claims_are_not_those_of_its_members_does_not_follow(
+def test_plan_whose_claims_are_not_those_of_its_members_does_not_follow(
     claims: tuple[tuple[str, Claim], ...],
 ) -> None:
     view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
-    opening = next_opening(view, 3, RULES)
-    assert isinstance(opening, Opening)
-    assert "its claim of" in (follows(replace(opening, claims=claims), view, RULES) or "")
+    plan = next_plan(view, 3, RULES)
+    assert isinstance(plan, RoundPlan)
+    assert "its claim of" in (follows(replace(plan, claims=claims), view, RULES) or "")
 
 
 def test_last_round_waits_for_a_joiner_that_trains() -> None:
     ready = {m: replace(MEMBER, steps_requested=0) for m in (A, B)}
     patience = ElapsedWaits(stragglers_are_late=True)
-    wait = next_opening(boundary(ready), 3, RULES, patience, claims=lambda: {C: CLAIM})
-    assert not isinstance(wait, Opening) and wait.waiting_for == (C,)
+    wait = next_plan(boundary(ready), 3, RULES, patience, claims=lambda: {C: CLAIM})
+    assert not isinstance(wait, RoundPlan) and wait.waiting_for == (C,)
 
 
 @pytest.mark.parametrize("calls", [False, True])
 def test_joiner_that_is_called_is_waited_for_as_long_as_for_late_members(calls: bool) -> None:
     view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, calls=calls)
-    early = next_opening(view, 3, rules, claims=lambda: {C: CLAIM})
-    assert isinstance(early, Opening) is not calls
-    opening = next_opening(view, 3, rules, ElapsedWaits(stragglers_are_late=True), claims=lambda: {C: CLAIM})
-    assert isinstance(opening, Opening) and (opening.members, opening.late) == ((A, B), (C,))
+    early = next_plan(view, 3, rules, claims=lambda: {C: CLAIM})
+    assert isinstance(early, RoundPlan) is not calls
+    plan = next_plan(view, 3, rules, ElapsedWaits(stragglers_are_late=True), claims=lambda: {C: CLAIM})
+    assert isinstance(plan, RoundPlan) and (plan.members, plan.late) == ((A, B), (C,))
 
 
 def test_joiner_is_left_once_another_was_dealt_what_it_claims() -> None:
@@ -141,7 +141,7 @@ def test_joiner_is_left_once_another_was_dealt_what_it_claims() -> None:
 
 
 class Run:
-    """Rounds by the rules alone, with members that are late, die, join, and joiners that no opening sees in time."""
+    """Rounds by the rules alone, with members that are late, die, join, and joiners that no plan sees in time."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -154,8 +154,8 @@ class Run:
         self.trained: list[int] = []
         self.fenced = 0
         founders = tuple(f"n{next(self.names):04}" for _ in range(3))
-        self.opening = Opening(1, 1, 0, founders, (0,) * 3, (0,) * 3, (self.phase,) * 3)
-        self.progress = Progress.at_start().begin(self.opening, self.shape, after_round=None)
+        self.plan = RoundPlan(1, 1, 0, founders, (0,) * 3, (0,) * 3, (self.phase,) * 3)
+        self.progress = Progress.at_start().begin(self.plan, self.shape, after_round=None)
         self._follow(founders)
 
     def _follow(self, names: object) -> None:
@@ -187,12 +187,12 @@ class Run:
         steps = tuple(min(len(self.holds[n]) // batch, self.phase, self.chance.randint(0, 9)) for n in members)
         asked, weights = (self.phase * (1 + self.shape.reads_ahead),) * len(members), tuple(s * 7 for s in steps)
         self.round += 1
-        opening = Opening(
+        plan = RoundPlan(
             self.round + 1, 1, self.round, tuple(members), weights, steps, asked, late=late, claims=tuple(dealt.items())
         )
         for name, made in zip(members, steps, strict=True):
             self.trained += self.holds[name][: made * batch]
-        self.progress = self.progress.after(opening, self.shape)
+        self.progress = self.progress.after(plan, self.shape)
         self._follow(known)
         for name in self.holds.keys() - {*known}:  # joiners of which this round has not heard
             if not standing(self.progress.ledgers, {name: self.claims[name]}):

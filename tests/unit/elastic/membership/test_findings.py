@@ -1,4 +1,4 @@
-"""What an opening says of the ones before it: all come to the same, and to nothing else."""
+"""What a plan says of the ones before it: all come to the same, and to nothing else."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, refusal
 from zeroband.elastic.membership.findings import found_before, objection
-from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_opening
+from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Peer, Ready, RoundPlan, Verdict, View
+from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_plan
 
 A, B, C, D = FOUR = ("a#1", "b#1", "c#1", "d#1")
 READY = Ready(3, 10, "s", 4, 6)
 
 
 def committed_with(*blames: Blame) -> Verdict:
-    return Verdict(Opening(4, 2, 2, FOUR, (1,) * 4, blames=blames), "d")
+    return Verdict(RoundPlan(4, 2, 2, FOUR, (1,) * 4, blames=blames), "d")
 
 
 def following(
     attempt: Attempt, past: Sequence[Attempt], committed: Verdict, alive: Sequence[str] = FOUR, **view: Any
-) -> Opening:
-    """The opening that a member proposes behind this attempt; `past`: those before it."""
+) -> RoundPlan:
+    """The plan that a member proposes behind this attempt; `past`: those before it."""
     ready = dict.fromkeys(FOUR, READY)
-    seen = View(attempt.opening, committed, frozenset(alive), ready, attempt.votes, attempt.failed or None, **view)
-    heard = AttemptFindings(attempt, found_before(attempt.opening, past, committed), is_over=True)
-    decision = next_opening(seen, 3, Rules(), inquiry=lambda _: heard)
-    assert isinstance(decision, Opening)
-    return replace(decision, before=attempt.opening.id)
+    seen = View(attempt.plan, committed, frozenset(alive), ready, attempt.votes, attempt.failed or None, **view)
+    heard = AttemptFindings(attempt, found_before(attempt.plan, past, committed), is_over=True)
+    decision = next_plan(seen, 3, Rules(), inquiry=lambda _: heard)
+    assert isinstance(decision, RoundPlan)
+    return replace(decision, before=attempt.plan.id)
 
 
 def in_another_order(attempt: Attempt) -> Attempt:
@@ -40,8 +40,8 @@ def in_another_order(attempt: Attempt) -> Attempt:
     return replace(attempt, said=said, votes=votes)
 
 
-def first_opening(committed: Verdict) -> Opening:
-    return following(Attempt(committed.opening), (), committed)
+def first_plan(committed: Verdict) -> RoundPlan:
+    return following(Attempt(committed.plan), (), committed)
 
 
 # -- honest members --------------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ FOUND = st.builds(
 
 
 @given(st.data())
-def test_opening_of_an_honest_proposer_is_never_refused_however_often_its_round_failed(data: st.DataObject) -> None:
+def test_plan_of_an_honest_proposer_is_never_refused_however_often_its_round_failed(data: st.DataObject) -> None:
     """Members say, vote for and withhold whatever they like; some are lost on the way or do not reach each other."""
     committed = committed_with(*data.draw(st.lists(FOUND, max_size=2)))
-    opening, past, alive = first_opening(committed), list[Attempt](), list(FOUR)
-    assert objection(opening, past, committed) is None
+    plan, past, alive = first_plan(committed), list[Attempt](), list(FOUR)
+    assert objection(plan, past, committed) is None
     for _ in range(data.draw(st.integers(1, 5))):
         votes = data.draw(st.dictionaries(st.sampled_from(FOUR), st.sampled_from(["d", "e", refusal(A)]), max_size=4))
         said = data.draw(st.dictionaries(st.sampled_from(FOUR), WORDS, max_size=4))
@@ -80,19 +80,19 @@ def test_opening_of_an_honest_proposer_is_never_refused_however_often_its_round_
                 votes.pop(gone, None)
         elif data.draw(st.booleans()):
             peers = {alive[0]: Peer("n", "h", 1, False, (alive[1],)), alive[1]: Peer("n", "h", 1, False)}
-        attempt = Attempt(opening, votes, said, failed)
-        view = View(opening, committed, frozenset(alive), dict.fromkeys(FOUR, READY), votes, failed or None, peers)
-        if view.can_finish(opening):
+        attempt = Attempt(plan, votes, said, failed)
+        view = View(plan, committed, frozenset(alive), dict.fromkeys(FOUR, READY), votes, failed or None, peers)
+        if view.can_finish(plan):
             return
-        heard = AttemptFindings(attempt, found_before(opening, past, committed), is_over=True)
-        decision = next_opening(view, 3, Rules(), inquiry=lambda _, heard=heard: heard)
+        heard = AttemptFindings(attempt, found_before(plan, past, committed), is_over=True)
+        decision = next_plan(view, 3, Rules(), inquiry=lambda _, heard=heard: heard)
         if isinstance(decision, Wait):  # all were put out
             return
-        opening, past = replace(decision, before=opening.id), [*past, attempt]
+        plan, past = replace(decision, before=plan.id), [*past, attempt]
         shuffled = [
             replace(a, said=dict(reversed(a.said.items())), votes=dict(reversed(a.votes.items()))) for a in past
         ]
-        assert objection(opening, shuffled, committed) is None
+        assert objection(plan, shuffled, committed) is None
 
 
 # -- proposers that lie ----------------------------------------------------------------------------------------------
@@ -102,21 +102,21 @@ APART = Blame((A, B), "why", is_lie=True, consequence="apart", round=2)
 COMMITTED = committed_with(APART)
 TWO = {m: Evidence(HELD) for m in (A, B)}
 WRONG_VOTE = Attempt(
-    replace(first_opening(committed_with()), blames=()),
+    replace(first_plan(committed_with()), blames=()),
     {A: "d", B: "d", C: "odd", D: "d"},
     {m: Evidence(HELD) for m in FOUR},
     "the members hold different results",
 )
 """C votes for what it does not hold, and all testify."""
-SILENT = Attempt(WRONG_VOTE.opening, {}, {m: Evidence(lacks=(B,)) for m in (A, C)}, f"{A}: a lane broke")
+SILENT = Attempt(WRONG_VOTE.plan, {}, {m: Evidence(lacks=(B,)) for m in (A, C)}, f"{A}: a lane broke")
 """B and D say nothing."""
 
 
-def opening_behind(attempt: Attempt) -> Opening:
+def plan_behind(attempt: Attempt) -> RoundPlan:
     return following(attempt, (), committed_with())
 
 
-FORGERIES: dict[str, tuple[Attempt, Callable[[Opening], Mapping[str, Any]], str]] = {
+FORGERIES: dict[str, tuple[Attempt, Callable[[RoundPlan], Mapping[str, Any]], str]] = {
     "an honest member lies": (
         WRONG_VOTE,
         lambda o: {"blames": (*o.blames, replace(LIE, round=3)), "members": o.members[:-1], "weights": (10, 10)},
@@ -165,11 +165,11 @@ FORGERIES: dict[str, tuple[Attempt, Callable[[Opening], Mapping[str, Any]], str]
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_opening_that_says_something_else_is_refused(name: str) -> None:
+def test_plan_that_says_something_else_is_refused(name: str) -> None:
     attempt, change, why = FORGERIES[name]
-    opening = opening_behind(attempt)
-    assert objection(opening, [attempt], committed_with()) is None
-    forged = replace(opening, network=type(opening.network)(), **_fitting(change(opening)))
+    plan = plan_behind(attempt)
+    assert objection(plan, [attempt], committed_with()) is None
+    forged = replace(plan, network=type(plan.network)(), **_fitting(change(plan)))
     assert why in (objection(forged, [attempt], committed_with()) or "")
 
 
@@ -181,22 +181,22 @@ def _fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": (4,) * count, "steps_requested": (6,) * count, "largest": (), **fields}
 
 
-def test_opening_that_takes_the_place_of_one_that_neither_failed_nor_lost_a_member_is_refused() -> None:
-    attempt = Attempt(WRONG_VOTE.opening)
-    opening = replace(attempt.opening, version=6, before=attempt.opening.id)
-    assert "takes the place of version 5" in (objection(opening, [attempt], committed_with()) or "")
+def test_plan_that_takes_the_place_of_one_that_neither_failed_nor_lost_a_member_is_refused() -> None:
+    attempt = Attempt(WRONG_VOTE.plan)
+    plan = replace(attempt.plan, version=6, before=attempt.plan.id)
+    assert "takes the place of version 5" in (objection(plan, [attempt], committed_with()) or "")
 
 
 def test_what_a_verdict_has_found_is_neither_left_away_nor_added_to() -> None:
-    opening = first_opening(COMMITTED)
-    assert opening.blames == (APART,) and objection(opening, (), COMMITTED) is None
-    assert objection(replace(opening, blames=()), (), COMMITTED) == f"it leaves out that {A} and {B} (apart): why"
-    assert objection(replace(opening, blames=(APART, LIE)), (), COMMITTED) is not None
+    plan = first_plan(COMMITTED)
+    assert plan.blames == (APART,) and objection(plan, (), COMMITTED) is None
+    assert objection(replace(plan, blames=()), (), COMMITTED) == f"it leaves out that {A} and {B} (apart): why"
+    assert objection(replace(plan, blames=(APART, LIE)), (), COMMITTED) is not None
 
 
-def test_what_a_refused_opening_made_up_goes_no_further() -> None:
+def test_what_a_refused_plan_made_up_goes_no_further() -> None:
     """The next proposer counts the attempt, and none of what it said."""
-    made_up = replace(opening_behind(SILENT), blames=(replace(LIE, round=3),), is_flat=True)
+    made_up = replace(plan_behind(SILENT), blames=(replace(LIE, round=3),), is_flat=True)
     refused = Attempt(made_up, {}, dict.fromkeys(FOUR, Evidence()), f"{A}: {REFUSED}: it says that {D} lies")
     again = following(refused, (SILENT,), committed_with())
     assert LIE.members not in [b.members for b in again.blames] and set(again.members) == set(FOUR)
@@ -204,7 +204,7 @@ def test_what_a_refused_opening_made_up_goes_no_further() -> None:
 
 
 def test_attempts_that_the_store_lost_are_as_if_they_had_not_been() -> None:
-    second = opening_behind(WRONG_VOTE)
+    second = plan_behind(WRONG_VOTE)
     assert "no signed words say so" in (objection(second, (), committed_with()) or "")
     failed = Attempt(second, {}, dict.fromkeys(second.members, Evidence()), f"{A}: a lane broke")
     third = following(failed, (), committed_with())
@@ -212,6 +212,6 @@ def test_attempts_that_the_store_lost_are_as_if_they_had_not_been() -> None:
 
 
 def test_whose_member_was_lost_is_judged_no_more_and_goes_without_one() -> None:
-    opening = following(SILENT, (), committed_with(), alive=(A, B, C))
-    assert (opening.members, opening.blames, opening.retries) == ((A, B, C), (), 0)
-    assert objection(opening, [SILENT], committed_with()) is None
+    plan = following(SILENT, (), committed_with(), alive=(A, B, C))
+    assert (plan.members, plan.blames, plan.retries) == ((A, B, C), (), 0)
+    assert objection(plan, [SILENT], committed_with()) is None

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.limits import MOST_OPENINGS, checkers, excess, follows, within_limits
+from zeroband.elastic.membership.limits import MOST_PLANS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Carry, Opening, Ready, Verdict, View, from_json, to_json
-from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, Wait, next_opening
+from zeroband.elastic.membership.records import Carry, Ready, RoundPlan, Verdict, View, from_json, to_json
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, Wait, next_plan
 
 A, B, C = "a#1", "b#1", "c#1"
 SHAPE = RunShape(total_steps=1000, batch_size=4, sample_tokens=32)
@@ -25,15 +25,15 @@ LEDGER = Ledger(120, (), {A: ((0, 40),), B: ((40, 80),), C: ((80, 120),)})
 
 def view_of(**ready: Ready) -> View:
     """Round 2 is committed, and dealt ten steps to each of three members, who stand before round 3."""
-    before = Opening(4, 2, 2, (A, B, C), (1280,) * 3, (10,) * 3, (10,) * 3)
+    before = RoundPlan(4, 2, 2, (A, B, C), (1280,) * 3, (10,) * 3, (10,) * 3)
     verdict = Verdict(before, "d", {"progress": Progress(30, 3840, {SHARED: LEDGER}).to_record(), "session": "s"})
     told = {f"{name}#1": said for name, said in {"a": HONEST, "b": HONEST, "c": HONEST, **ready}.items()}
     return View(before, verdict, frozenset({A, B, C}), told, {}, None)
 
 
-def opening_of(view: View, rules: Rules = RULES) -> Opening:
-    decision = next_opening(view, 3, rules)
-    assert isinstance(decision, Opening), decision
+def plan_of(view: View, rules: Rules = RULES) -> RoundPlan:
+    decision = next_plan(view, 3, rules)
+    assert isinstance(decision, RoundPlan), decision
     return decision
 
 
@@ -97,20 +97,20 @@ def test_limits_need_the_verdict_of_the_round_before() -> None:
 
 def test_round_waits_for_refused_member_until_it_is_given_up_and_then_goes_without_it() -> None:
     view = within_limits(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
-    assert isinstance(next_opening(view, 3, RULES), Wait)
-    decision = next_opening(view, 3, RULES, ElapsedWaits(given_up=frozenset({C})))
-    assert isinstance(decision, Opening) and decision.members == (A, B) and decision.late == ()
+    assert isinstance(next_plan(view, 3, RULES), Wait)
+    decision = next_plan(view, 3, RULES, ElapsedWaits(given_up=frozenset({C})))
+    assert isinstance(decision, RoundPlan) and decision.members == (A, B) and decision.late == ()
 
 
-def test_opening_of_the_rules_follows_from_its_records() -> None:
+def test_plan_of_the_rules_follows_from_its_records() -> None:
     view = view_of(b=replace(HONEST, loss=None, largest=0.25), c=replace(HONEST, weight=0, steps=0, largest=None))
-    opening = opening_of(view)
-    assert opening.largest == (0.5, 0.25, 0.0)
-    assert follows(opening, replace(view, opening=opening), RULES) is None
-    assert follows(from_json(Opening, to_json(opening)), view, RULES) is None
+    plan = plan_of(view)
+    assert plan.largest == (0.5, 0.25, 0.0)
+    assert follows(plan, replace(view, plan=plan), RULES) is None
+    assert follows(from_json(RoundPlan, to_json(plan)), view, RULES) is None
 
 
-FORGERIES: dict[str, tuple[Callable[[Opening], dict[str, Any]], str]] = {
+FORGERIES: dict[str, tuple[Callable[[RoundPlan], dict[str, Any]], str]] = {
     "weights": (lambda o: {"weights": (1, *o.weights[1:])}, f"weights of {A} is 1, and the records"),
     "steps": (lambda o: {"steps": (*o.steps[:2], 10_000)}, f"steps of {C} is 10000"),
     "requests": (lambda o: {"steps_requested": (0, 10, 10)}, f"steps_requested of {A} is 0"),
@@ -118,10 +118,10 @@ FORGERIES: dict[str, tuple[Callable[[Opening], dict[str, Any]], str]] = {
     "sizes": (lambda o: {"largest": (1e30,) * 3}, f"largest of {A} is 1e+30"),
     "loss": (lambda o: {"loss": 2.6}, "loss is 2.6"),
     "equal weights": (lambda o: {"is_equal": True}, "is_equal is True"),
-    "training": (lambda o: {"trained": (0.1, 1.0, 1.0)}, "trained is (0.1"),
+    "training": (lambda o: {"phase_fraction": (0.1, 1.0, 1.0)}, "phase_fraction is (0.1"),
     "corpora": (lambda o: {"corpora": ("x", "", "")}, "corpora is"),
     "sites": (lambda o: {"sites": (0, 0, 2)}, "sites, and comm.sites is off"),
-    "version": (lambda o: {"version": 5 + MOST_OPENINGS}, "version 1048581, epoch"),
+    "version": (lambda o: {"version": 5 + MOST_PLANS}, "version 1048581, epoch"),
     "epoch": (lambda o: {"epoch": 1}, "epoch 1 after"),
     "rollback": (lambda o: {"rollback": 10}, "goes back to step 10, which is not ordered"),
     "late": (lambda o: {"late": (A,)}, f"lists {A} as a member and as late"),
@@ -129,15 +129,15 @@ FORGERIES: dict[str, tuple[Callable[[Opening], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_opening_with_another_number_does_not_follow(name: str) -> None:
+def test_plan_with_another_number_does_not_follow(name: str) -> None:
     view = view_of()
-    opening = opening_of(view)
+    plan = plan_of(view)
     change, why = FORGERIES[name]
-    assert why in (follows(replace(opening, **change(opening)), view, RULES) or "")
+    assert why in (follows(replace(plan, **change(plan)), view, RULES) or "")
 
 
-def with_carried() -> tuple[Opening, View]:
-    """An opening to a and b that counts what c offers, and the records that it follows from."""
+def with_carried() -> tuple[RoundPlan, View]:
+    """A plan to a and b that counts what c offers, and the records that it follows from."""
     rules = replace(RULES, straggler_grace=0.1, transfer_bytes=125_000)
     words = {
         "a": replace(HONEST, rate=5, offer="", carries=(Carry(C, "3-x", 0.5),)),
@@ -145,16 +145,16 @@ def with_carried() -> tuple[Opening, View]:
         "c": replace(HONEST, rate=0.1, offer="3-x"),
     }
     view = view_of(**words)
-    opening = next_opening(view, 3, rules, ElapsedWaits(phase_s=12.0))
-    assert isinstance(opening, Opening) and opening.counted and opening.members == (A, B)
-    return opening, view
+    plan = next_plan(view, 3, rules, ElapsedWaits(phase_s=12.0))
+    assert isinstance(plan, RoundPlan) and plan.counted and plan.members == (A, B)
+    return plan, view
 
 
-def test_opening_that_counts_a_carried_contribution_follows_from_its_records() -> None:
-    opening, view = with_carried()
-    assert follows(opening, view, RULES) is None
+def test_plan_that_counts_a_carried_contribution_follows_from_its_records() -> None:
+    plan, view = with_carried()
+    assert follows(plan, view, RULES) is None
     away = replace(view, ready={m: r for m, r in view.ready.items() if m != C})
-    assert "the records say" in str(follows(opening, away, RULES))
+    assert "the records say" in str(follows(plan, away, RULES))
 
 
 @pytest.mark.parametrize(
@@ -168,50 +168,50 @@ def test_opening_that_counts_a_carried_contribution_follows_from_its_records() -
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_opening_that_counts_another_contribution_than_was_offered_and_fetched_is_refused(
+def test_plan_that_counts_another_contribution_than_was_offered_and_fetched_is_refused(
     change: dict[str, Any],
 ) -> None:
-    opening, view = with_carried()
-    forged = replace(opening, carried=(replace(opening.carried[0], **change),))
+    plan, view = with_carried()
+    forged = replace(plan, carried=(replace(plan.carried[0], **change),))
     assert "the records say" in str(follows(forged, view, RULES))
 
 
 def test_contribution_of_a_refused_record_is_not_carried() -> None:
-    opening, view = with_carried()
+    plan, view = with_carried()
     limited = replace(view, refused={C: "weight=10000"})
-    assert "does not count" in str(follows(opening, limited, RULES))
+    assert "does not count" in str(follows(plan, limited, RULES))
 
 
 @pytest.mark.parametrize("change", [{"carrier": C}, {"member": A}, {"member": "d#1"}])
-def test_opening_that_has_members_carried_by_themselves_or_by_strangers_is_none(change: dict[str, Any]) -> None:
-    opening, _ = with_carried()
+def test_plan_that_has_members_carried_by_themselves_or_by_strangers_is_none(change: dict[str, Any]) -> None:
+    plan, _ = with_carried()
     with pytest.raises(ValueError, match="cannot be carried by"):
-        replace(opening, carried=(replace(opening.carried[0], **change),))
+        replace(plan, carried=(replace(plan.carried[0], **change),))
 
 
-def test_opening_to_member_that_is_not_there_or_refused_does_not_follow() -> None:
+def test_plan_to_member_that_is_not_there_or_refused_does_not_follow() -> None:
     view = view_of()
-    opening = opening_of(view)
+    plan = plan_of(view)
     without = replace(view, ready={m: r for m, r in view.ready.items() if m != C})
-    assert follows(opening, without, RULES) == f"it lists {C}, which is not ready for round 3"
+    assert follows(plan, without, RULES) == f"it lists {C}, which is not ready for round 3"
     limited = within_limits(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
-    hostile = replace(opening, weights=(1280, 1280, 10**12))
+    hostile = replace(plan, weights=(1280, 1280, 10**12))
     assert str(follows(hostile, limited, RULES)).startswith(f"it lists {C}, whose record is refused: weight=10000")
 
 
 def test_ordered_rollback_follows_and_older_orders_are_not_compared() -> None:
     view = replace(view_of(), orders=Orders(3, rollback=10))
-    opening = opening_of(view)
-    assert opening.rollback == 10 and follows(opening, view, RULES) is None
-    assert follows(opening, replace(view, orders=Orders(4)), RULES) is None
+    plan = plan_of(view)
+    assert plan.rollback == 10 and follows(plan, view, RULES) is None
+    assert follows(plan, replace(view, orders=Orders(4)), RULES) is None
 
 
-def test_sites_that_members_name_must_be_those_of_the_opening() -> None:
+def test_sites_that_members_name_must_be_those_of_the_plan() -> None:
     rules = replace(RULES, sites="named")
     view = view_of(a=replace(HONEST, site="x"), b=replace(HONEST, site="x"))
-    opening = opening_of(view, rules)
-    assert opening.sites == (0, 0, 2) and follows(opening, view, rules) is None
-    assert f"speaks for {C}" in str(follows(replace(opening, sites=(0, 0, 0)), view, rules))
+    plan = plan_of(view, rules)
+    assert plan.sites == (0, 0, 2) and follows(plan, view, rules) is None
+    assert f"speaks for {C}" in str(follows(replace(plan, sites=(0, 0, 0)), view, rules))
 
 
 @pytest.mark.parametrize(
@@ -225,15 +225,15 @@ def test_sites_that_members_name_must_be_those_of_the_opening() -> None:
         {"members": (), "weights": (), "steps": (), "steps_requested": ()},
     ],
 )
-def test_opening_whose_lists_do_not_fit_together_is_none(fields: dict[str, Any]) -> None:
-    opening = opening_of(view_of())
-    text = to_json({**_record(opening), **{name: list(value) for name, value in fields.items()}})
+def test_plan_whose_lists_do_not_fit_together_is_none(fields: dict[str, Any]) -> None:
+    plan = plan_of(view_of())
+    text = to_json({**_record(plan), **{name: list(value) for name, value in fields.items()}})
     with pytest.raises(ValueError, match=r"must be|entries|sites"):
-        from_json(Opening, text)
+        from_json(RoundPlan, text)
 
 
-def _record(opening: Opening) -> dict[str, Any]:
-    return json.loads(to_json(opening))
+def _record(plan: RoundPlan) -> dict[str, Any]:
+    return json.loads(to_json(plan))
 
 
 @pytest.mark.parametrize(
@@ -241,18 +241,18 @@ def _record(opening: Opening) -> dict[str, Any]:
     [
         ({"largest": (0.5, 0.25, 0.125)}, 1.0),
         ({}, float("inf")),
-        ({"largest": (0.5, 0.25, 0.125), "trained": (1.0, 0.5, 0.5)}, 1.5),
+        ({"largest": (0.5, 0.25, 0.125), "phase_fraction": (1.0, 0.5, 0.5)}, 1.5),
     ],
 )
 def test_mean_is_bounded_by_the_largest_value_of_its_members(fields: dict[str, Any], bound: float) -> None:
     """Twice, since values are rounded; more where members count that have trained less."""
-    opening = Opening(1, 1, 1, (A, B, C), (10, 10, 10), **fields)
-    assert opening.most_value == pytest.approx(bound)
+    plan = RoundPlan(1, 1, 1, (A, B, C), (10, 10, 10), **fields)
+    assert plan.most_value == pytest.approx(bound)
 
 
-def test_few_members_check_a_large_opening_and_another_opening_draws_others() -> None:
+def test_few_members_check_a_large_plan_and_another_plan_draws_others() -> None:
     members = tuple(f"m{number}#1" for number in range(64))
     weights = (1,) * len(members)
-    drawn = [checkers(Opening(version, 1, 3, members, weights)) for version in range(1, 9)]
+    drawn = [checkers(RoundPlan(version, 1, 3, members, weights)) for version in range(1, 9)]
     assert {len(of_one) for of_one in drawn} == {3} and len(set(drawn)) > 1
     assert all(set(of_one) <= set(members) for of_one in drawn)

@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.loss_record import LossRecord, loss_of, reason_to_go_back
-from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.membership.records import Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import mean_loss
 
 ON = RollbackConfig(on_spike=2.0)
 LOSSES = st.floats(0.01, 20.0)
 
 
-def opening(losses: Sequence[float | None], weights: Sequence[int], steps: Sequence[int] | None = None) -> Opening:
+def plan(losses: Sequence[float | None], weights: Sequence[int], steps: Sequence[int] | None = None) -> RoundPlan:
     members = tuple("abc"[: len(losses)])
     made = tuple(steps or [1] * len(losses))
     ready = [Ready(7, weight, "s", loss=loss) for weight, loss in zip(weights, losses, strict=True)]
-    return Opening(1, 1, 7, members, tuple(weights), made, made, loss=mean_loss(ready))
+    return RoundPlan(1, 1, 7, members, tuple(weights), made, made, loss=mean_loss(ready))
 
 
 def after(losses: Sequence[float | None]) -> LossRecord:
     """The record of the last of rounds of one node with these losses; None: not finite."""
     record = LossRecord()
     for round, loss in enumerate(losses):
-        record = record.after(opening([loss], [10]), from_step=10 * round)
+        record = record.after(plan([loss], [10]), from_step=10 * round)
     return record
 
 
@@ -44,20 +44,20 @@ def after(losses: Sequence[float | None]) -> LossRecord:
 def test_loss_of_a_round_is_the_mean_by_tokens_of_those_whose_update_counts(
     losses: list[float | None], weights: list[int], loss: float
 ) -> None:
-    assert loss_of(opening(losses, weights)) == loss
+    assert loss_of(plan(losses, weights)) == loss
 
 
 @pytest.mark.parametrize(("losses", "weights"), [([None, None], [10, 10]), ([None, 3.0], [10, 0]), ([2.0], [0])])
 def test_round_in_which_no_update_with_a_finite_loss_counts_has_none(
     losses: list[float | None], weights: list[int]
 ) -> None:
-    loss = loss_of(opening(losses, weights))
+    loss = loss_of(plan(losses, weights))
     assert loss is not None and math.isnan(loss)
 
 
 def test_round_in_which_nobody_learned_has_no_loss_to_judge() -> None:
-    assert loss_of(opening([None, None], [0, 0], steps=[0, 0])) is None
-    record = LossRecord(3.0, True, 3.0, 9).after(opening([None], [0], steps=[0]), from_step=100)
+    assert loss_of(plan([None, None], [0, 0], steps=[0, 0])) is None
+    record = LossRecord(3.0, True, 3.0, 9).after(plan([None], [0], steps=[0]), from_step=100)
     assert (record.loss, record.is_finite, record.rounds) == (None, True, 10)
     assert reason_to_go_back(record, ON) == ""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.node_key import NodeKey, is_of_key, is_signed, node_name
 from zeroband.elastic.membership.orders import Orders, ban, unban
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member, public_key_in, short_key
@@ -81,18 +81,18 @@ def test_node_that_is_not_there_cannot_be_banned_and_nodes_of_one_id_are_told_ap
 
 
 def view_of(*members: str, listed: tuple[str, ...] = (), orders: Orders | None = None) -> View:
-    opening = Opening(1, 1, 0, listed, (0,) * len(listed)) if listed else None
+    plan = RoundPlan(1, 1, 0, listed, (0,) * len(listed)) if listed else None
     peers = {member: Peer(node_id_of_member(member), "host", 1, True) for member in members}
     ready, votes = {member: Ready(1, 1, "d") for member in members}, dict.fromkeys(members, "d")
-    committed = None if opening is None else Verdict(opening, "d")
-    return View(opening, committed, frozenset(members), ready, votes, None, peers, orders=orders or Orders())
+    committed = None if plan is None else Verdict(plan, "d")
+    return View(plan, committed, frozenset(members), ready, votes, None, peers, orders=orders or Orders())
 
 
 def test_banned_member_is_in_no_part_of_a_view() -> None:
     orders = Orders(1, banned=(A.name("a"),))
     view = view_of(*MEMBERS, listed=MEMBERS, orders=orders).counted()
     assert view == replace(view_of(MEMBERS[1], listed=MEMBERS, orders=orders))
-    assert view.opening is not None and view.lost(view.opening) == (MEMBERS[0],)
+    assert view.plan is not None and view.lost(view.plan) == (MEMBERS[0],)
 
 
 def test_view_of_members_that_count_is_the_same_object() -> None:

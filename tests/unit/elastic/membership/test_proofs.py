@@ -8,50 +8,50 @@ from typing import Any
 import pytest
 
 from zeroband.elastic.membership.proofs import is_usual, leaves_out, misquotes, needed, only_quoted
-from zeroband.elastic.membership.records import Blame, Claim, Opening, Ready, View
+from zeroband.elastic.membership.records import Blame, Claim, Ready, RoundPlan, View
 
 A, B, C = "a#1", "b#1", "c#1"
-SAID = Ready(3, 1280, "s", 10, 8, loss=2.5, trained=0.5, corpus="x", largest=0.5)
-OPENING = Opening(
+SAID = Ready(3, 1280, "s", 10, 8, loss=2.5, phase_fraction=0.5, corpus="x", largest=0.5)
+PLAN = RoundPlan(
     *(5, 2, 3, (A, B, C), (1280, 640, 0), (10, 5, 0), (8, 8, 8)),
-    trained=(0.5, 1.0, 1.0),
+    phase_fraction=(0.5, 1.0, 1.0),
     corpora=("x", "", ""),
     largest=(0.5, 0.25, 0.0),
     proposer=B,
 )
 
 
-def test_opening_that_quotes_a_member_as_it_spoke() -> None:
-    assert misquotes(OPENING, A, SAID) is None
-    plain = replace(OPENING, trained=(), corpora=(), largest=())
+def test_plan_that_quotes_a_member_as_it_spoke() -> None:
+    assert misquotes(PLAN, A, SAID) is None
+    plain = replace(PLAN, phase_fraction=(), corpora=(), largest=())
     assert misquotes(plain, A, replace(SAID, corpus="")) is None
     assert misquotes(plain, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None
-    assert misquotes(OPENING, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None, "one without weight sends no values"
+    assert misquotes(PLAN, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None, "one without weight sends no values"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("weight", 1281), ("steps", 11), ("steps_requested", 0), ("trained", 1.0), ("corpus", "")),
+        *(("weight", 1281), ("steps", 11), ("steps_requested", 0), ("phase_fraction", 1.0), ("corpus", "")),
         *(("largest", 0.25), ("largest", None), ("claim", Claim(0, 8))),
     ],
 )
 def test_member_notices_any_number_that_it_did_not_say(field: str, value: Any) -> None:
-    why = misquotes(OPENING, A, replace(SAID, **{field: value}))
+    why = misquotes(PLAN, A, replace(SAID, **{field: value}))
     assert why is not None and why.endswith(f"and that member said {value!s}") and A in why
 
 
 def test_joiner_notices_another_claim_than_its_own() -> None:
-    joiner, own = replace(SAID, claim=Claim(96, 104)), replace(OPENING, claims=((A, Claim(96, 104)),))
+    joiner, own = replace(SAID, claim=Claim(96, 104)), replace(PLAN, claims=((A, Claim(96, 104)),))
     assert misquotes(own, A, joiner) is None
     assert "its claims of a#1" in (misquotes(own, A, replace(SAID, claim=Claim(104, 112))) or "")
     assert misquotes(own, A, SAID) is not None, "it was dealt its samples"
-    assert misquotes(replace(OPENING, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
+    assert misquotes(replace(PLAN, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
 
 
 def test_members_without_weight_and_those_that_go_back_to_a_checkpoint_send_nothing() -> None:
-    assert needed(OPENING) == {A, B}
-    assert needed(replace(OPENING, rollback=10)) == frozenset()
+    assert needed(PLAN) == {A, B}
+    assert needed(replace(PLAN, rollback=10)) == frozenset()
 
 
 BLAME = Blame((C,), "why", True, "out", 2)
@@ -71,22 +71,22 @@ BLAME = Blame((C,), "why", True, "out", 2)
     ],
     ids=["usual", "late", "stranger", "weightless", "retried", "blames", "rollback", "without this member"],
 )
-def test_opening_is_taken_of_a_proposer_that_takes_part(changes: dict[str, Any], *, is_taken: bool) -> None:
-    assert is_usual(replace(OPENING, **changes), A, {B, C}) is is_taken
+def test_plan_is_taken_of_a_proposer_that_takes_part(changes: dict[str, Any], *, is_taken: bool) -> None:
+    assert is_usual(replace(PLAN, **changes), A, {B, C}) is is_taken
 
 
-def test_opening_of_a_member_that_is_new_is_not_taken() -> None:
-    assert not is_usual(OPENING, A, {C})
+def test_plan_of_a_member_that_is_new_is_not_taken() -> None:
+    assert not is_usual(PLAN, A, {C})
 
 
-def test_only_what_an_opening_quotes_is_taken_of_a_member_that_brings_something() -> None:
+def test_only_what_a_plan_quotes_is_taken_of_a_member_that_brings_something() -> None:
     assert only_quoted(SAID)
     assert not only_quoted(replace(SAID, offer="1-abc")), "another member may bring it"
     assert not only_quoted(replace(SAID, weight=0)) and not only_quoted(replace(SAID, gains=(0.5,)))
 
 
-def test_opening_leaves_out_the_living_that_are_ready() -> None:
+def test_plan_leaves_out_the_living_that_are_ready() -> None:
     view = View(None, None, frozenset({A, B, C, "d#1"}), {A: SAID, B: SAID, C: SAID}, {}, None)
-    assert not leaves_out(OPENING, view)
-    assert leaves_out(OPENING, replace(view, ready={**view.ready, "d#1": SAID}))
-    assert not leaves_out(OPENING, replace(view, ready={**view.ready, "e#1": SAID})), "it is gone"
+    assert not leaves_out(PLAN, view)
+    assert leaves_out(PLAN, replace(view, ready={**view.ready, "d#1": SAID}))
+    assert not leaves_out(PLAN, replace(view, ready={**view.ready, "e#1": SAID})), "it is gone"

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.contract.test_records import (
-    ACCOUNT,
     HOLDING,
     LINKS,
     LOSSES,
-    OPENING,
+    MEMBER_REPORT,
     ORDERS,
     PEER,
+    PLAN,
     PROGRESS,
     READY,
     RESTART_POINT,
@@ -35,23 +35,23 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
     Carry,
     LinkRates,
-    Opening,
     Peer,
     Ready,
     RestartPoint,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
     from_json,
     to_json,
 )
-from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_opening
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 from zeroband.elastic.membership.succession import MemberReport, legacy_of
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS
 
-A, B = OPENING.members
+A, B = PLAN.members
 SHAPE = RunShape(total_steps=1000, batch_size=2, reads_ahead=True, sample_tokens=1024)
 RULES = Rules(straggler_grace=0.1, transfer_bytes=1 << 20, sites="auto", shape=SHAPE)
 PEERS = {A: PEER, B: Peer("b", "h", 1, True)}
@@ -82,9 +82,9 @@ def with_odd(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
 
 def view_of(**changed: Any) -> View:
     ready = {A: replace(READY, round=4), B: replace(READY, round=4, weight=0, site=None)}
-    committed = replace(VERDICT, opening=replace(OPENING, rollback=None))
+    committed = replace(VERDICT, plan=replace(PLAN, rollback=None))
     usual: dict[str, Any] = {
-        "opening": OPENING,
+        "plan": PLAN,
         "committed": committed,
         "alive": frozenset({A, B}),
         "ready": ready,
@@ -94,56 +94,56 @@ def view_of(**changed: Any) -> View:
 
 
 def open_with(view: View, links: Mapping[str, LinkRates]) -> None:
-    """Decide a round on this view, and work with the opening as its members do."""
+    """Decide a round on this view, and work with the plan as its members do."""
     for seen in (view, within_limits(view, 4, RULES)):
         for waits in (ElapsedWaits(phase_s=5.0), ElapsedWaits(True, True, frozenset(seen.refused), 5.0)):
-            decision = next_opening(seen, 4, RULES, waits, lambda: links)
+            decision = next_plan(seen, 4, RULES, waits, lambda: links)
             must_leave(seen, A, 4)
-            if isinstance(decision, Opening):
-                work_with(from_json(Opening, to_json(decision)))
+            if isinstance(decision, RoundPlan):
+                work_with(from_json(RoundPlan, to_json(decision)))
                 follows(decision, seen, RULES)
 
 
-def work_with(opening: Opening) -> None:
-    """What members calculate from an opening: shares, sites, who reads what next, the shape of the transfer."""
-    assert all(0 <= share < float("inf") for share in opening.shares)
-    assert all(0 <= part <= 1.000001 for part in opening.divisor_parts)
-    assert opening.most_value >= 0 and opening.total_weight >= 0
-    assert all((opening.speakers() is not None, opening.corpus_of(), opening.behind is not None, opening.id))
-    for member in opening.members:
-        opening.is_near(member, opening.members[0])
-        if opening.steps_requested:
-            opening.expected_share(member, 10)
-    progress = PROGRESS.after(opening, SHAPE)
-    Progress.at_start().begin(opening, SHAPE, after_round=None)
+def work_with(plan: RoundPlan) -> None:
+    """What members calculate from a plan: shares, sites, who reads what next, the shape of the transfer."""
+    assert all(0 <= share < float("inf") for share in plan.shares)
+    assert all(0 <= part <= 1.000001 for part in plan.divisor_parts)
+    assert plan.most_value >= 0 and plan.total_weight >= 0
+    assert all((plan.speakers() is not None, plan.corpus_of(), plan.dial_out_only is not None, plan.id))
+    for member in plan.members:
+        plan.is_near(member, plan.members[0])
+        if plan.steps_requested:
+            plan.expected_share(member, 10)
+    progress = PROGRESS.after(plan, SHAPE)
+    Progress.at_start().begin(plan, SHAPE, after_round=None)
     assert 0 <= progress.inner_step <= SHAPE.total_steps
-    LossRecord().after(opening, 0)
-    if len(opening.members) > 1:
-        shape_of(10_000, CODECS["int8"], opening.shares, opening.network, opening.sites)
-    for place in range(len(opening.members)):
-        route_of(place, opening.sites or range(len(opening.members)), behind=opening.network.behind)
+    LossRecord().after(plan, 0)
+    if len(plan.members) > 1:
+        shape_of(10_000, CODECS["int8"], plan.shares, plan.network, plan.sites)
+    for place in range(len(plan.members)):
+        route_of(place, plan.sites or range(len(plan.members)), dial_out_only=plan.network.dial_out_only)
 
 
 def use_verdict(verdict: Verdict) -> None:
     verifier = RecordVerifier(SEALS)
     if verifier.verdict("k", verifier.seal_verdict(verdict).encode()) is None:
         return
-    work_with(verdict.opening)
+    work_with(verdict.plan)
     assert electors(verdict) and verdict.sessions is not None
     LossRecord.of(verdict.record).carried()
     if "progress" in verdict.record:
-        Progress.of_verdict(verdict).after(OPENING, SHAPE)
+        Progress.of_verdict(verdict).after(PLAN, SHAPE)
     open_with(view_of(committed=verdict), {})
 
 
 def go_on_from(progress: Progress) -> None:
-    progress.after(OPENING, SHAPE)
-    progress.begin(OPENING, SHAPE, after_round=1)
+    progress.after(PLAN, SHAPE)
+    progress.begin(PLAN, SHAPE, after_round=1)
 
 
 RECORDS: Mapping[str, tuple[object, Callable[[Any], object]]] = {
     "ready": (READY, lambda ready: open_with(view_of(ready={A: ready, B: READY}), {A: LINKS})),
-    "opening": (OPENING, lambda opening: (work_with(opening), open_with(view_of(opening=opening), {}))),
+    "plan": (PLAN, lambda plan: (work_with(plan), open_with(view_of(plan=plan), {}))),
     "verdict": (VERDICT, use_verdict),
     "peer": (PEER, lambda peer: open_with(view_of(peers={A: peer, B: PEER}), {})),
     "links": (LINKS, lambda links: open_with(view_of(), {A: links, B: LINKS})),
@@ -152,7 +152,7 @@ RECORDS: Mapping[str, tuple[object, Callable[[Any], object]]] = {
     "progress": (PROGRESS, go_on_from),
     "losses": (LOSSES, lambda losses: losses.carried()),
     "holding": (HOLDING, lambda holding: None),
-    "account": (ACCOUNT, lambda account: legacy_of({A: account, B: ACCOUNT})),
+    "member_report": (MEMBER_REPORT, lambda member_report: legacy_of({A: member_report, B: MEMBER_REPORT})),
 }
 
 
@@ -179,7 +179,7 @@ def test_rules_calculate_with_the_ends_of_every_range(numbers: list[tuple[int, .
     parts, largest = [0.0, 5e-324, 1e-9, 0.5, 1.0, 1e6], [0.0, 5e-324, 1e-30, 1.0, 1e30, 1e60]
     ready = {
         f"m{i}#1": replace(
-            Ready(4, sizes[w], "s", sizes[s], sizes[w], trained=parts[t]),
+            Ready(4, sizes[w], "s", sizes[s], sizes[w], phase_fraction=parts[t]),
             largest=largest[n],
             took_ms=sizes[r] % 10**9,
             rate=sizes[r] % 10**9,
@@ -189,16 +189,16 @@ def test_rules_calculate_with_the_ends_of_every_range(numbers: list[tuple[int, .
         for i, (w, s, n, t, r) in enumerate(numbers)
     }
     members = tuple(ready)
-    before = Opening(4, 2, 3, members, (1,) * len(ready), (1,) * len(ready), (1,) * len(ready))
+    before = RoundPlan(4, 2, 3, members, (1,) * len(ready), (1,) * len(ready), (1,) * len(ready))
     committed = Verdict(before, "d", {"session": "s"})
     view = View(before, committed, frozenset(members), ready, {}, None)
-    decision = next_opening(view, 4, replace(RULES, shape=None), ElapsedWaits(phase_s=1.0))
-    assert isinstance(decision, Opening)
-    work_with(from_json(Opening, to_json(decision)))
+    decision = next_plan(view, 4, replace(RULES, shape=None), ElapsedWaits(phase_s=1.0))
+    assert isinstance(decision, RoundPlan)
+    work_with(from_json(RoundPlan, to_json(decision)))
 
 
 @pytest.mark.parametrize(
-    "kind", [Ready, Opening, Peer, LinkRates, Orders, RestartPoint, Progress, MemberReport, Holding, StoreTerm]
+    "kind", [Ready, RoundPlan, Peer, LinkRates, Orders, RestartPoint, Progress, MemberReport, Holding, StoreTerm]
 )
 def test_every_number_and_text_of_a_record_has_a_range(kind: type[Any]) -> None:
     """A field that is added needs a type from `config.ranges`."""
@@ -225,8 +225,8 @@ TRICKY = st.one_of(
 
 
 @given(st.lists(TRICKY, min_size=1, max_size=3, unique=True), TRICKY)
-def test_signature_of_an_opening_is_over_all_of_it_but_itself(members: list[str], signature: str) -> None:
+def test_signature_of_a_plan_is_over_all_of_it_but_itself(members: list[str], signature: str) -> None:
     ones = (1,) * len(members)
-    opening = Opening(1, 1, 0, tuple(members), ones, ones, ones, proposer=members[0], signature=signature)
-    assert opening.unsigned_text == to_json(replace(opening, signature=""))
-    assert from_json(Opening, to_json(opening)).unsigned_text == opening.unsigned_text
+    plan = RoundPlan(1, 1, 0, tuple(members), ones, ones, ones, proposer=members[0], signature=signature)
+    assert plan.unsigned_text == to_json(replace(plan, signature=""))
+    assert from_json(RoundPlan, to_json(plan)).unsigned_text == plan.unsigned_text

@@ -9,11 +9,11 @@ import pytest
 from zeroband.elastic.membership.neighbours import askers, neighbours
 from zeroband.elastic.membership.reach import (
     HEARD,
-    LINES,
+    MOST_RELAYS,
     Way,
-    choose_lines,
+    choose_relays,
     dials,
-    is_behind,
+    is_dial_out_only,
     probe_ways,
     ways_to,
 )
@@ -24,22 +24,22 @@ from zeroband.elastic.membership.topology import RELAYED, LinkObservation, LinkT
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 
 
-def peer(member: str, *, undialled: tuple[str, ...] = (), lines: tuple[str, ...] = ()) -> Peer:
-    return Peer(member[0], f"host-{member[0]}", 1, True, undialled=undialled, lines=lines)
+def peer(member: str, *, undialled: tuple[str, ...] = (), relays: tuple[str, ...] = ()) -> Peer:
+    return Peer(member[0], f"host-{member[0]}", 1, True, undialled=undialled, relays=relays)
 
 
-PEERS = {A: peer(A, undialled=(C,)), B: peer(B), C: peer(C, lines=(A, B)), D: peer(D, lines=(B,))}
+PEERS = {A: peer(A, undialled=(C,)), B: peer(B), C: peer(C, relays=(A, B)), D: peer(D, relays=(B,))}
 
 
 @pytest.mark.parametrize("behind", [(), (A,), (B,), (A, B)])
-def test_exactly_one_of_two_dials_and_that_is_one_who_can(behind: tuple[str, ...]) -> None:
-    who = [own for own, other in permutations((A, B), 2) if dials(own, other, behind)]
-    assert who == [B if behind == (B,) else A]
+def test_exactly_one_of_two_dials_and_that_is_one_who_can(dial_out_only: tuple[str, ...]) -> None:
+    who = [own for own, other in permutations((A, B), 2) if dials(own, other, dial_out_only)]
+    assert who == [B if dial_out_only == (B,) else A]
 
 
 def test_member_is_behind_where_somebody_cannot_dial_it_or_others_take_its_calls() -> None:
-    assert [member for member in PEERS if is_behind(member, PEERS)] == [C, D]
-    assert is_behind(B, {A: peer(A, undialled=(B,)), B: peer(B)})
+    assert [member for member in PEERS if is_dial_out_only(member, PEERS)] == [C, D]
+    assert is_dial_out_only(B, {A: peer(A, undialled=(B,)), B: peer(B)})
 
 
 def test_ways_lead_to_the_address_first_and_then_through_those_that_take_calls() -> None:
@@ -51,30 +51,30 @@ def test_ways_lead_to_the_address_first_and_then_through_those_that_take_calls()
 
 
 def test_member_that_only_dials_is_heard_by_those_it_can_dial_and_asked_by_others_like_it() -> None:
-    assert probe_ways(A, C, PEERS, is_own_behind=False) == HEARD
-    assert probe_ways(D, C, PEERS, is_own_behind=True) == ways_to(D, C, PEERS)
-    assert probe_ways(C, A, PEERS, is_own_behind=True) == (Way("host-a", 1),)
+    assert probe_ways(A, C, PEERS, is_own_dial_out_only=False) == HEARD
+    assert probe_ways(D, C, PEERS, is_own_dial_out_only=True) == ways_to(D, C, PEERS)
+    assert probe_ways(C, A, PEERS, is_own_dial_out_only=True) == (Way("host-a", 1),)
 
 
 def test_lines_go_to_members_that_can_be_dialled_stay_and_are_replaced() -> None:
     reached = {A: 0, B: 0, D: 0}
-    first = choose_lines(C, (), reached, PEERS)
-    assert set(first) == {A, B} and len(first) == LINES
-    assert choose_lines(C, first[::-1], reached, PEERS) == first[::-1], "those that serve stay"
-    assert choose_lines(C, first, {B: 0, D: 0}, PEERS) == (B,)
-    assert choose_lines(C, first, {D: 0}, PEERS) == ()
+    first = choose_relays(C, (), reached, PEERS)
+    assert set(first) == {A, B} and len(first) == MOST_RELAYS
+    assert choose_relays(C, first[::-1], reached, PEERS) == first[::-1], "those that serve stay"
+    assert choose_relays(C, first, {B: 0, D: 0}, PEERS) == (B,)
+    assert choose_relays(C, first, {D: 0}, PEERS) == ()
 
 
 def test_line_that_is_much_slower_than_another_comes_after_it() -> None:
-    assert choose_lines(C, (A,), {A: 10, B: 100}, PEERS) == (B, A)
-    assert choose_lines(C, (A,), {A: 60, B: 100}, PEERS) == (A, B)
+    assert choose_relays(C, (A,), {A: 10, B: 100}, PEERS) == (B, A)
+    assert choose_relays(C, (A,), {A: 60, B: 100}, PEERS) == (A, B)
     third = {**PEERS, "e#1": peer("e#1")}
-    assert set(choose_lines(C, (A, B), {A: 10, B: 100, "e#1": 0}, third)) == {B, "e#1"}
+    assert set(choose_relays(C, (A, B), {A: 10, B: 100, "e#1": 0}, third)) == {B, "e#1"}
 
 
 def test_lines_of_many_members_are_spread() -> None:
     relays = {f"r{n}#1": peer(f"r{n}#1") for n in range(4)}
-    firsts = [choose_lines(f"m{n}#1", (), dict.fromkeys(relays, 0), relays)[0] for n in range(64)]
+    firsts = [choose_relays(f"m{n}#1", (), dict.fromkeys(relays, 0), relays)[0] for n in range(64)]
     assert {relay: firsts.count(relay) for relay in relays} == pytest.approx(dict.fromkeys(relays, 16), abs=10)
 
 
@@ -89,9 +89,9 @@ def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
     members = (A, B, C, D)
     seen = [LinkObservation(100, {m: 100 for m in members if m != own and {m, own} != {C, D}}) for own in members]
     assert plan_links(members, seen, LinkTable()).order == ()
-    network = plan_links(members, seen, LinkTable(), behind=(C, D))
+    network = plan_links(members, seen, LinkTable(), dial_out_only=(C, D))
     order = [members[place] for place in network.order]
-    assert network.behind == (2, 3)
+    assert network.dial_out_only == (2, 3)
     assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset((C, D))} == set()
     assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAYED, 100)
 
@@ -99,10 +99,10 @@ def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
 def test_pair_that_needs_no_relay_is_as_fast_as_it_was_measured() -> None:
     members = (A, B, C, D)
     seen = [LinkObservation(100, {m: 100 for m in members if m != own}) for own in members]
-    network = plan_links(members, seen, LinkTable(), behind=(C, D))
+    network = plan_links(members, seen, LinkTable(), dial_out_only=(C, D))
     assert (network.order, network.slowest_link) == ((), 100)
 
 
 def test_relayed_pair_of_which_nothing_is_known_slows_nothing_down() -> None:
     nothing = [LinkObservation() for _ in range(3)]
-    assert plan_links((A, B, C), nothing, LinkTable(), behind=(B, C)).slowest_link == 0
+    assert plan_links((A, B, C), nothing, LinkTable(), dial_out_only=(B, C)).slowest_link == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, from_json, to_json
+from zeroband.elastic.membership.records import Ready, RestartPoint, RoundPlan, Verdict, View, from_json, to_json
 from zeroband.elastic.membership.resume_rules import (
     begins_on_checkpoint,
     is_abandoned,
@@ -16,28 +16,28 @@ from zeroband.elastic.membership.resume_rules import (
     rounds_since,
     way_in,
 )
-from zeroband.elastic.membership.round_rules import Rules, Wait, next_opening
+from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 
 A, B, C = "a#1", "b#1", "c#1"
 ALIVE = st.frozensets(st.sampled_from([A, B, C]))
 
 
-def an_opening(*members: str, round: int = 4, late: tuple[str, ...] = ()) -> Opening:
+def a_plan(*members: str, round: int = 4, late: tuple[str, ...] = ()) -> RoundPlan:
     zeros = tuple(0 for _ in members)
-    return Opening(round + 1, 1, round, members, zeros, zeros, zeros, late)
+    return RoundPlan(round + 1, 1, round, members, zeros, zeros, zeros, late)
 
 
 def a_view(
     *members: str,
     alive: frozenset[str] = frozenset(),
-    opening: Opening | None = None,
+    plan: RoundPlan | None = None,
     restart_point: RestartPoint | None = None,
     late: tuple[str, ...] = (),
     **fields: object,
 ) -> View:
     """A run whose members committed round 4; without members, no run."""
-    committed = Verdict(an_opening(*members, late=late), "d") if members else None
-    current = opening or (committed.opening if committed else None)
+    committed = Verdict(a_plan(*members, late=late), "d") if members else None
+    current = plan or (committed.plan if committed else None)
     return View(current, committed, alive, {}, {}, None, restart_point=restart_point, **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -52,8 +52,8 @@ def test_first_nodes_found_a_new_run_or_begin_on_what_there_is() -> None:
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_nobody_founds_a_run_anew_whose_newest_verdict_is_lost_while_a_member_lives(resumes: bool) -> None:
-    assert way_in(a_view(opening=an_opening(A, B), alive=frozenset({A})), resumes=resumes) == "wait"
-    assert way_in(a_view(opening=an_opening(A, B)), resumes=resumes) == ("begin" if resumes else "found")
+    assert way_in(a_view(plan=a_plan(A, B), alive=frozenset({A})), resumes=resumes) == "wait"
+    assert way_in(a_view(plan=a_plan(A, B)), resumes=resumes) == ("begin" if resumes else "found")
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -66,8 +66,8 @@ def test_run_with_a_living_member_is_joined(resumes: bool, living: str) -> None:
     "view",
     [
         a_view(A, late=(B,), alive=frozenset({B})),
-        a_view(A, opening=an_opening(A, B, round=5), alive=frozenset({B})),
-        a_view(A, opening=an_opening(A, round=5, late=(B,)), alive=frozenset({B})),
+        a_view(A, plan=a_plan(A, B, round=5), alive=frozenset({B})),
+        a_view(A, plan=a_plan(A, round=5, late=(B,)), alive=frozenset({B})),
     ],
 )
 def test_run_with_a_living_late_member_or_joiner_is_not_abandoned(view: View) -> None:
@@ -126,22 +126,20 @@ def test_two_nodes_that_look_at_once_never_take_part_in_different_runs(
 def test_founders_of_a_restart_point_wait_for_one_another() -> None:
     ready = {A: Ready(5, 0, "s", 0, 3)}
     rules = Rules(start_nodes=2)
-    view = View(None, Verdict(an_opening(C), "d"), frozenset({A}), ready, {}, None, restart_point=a_restart_point())
-    assert isinstance(next_opening(view, 5, rules), Wait)
+    view = View(None, Verdict(a_plan(C), "d"), frozenset({A}), ready, {}, None, restart_point=a_restart_point())
+    assert isinstance(next_plan(view, 5, rules), Wait)
     both = View(
         None, view.committed, frozenset({A, B}), {**ready, B: ready[A]}, {}, None, restart_point=a_restart_point()
     )
-    decision = next_opening(both, 5, rules)
-    assert isinstance(decision, Opening) and decision.members == (A, B)
+    decision = next_plan(both, 5, rules)
+    assert isinstance(decision, RoundPlan) and decision.members == (A, B)
 
 
 def test_member_of_the_dead_run_that_comes_back_is_preferred_to_the_checkpoint() -> None:
     ready = {A: Ready(5, 9, "live", 3, 3), B: Ready(5, 0, "s", 0, 3), C: Ready(5, 0, "s", 0, 3)}
-    view = View(
-        None, Verdict(an_opening(A), "d"), frozenset({A, B, C}), ready, {}, None, restart_point=a_restart_point()
-    )
-    decision = next_opening(view, 5, Rules())
-    assert isinstance(decision, Opening) and decision.members == (A,)
+    view = View(None, Verdict(a_plan(A), "d"), frozenset({A, B, C}), ready, {}, None, restart_point=a_restart_point())
+    decision = next_plan(view, 5, Rules())
+    assert isinstance(decision, RoundPlan) and decision.members == (A,)
 
 
 def test_beginning_comes_back_from_its_record() -> None:
@@ -154,7 +152,7 @@ def test_beginning_comes_back_from_its_record() -> None:
     ids=["newest", "earlier", "ahead of the run", "another line of rounds", "no session"],
 )
 def test_rounds_lead_on_from_a_checkpoint_of_their_session(session: str, round: int, missed: int | None) -> None:
-    view = View(None, Verdict(an_opening(A), "d", {"session": "s1"}), frozenset(), {}, {}, None)
+    view = View(None, Verdict(a_plan(A), "d", {"session": "s1"}), frozenset(), {}, {}, None)
     assert rounds_since(view, session=session, round=round) == missed
 
 

@@ -21,9 +21,9 @@ from zeroband.elastic.membership.records import (
     Carry,
     Evidence,
     LinkRates,
-    Opening,
     Peer,
     Ready,
+    RoundPlan,
     Verdict,
     View,
     from_json,
@@ -40,7 +40,7 @@ from zeroband.elastic.membership.round_rules import (
     Wait,
     has_quorum,
     must_leave,
-    next_opening,
+    next_plan,
     next_verdict,
 )
 from zeroband.elastic.membership.topology import all_to_all_time
@@ -49,19 +49,19 @@ A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 PATIENT, LATE = ElapsedWaits(), ElapsedWaits(stragglers_are_late=True)
 
 
-def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
+def a_plan(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> RoundPlan:
     each: dict[str, Any] = {"weights": 10, "steps": 4, "steps_requested": 6}
     usual = {name: (value,) * len(members) for name, value in each.items()}
-    return Opening(version, epoch, round, members, **{**usual, "loss": 2.5, **fields})
+    return RoundPlan(version, epoch, round, members, **{**usual, "loss": 2.5, **fields})
 
 
 def a_verdict(*members: str, round: int = 2, version: int = 4, **fields: Any) -> Verdict:
-    return Verdict(an_opening(*members, version=version, round=round, **fields), "digest")
+    return Verdict(a_plan(*members, version=version, round=round, **fields), "digest")
 
 
 def a_view(**fields: Any) -> View:
     empty: dict[str, Any] = {
-        "opening": None,
+        "plan": None,
         "committed": None,
         "alive": frozenset(),
         "ready": {},
@@ -89,7 +89,7 @@ def cut(**from_to: str) -> dict[str, Peer]:
 def boundary(*members: str, **fields: Any) -> View:
     """Round 2 is committed and all its members stand before round 3."""
     usual: dict[str, Any] = {
-        "opening": an_opening(*members, version=4, round=2),
+        "plan": a_plan(*members, version=4, round=2),
         "committed": a_verdict(*members),
         "alive": frozenset(members),
         "ready": ready(*members),
@@ -99,124 +99,124 @@ def boundary(*members: str, **fields: Any) -> View:
 
 def decide(
     view: View, round: int = 3, waits: ElapsedWaits = PATIENT, inquiry: Inquiry | None = None, **rules: Any
-) -> Opening | Wait:
-    return next_opening(view, round, Rules(**rules), waits, inquiry=inquiry)
+) -> RoundPlan | Wait:
+    return next_plan(view, round, Rules(**rules), waits, inquiry=inquiry)
 
 
-def members_of(decision: Opening | Wait) -> tuple[str, ...]:
-    assert isinstance(decision, Opening), decision
+def members_of(decision: RoundPlan | Wait) -> tuple[str, ...]:
+    assert isinstance(decision, RoundPlan), decision
     return decision.members
 
 
-# -- next_opening -----------------------------------------------------------------------------------------------------
+# -- next_plan -----------------------------------------------------------------------------------------------------
 
 
-def test_next_opening_keeps_the_current_one_while_it_can_be_finished() -> None:
-    current = an_opening(A, B)
-    assert decide(boundary(A, B, opening=current)) is current
+def test_next_plan_keeps_the_current_one_while_it_can_be_finished() -> None:
+    current = a_plan(A, B)
+    assert decide(boundary(A, B, plan=current)) is current
 
 
-def test_next_opening_keeps_one_whose_lost_member_has_voted() -> None:
-    current = an_opening(A, B)
-    view = boundary(A, B, opening=current, alive=frozenset({A}), votes={B: "digest"})
+def test_next_plan_keeps_one_whose_lost_member_has_voted() -> None:
+    current = a_plan(A, B)
+    view = boundary(A, B, plan=current, alive=frozenset({A}), votes={B: "digest"})
     assert decide(view) is current
 
 
-def test_next_opening_replaces_one_whose_member_was_lost_before_its_vote() -> None:
-    view = boundary(A, B, opening=an_opening(A, B), alive=frozenset({A}))
-    assert decide(view) == an_opening(A, version=6, epoch=3)
+def test_next_plan_replaces_one_whose_member_was_lost_before_its_vote() -> None:
+    view = boundary(A, B, plan=a_plan(A, B), alive=frozenset({A}))
+    assert decide(view) == a_plan(A, version=6, epoch=3)
 
 
-def test_next_opening_replaces_one_whose_members_all_voted_and_died() -> None:
+def test_next_plan_replaces_one_whose_members_all_voted_and_died() -> None:
     """Nobody is left who would write its verdict; a late member or a joiner would wait for it for ever."""
-    view = boundary(A, B, C, opening=an_opening(A, B, late=(C,)), alive=frozenset({C}), votes={A: "d", B: "d"})
-    assert decide(view) == an_opening(C, version=6, epoch=3)
+    view = boundary(A, B, C, plan=a_plan(A, B, late=(C,)), alive=frozenset({C}), votes={A: "d", B: "d"})
+    assert decide(view) == a_plan(C, version=6, epoch=3)
 
 
-def test_next_opening_replaces_a_failed_one_with_new_groups_even_for_the_same_members() -> None:
-    view = boundary(A, B, opening=an_opening(A, B), failed="a lane broke")
-    assert decide(view) == an_opening(A, B, version=6, epoch=3, retries=1)
+def test_next_plan_replaces_a_failed_one_with_new_groups_even_for_the_same_members() -> None:
+    view = boundary(A, B, plan=a_plan(A, B), failed="a lane broke")
+    assert decide(view) == a_plan(A, B, version=6, epoch=3, retries=1)
 
 
-def test_next_opening_keeps_epoch_and_groups_when_nobody_came_or_went() -> None:
-    assert decide(boundary(A, B)) == an_opening(A, B, version=5, epoch=2)
+def test_next_plan_keeps_epoch_and_groups_when_nobody_came_or_went() -> None:
+    assert decide(boundary(A, B)) == a_plan(A, B, version=5, epoch=2)
 
 
 @pytest.mark.parametrize("members", [(A,), (A, B, C)])
-def test_next_opening_starts_an_epoch_when_somebody_came_or_went(members: tuple[str, ...]) -> None:
+def test_next_plan_starts_an_epoch_when_somebody_came_or_went(members: tuple[str, ...]) -> None:
     view = boundary(A, B, alive=frozenset(members), ready=ready(*members))
-    assert decide(view) == an_opening(*members, version=5, epoch=3)
+    assert decide(view) == a_plan(*members, version=5, epoch=3)
 
 
-def test_next_opening_waits_for_living_members_and_names_them() -> None:
+def test_next_plan_waits_for_living_members_and_names_them() -> None:
     view = boundary(A, B, C, ready=ready(A))
     assert decide(view) == Wait("2 of 3 members have not reached round 3", (B, C))
 
 
 @pytest.mark.defect(7)
-def test_next_opening_waits_for_nobody_who_only_joins() -> None:
+def test_next_plan_waits_for_nobody_who_only_joins() -> None:
     view = boundary(A, B, alive=frozenset({A, B, C}))
-    assert decide(view) == an_opening(A, B)
+    assert decide(view) == a_plan(A, B)
 
 
 @pytest.mark.defect(1)
-def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
+def test_next_plan_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
     """Predecessors compared integer ranks with string ids here, and evicted nobody."""
     assert members_of(decide(boundary(A, B, C, alive=frozenset({A, C})))) == (A, C)
 
 
-def test_next_opening_takes_the_words_in_the_order_of_members() -> None:
+def test_next_plan_takes_the_words_in_the_order_of_members() -> None:
     view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5, loss=3.5), A: Ready(3, 0, "s", 1, 0)})
-    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), steps_requested=(0, 5), loss=3.5)
+    assert decide(view) == a_plan(A, B, weights=(0, 7), steps=(1, 2), steps_requested=(0, 5), loss=3.5)
 
 
-def test_next_opening_goes_with_the_state_of_most_members() -> None:
+def test_next_plan_goes_with_the_state_of_most_members() -> None:
     states = {**ready(A, state_digest="odd"), **ready(B, C)}
-    assert decide(boundary(A, B, C, ready=states)) == an_opening(B, C, epoch=3)
+    assert decide(boundary(A, B, C, ready=states)) == a_plan(B, C, epoch=3)
 
 
-def test_next_opening_never_outvotes_members_by_joiners() -> None:
+def test_next_plan_never_outvotes_members_by_joiners() -> None:
     joiners = ("x#1", "y#1")
     view = boundary(B, alive=frozenset({B, *joiners}), ready={**ready(B), **ready(*joiners, state_digest="odd")})
-    assert decide(view) == an_opening(B)
+    assert decide(view) == a_plan(B)
 
 
-def test_next_opening_breaks_a_tie_of_states_by_the_lowest_id() -> None:
+def test_next_plan_breaks_a_tie_of_states_by_the_lowest_id() -> None:
     view = boundary(A, B, ready={**ready(A, state_digest="z"), **ready(B, state_digest="a")})
-    assert decide(view) == an_opening(A, epoch=3)
+    assert decide(view) == a_plan(A, epoch=3)
 
 
-def test_next_opening_waits_while_fewer_than_min_nodes_are_alive() -> None:
+def test_next_plan_waits_while_fewer_than_min_nodes_are_alive() -> None:
     decision = decide(boundary(A, B, alive=frozenset({A})), min_nodes=2)
     assert decision == Wait("1 of at least 2 nodes can take part (elastic.min_nodes)")
 
 
-def test_next_opening_waits_while_the_newest_verdict_is_lost() -> None:
+def test_next_plan_waits_while_the_newest_verdict_is_lost() -> None:
     """A joiner that looks just then must not open a round of its own."""
-    decision = decide(a_view(alive=frozenset({A, C}), ready=ready(C), opening=an_opening(A, B)))
+    decision = decide(a_view(alive=frozenset({A, C}), ready=ready(C), plan=a_plan(A, B)))
     assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
 
 
 def test_nobody_founds_a_run_whose_members_live() -> None:
-    view = a_view(alive=frozenset({A, C}), ready=ready(C, round=0), opening=an_opening(A, B))
+    view = a_view(alive=frozenset({A, C}), ready=ready(C, round=0), plan=a_plan(A, B))
     decision = decide(view, FOUNDING_ROUND)
     assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
 
 
-def test_opening_belongs_to_the_session_of_the_newest_verdict() -> None:
-    committed = Verdict(an_opening(A, B), "d", {"session": "s"})
+def test_plan_belongs_to_the_session_of_the_newest_verdict() -> None:
+    committed = Verdict(a_plan(A, B), "d", {"session": "s"})
     decision = decide(replace(boundary(A, B), committed=committed))
-    assert isinstance(decision, Opening) and decision.sessions == ("s",)
+    assert isinstance(decision, RoundPlan) and decision.sessions == ("s",)
 
 
-def test_next_opening_waits_when_nobody_is_there() -> None:
+def test_next_plan_waits_when_nobody_is_there() -> None:
     assert decide(a_view(), FOUNDING_ROUND) == Wait("0 of 1 nodes are here (elastic.start_nodes)")
 
 
-def test_next_opening_waits_while_the_store_gets_its_record_back() -> None:
-    """Also where the current opening could be finished: a newer one may not be there again yet."""
-    current = an_opening(A, B)
-    decision = decide(boundary(A, B, opening=current, is_settling=True))
+def test_next_plan_waits_while_the_store_gets_its_record_back() -> None:
+    """Also where the current plan could be finished: a newer one may not be there again yet."""
+    current = a_plan(A, B)
+    decision = decide(boundary(A, B, plan=current, is_settling=True))
     assert isinstance(decision, Wait) and "lost its record" in decision.reason
 
 
@@ -233,7 +233,7 @@ def test_founding_waits_for_start_nodes() -> None:
 
 def test_founding_opens_with_all_who_are_there() -> None:
     decision = decide(founders(A, B, C), FOUNDING_ROUND, start_nodes=2)
-    assert decision == an_opening(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0), loss=None)
+    assert decision == a_plan(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0), loss=None)
 
 
 def test_founding_goes_on_with_fewer_after_its_time_out() -> None:
@@ -247,27 +247,27 @@ def test_founding_needs_min_nodes_even_after_its_time_out() -> None:
 
 
 def test_start_nodes_is_of_no_concern_after_the_founding() -> None:
-    assert isinstance(decide(boundary(A), start_nodes=9), Opening)
+    assert isinstance(decide(boundary(A), start_nodes=9), RoundPlan)
 
 
 @pytest.mark.parametrize("order", [(A, B, C), (C, A, B)])
 def test_any_member_makes_the_same_proposal(order: tuple[str, ...]) -> None:
     """A predecessor's run ended with its leader; here nobody's death stops a proposal, and all propose the same."""
     view = boundary(A, B, C, alive=frozenset(order), ready=ready(*order))
-    assert decide(view) == an_opening(A, B, C)
+    assert decide(view) == a_plan(A, B, C)
 
 
 # -- members that are late --------------------------------------------------------------------------------------------
 
 
 def test_late_member_is_left_behind_and_named() -> None:
-    assert decide(boundary(A, B, C, ready=ready(A, B)), waits=LATE) == an_opening(A, B, epoch=3, late=(C,))
+    assert decide(boundary(A, B, C, ready=ready(A, B)), waits=LATE) == a_plan(A, B, epoch=3, late=(C,))
 
 
 def test_member_that_stays_late_is_named_again() -> None:
     """It is no member of the round that went without it, but its samples still wait for it."""
     view = boundary(A, B, committed=a_verdict(A, B, late=(C,)), alive=frozenset({A, B, C}))
-    assert decide(view) == an_opening(A, B, late=(C,))
+    assert decide(view) == a_plan(A, B, late=(C,))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_member_that_stays_late_is_named_again() -> None:
 )
 def test_late_member_that_died_or_came_back_is_late_no_more(fields: dict[str, Any]) -> None:
     decision = decide(boundary(A, B, committed=a_verdict(A, B, late=(C,)), **fields))
-    assert isinstance(decision, Opening) and decision.late == ()
+    assert isinstance(decision, RoundPlan) and decision.late == ()
 
 
 def test_members_that_all_leave_wait_for_those_who_are_late() -> None:
@@ -315,7 +315,7 @@ def test_quorum_is_one_of_weight(weights: tuple[int, ...], at_boundary: str, exp
         A, B, C, committed=a_verdict(A, B, C, weights=weights), ready=ready(*(f"{n}#1" for n in at_boundary))
     )
     assert has_quorum(view) is expected
-    assert isinstance(decide(view, waits=LATE), Opening) is expected
+    assert isinstance(decide(view, waits=LATE), RoundPlan) is expected
 
 
 def test_quorum_of_members_that_a_look_does_not_show_goes_by_their_number() -> None:
@@ -370,10 +370,10 @@ def a_meeting(*mbit: float, offer: str | None = "", phase_s: float = 12.0, **rul
     """Who is not in the exchange, of members that stand at the boundary after a phase, with these links."""
     words = at_rates(*mbit, offer=offer)
     rules = {"straggler_grace": 0.1, "transfer_bytes": MEGABIT, **rules}
-    opening = decide(boundary(*words, ready=words), waits=ElapsedWaits(phase_s=phase_s), **rules)
-    assert isinstance(opening, Opening) and sorted((*opening.members, *opening.late)) == [*words]
-    assert tuple(carried.member for carried in opening.carried) == opening.late
-    return opening.late
+    plan = decide(boundary(*words, ready=words), waits=ElapsedWaits(phase_s=phase_s), **rules)
+    assert isinstance(plan, RoundPlan) and sorted((*plan.members, *plan.late)) == [*words]
+    assert tuple(carried.member for carried in plan.carried) == plan.late
+    return plan.late
 
 
 def test_member_whose_link_would_stretch_the_round_is_carried() -> None:
@@ -430,8 +430,8 @@ def test_what_the_last_round_with_a_slow_link_took_counts_more_than_its_rate(
 ) -> None:
     words = {n: replace(r, took_ms=took_ms) for n, r in at_rates(*[5] * 7, mbit).items()}
     rules = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
-    opening = next_opening(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=12.0))
-    assert isinstance(opening, Opening) and opening.late == (("h#1",) if is_carried else ())
+    plan = next_plan(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=12.0))
+    assert isinstance(plan, RoundPlan) and plan.late == (("h#1",) if is_carried else ())
 
 
 def test_member_that_leaves_or_joins_takes_part() -> None:
@@ -449,8 +449,8 @@ def test_rate_of_a_member_is_that_of_its_slower_direction_as_links_show_it() -> 
     links = {A: LinkRates({B: 500, C: 500, D: 4}), D: LinkRates({A: 500, B: 90})}
     view = boundary(A, B, C, D, ready={m: replace(r, offer="") for m, r in ready(A, B, C, D).items()})
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT)
-    opening = next_opening(view, 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
-    assert members_of(opening) == (A, B, C)
+    plan = next_plan(view, 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
+    assert members_of(plan) == (A, B, C)
 
 
 # -- sites ------------------------------------------------------------------------------------------------------------
@@ -460,14 +460,14 @@ def at_sites(**site_of: str) -> dict[str, Ready]:
     return {f"{n}#1": replace(ready(f"{n}#1")[f"{n}#1"], site=site) for n, site in site_of.items()}
 
 
-def test_opening_says_who_speaks_for_the_sites_that_members_name() -> None:
+def test_plan_says_who_speaks_for_the_sites_that_members_name() -> None:
     words = at_sites(a="x", b="y", c="x", d="y")
     links = {C: LinkRates({A: 900, B: 30}), D: LinkRates({B: 900, A: 20}), B: LinkRates({A: 30})}
     view = boundary(A, B, C, D, ready=words)
     for rule, sites in (("named", (0, 1, 0, 1)), ("off", ())):
-        opening = next_opening(view, 3, Rules(sites=rule), PATIENT, lambda: links)
-        assert isinstance(opening, Opening) and opening.sites == sites
-    assert from_json(Opening, to_json(opening)) == opening
+        plan = next_plan(view, 3, Rules(sites=rule), PATIENT, lambda: links)
+        assert isinstance(plan, RoundPlan) and plan.sites == sites
+    assert from_json(RoundPlan, to_json(plan)) == plan
 
 
 def test_links_inside_a_site_do_not_count_among_the_links_of_a_round() -> None:
@@ -475,27 +475,27 @@ def test_links_inside_a_site_do_not_count_among_the_links_of_a_round() -> None:
     links = {m: LinkRates({o: 900 if (m, o) in ((A, C), (B, D)) else 30}) for m, o in ((A, C), (B, D), (A, B))}
     links[A] = LinkRates({C: 900, B: 30})
     links[D] = LinkRates({C: 3})
-    opening = next_opening(boundary(A, B, C, D, ready=words), 3, Rules(sites="named"), PATIENT, lambda: links)
-    assert isinstance(opening, Opening)
-    assert opening.sites == (0, 1, 0, 1) and opening.network.slowest_link == 30
+    plan = next_plan(boundary(A, B, C, D, ready=words), 3, Rules(sites="named"), PATIENT, lambda: links)
+    assert isinstance(plan, RoundPlan)
+    assert plan.sites == (0, 1, 0, 1) and plan.network.slowest_link == 30
 
 
-def test_lost_speaker_is_replaced_in_the_next_opening_of_the_round() -> None:
+def test_lost_speaker_is_replaced_in_the_next_plan_of_the_round() -> None:
     words = at_sites(a="x", b="y", c="x", d="y")
-    current = an_opening(A, B, C, D, sites=(2, 1, 2, 1))
-    view = boundary(A, B, C, D, ready=words, opening=current, alive=frozenset({A, B, D}))
-    opening = next_opening(view, 3, Rules(sites="named"))
-    assert isinstance(opening, Opening)
-    assert opening.members == (A, B, D) and opening.sites == (0, 1, 1)
+    current = a_plan(A, B, C, D, sites=(2, 1, 2, 1))
+    view = boundary(A, B, C, D, ready=words, plan=current, alive=frozenset({A, B, D}))
+    plan = next_plan(view, 3, Rules(sites="named"))
+    assert isinstance(plan, RoundPlan)
+    assert plan.members == (A, B, D) and plan.sites == (0, 1, 1)
 
 
 def test_members_of_a_site_behind_a_slow_link_are_all_carried() -> None:
     words = {m: replace(r, rate=0, offer="") for m, r in at_sites(a="x", b="y", c="z", d="z").items()}
     links = {A: LinkRates({B: 50, C: 1, D: 1}), B: LinkRates({A: 50}), C: LinkRates({D: 900, A: 1}), D: LinkRates()}
     rules = Rules(straggler_grace=0.1, transfer_bytes=40 * MEGABIT, sites="named")
-    opening = next_opening(boundary(A, B, C, D, ready=words), 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
-    assert isinstance(opening, Opening)
-    assert opening.members == (A, B) and opening.late == (C, D)
+    plan = next_plan(boundary(A, B, C, D, ready=words), 3, rules, ElapsedWaits(phase_s=12.0), lambda: links)
+    assert isinstance(plan, RoundPlan)
+    assert plan.members == (A, B) and plan.late == (C, D)
 
 
 @given(
@@ -511,13 +511,13 @@ def test_whoever_is_carried_is_slower_than_a_quorum_that_stays(
     each = zip(at_rates(*mbit).items(), can, weights, strict=False)
     words = {n: replace(r, offer="" if c else None, weight=w) for (n, r), c, w in each}
     rules = Rules(straggler_grace=grace, quorum=quorum, transfer_bytes=10 * MEGABIT)
-    opening = next_opening(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=5.0))
-    assert isinstance(opening, Opening)
-    assert sorted((*opening.members, *opening.late)) == [*words] and not {*opening.members} & {*opening.late}
-    assert sum(opening.weights) >= quorum * sum(w for _, w in zip(words, weights, strict=False)) - 1e-9
-    slowest = min((words[m].rate for m in opening.members if words[m].rate), default=0)
-    assert all(0 < words[m].rate <= slowest and words[m].offer is not None for m in opening.late)
-    assert all(carried.carrier in opening.members for carried in opening.carried)
+    plan = next_plan(boundary(*words, ready=words), 3, rules, ElapsedWaits(phase_s=5.0))
+    assert isinstance(plan, RoundPlan)
+    assert sorted((*plan.members, *plan.late)) == [*words] and not {*plan.members} & {*plan.late}
+    assert sum(plan.weights) >= quorum * sum(w for _, w in zip(words, weights, strict=False)) - 1e-9
+    slowest = min((words[m].rate for m in plan.members if words[m].rate), default=0)
+    assert all(0 < words[m].rate <= slowest and words[m].offer is not None for m in plan.late)
+    assert all(carried.carrier in plan.members for carried in plan.carried)
 
 
 @given(mbit=st.lists(st.integers(1, 100), min_size=2, max_size=7), slow=st.integers(1, 9), grace=st.floats(0.02, 0.5))
@@ -538,19 +538,19 @@ GRACE = Rules(straggler_grace=0.1, transfer_bytes=MEGABIT)
 AFTER = ElapsedWaits(phase_s=12.0)
 
 
-def opened_with(words: Mapping[str, Ready], **more: Any) -> Opening:
-    opening = next_opening(boundary(*words, ready=words, **more), 3, GRACE, AFTER)
-    assert isinstance(opening, Opening)
-    return opening
+def opened_with(words: Mapping[str, Ready], **more: Any) -> RoundPlan:
+    plan = next_plan(boundary(*words, ready=words, **more), 3, GRACE, AFTER)
+    assert isinstance(plan, RoundPlan)
+    return plan
 
 
-def before(words: Mapping[str, Ready]) -> Opening:
-    """The opening of the round before, with these records."""
+def before(words: Mapping[str, Ready]) -> RoundPlan:
+    """The plan of the round before, with these records."""
     return replace(opened_with(words), round=2, version=4)
 
 
-def carriers(opening: Opening) -> dict[str, str]:
-    return {carried.member: carried.carrier for carried in opening.carried}
+def carriers(plan: RoundPlan) -> dict[str, str]:
+    return {carried.member: carried.carrier for carried in plan.carried}
 
 
 def test_fastest_member_with_the_fewest_carries() -> None:
@@ -561,21 +561,21 @@ def test_fastest_member_with_the_fewest_carries() -> None:
 def test_carrier_stays_while_it_is_a_member_that_can() -> None:
     words, current = at_rates(5, 9, 7, 5, 0.1), before(at_rates(5, 9, 7, 5, 0.1))
     faster = {**words, C: replace(words[C], rate=20)}
-    assert carriers(opened_with(faster, opening=current)) == {"e#1": B}
-    assert carriers(opened_with({**faster, B: replace(words[B], offer=None)}, opening=current)) == {"e#1": C}
-    assert carriers(opened_with(faster, opening=current, alive=frozenset({A, C, D, "e#1"}))) == {"e#1": C}
+    assert carriers(opened_with(faster, plan=current)) == {"e#1": B}
+    assert carriers(opened_with({**faster, B: replace(words[B], offer=None)}, plan=current)) == {"e#1": C}
+    assert carriers(opened_with(faster, plan=current, alive=frozenset({A, C, D, "e#1"}))) == {"e#1": C}
 
 
 def test_member_that_holds_it_carries_it_though_another_one_was_named_meanwhile() -> None:
     words = at_rates(5, 9, 7, 5, 0.1)
     words["e#1"] = replace(words["e#1"], offer="7-x", largest=1.0)
     words[D] = replace(words[D], carries=(Carry("e#1", "7-x", 1.0),))
-    opening = opened_with(words, opening=before(at_rates(5, 9, 7, 5, 0.1)))
-    assert carriers(opening) == {"e#1": D} and opening.counted == opening.carried
+    plan = opened_with(words, plan=before(at_rates(5, 9, 7, 5, 0.1)))
+    assert carriers(plan) == {"e#1": D} and plan.counted == plan.carried
 
 
-def with_offer(size: float | None = 2.0, held: float = 2.0, *, has: str = "7-x", offer: str = "7-x") -> Opening:
-    """An opening after e offered something of this size, and b said what it has of e."""
+def with_offer(size: float | None = 2.0, held: float = 2.0, *, has: str = "7-x", offer: str = "7-x") -> RoundPlan:
+    """A plan after e offered something of this size, and b said what it has of e."""
     words = at_rates(5, 9, 7, 5, 0.1)
     words["e#1"] = replace(words["e#1"], offer=offer, largest=size, weight=30, steps=3, loss=4.0)
     words[B] = replace(words[B], carries=(Carry("e#1", has, held),), largest=1.0)
@@ -584,15 +584,15 @@ def with_offer(size: float | None = 2.0, held: float = 2.0, *, has: str = "7-x",
 
 
 def test_contribution_counts_once_its_carrier_has_it_whole() -> None:
-    opening = with_offer()
-    assert opening.carried == (Carried("e#1", B, "7-x", 30, 3, 2.0, None, counts=True),)
-    assert opening.total_weight == sum(opening.weights) + 30
-    assert opening.contributors() == {**dict.fromkeys((A, B, C, D), 4), "e#1": 3}
-    total = opening.total_weight
-    assert opening.shares == pytest.approx([w / total for w in (10, 40, 10, 10)])
-    assert opening.largest == (1.0, 2.0, 1.0, 1.0) and opening.loss == pytest.approx((4 * 10 * 2.5 + 30 * 4.0) / 70)
-    assert from_json(Opening, to_json(opening)) == opening
-    assert opening.is_counted("e#1", "7-x") and not opening.is_counted("e#1", "8-y")
+    plan = with_offer()
+    assert plan.carried == (Carried("e#1", B, "7-x", 30, 3, 2.0, None, counts=True),)
+    assert plan.total_weight == sum(plan.weights) + 30
+    assert plan.contributors() == {**dict.fromkeys((A, B, C, D), 4), "e#1": 3}
+    total = plan.total_weight
+    assert plan.shares == pytest.approx([w / total for w in (10, 40, 10, 10)])
+    assert plan.largest == (1.0, 2.0, 1.0, 1.0) and plan.loss == pytest.approx((4 * 10 * 2.5 + 30 * 4.0) / 70)
+    assert from_json(RoundPlan, to_json(plan)) == plan
+    assert plan.is_counted("e#1", "7-x") and not plan.is_counted("e#1", "8-y")
 
 
 @pytest.mark.parametrize(
@@ -601,9 +601,9 @@ def test_contribution_counts_once_its_carrier_has_it_whole() -> None:
     ids=["an earlier one", "larger than its member says", "size unknown", "nothing offered"],
 )
 def test_contribution_that_is_not_there_as_its_member_says_does_not_count(more: dict[str, Any]) -> None:
-    opening = with_offer(**more)
-    assert [carried.counts for carried in opening.carried] == [False]
-    assert opening.total_weight == sum(opening.weights) and "e#1" not in opening.contributors()
+    plan = with_offer(**more)
+    assert [carried.counts for carried in plan.carried] == [False]
+    assert plan.total_weight == sum(plan.weights) and "e#1" not in plan.contributors()
 
 
 def test_equal_weights_count_a_carried_contribution_like_another_one() -> None:
@@ -614,34 +614,34 @@ def test_member_that_is_behind_and_offers_is_late_and_not_left() -> None:
     """It replays at its own pace: its state is an earlier one, and its record is of this round."""
     words = at_rates(5, 9, 7, 5, 0.1)
     words["e#1"] = replace(words["e#1"], offer="7-x", state_digest="an earlier one")
-    opening = opened_with(words)
-    assert opening.late == ("e#1",) and carriers(opening) == {"e#1": B}
-    view = replace(boundary(*words, ready=words), opening=opening)
+    plan = opened_with(words)
+    assert plan.late == ("e#1",) and carriers(plan) == {"e#1": B}
+    view = replace(boundary(*words, ready=words), plan=plan)
     assert must_leave(view, "e#1", 3) is None
     silent = opened_with({**words, "e#1": replace(words["e#1"], offer="")})
-    assert silent.late == () and must_leave(replace(view, opening=silent), "e#1", 3) is not None
+    assert silent.late == () and must_leave(replace(view, plan=silent), "e#1", 3) is not None
 
 
 def test_carrier_keeps_what_it_fetches_while_its_member_is_on_its_way_to_the_boundary() -> None:
     words, current = at_rates(5, 9, 7, 5), before(at_rates(5, 9, 7, 5, 0.1))
-    opening = opened_with(
-        words, opening=current, committed=a_verdict(A, B, C, D, late=("e#1",)), alive=frozenset({*words, "e#1"})
+    plan = opened_with(
+        words, plan=current, committed=a_verdict(A, B, C, D, late=("e#1",)), alive=frozenset({*words, "e#1"})
     )
-    assert opening.carried == (Carried("e#1", B, "", 0, 0, None, None, counts=False),)
+    assert plan.carried == (Carried("e#1", B, "", 0, 0, None, None, counts=False),)
 
 
 def test_last_round_carries_nothing() -> None:
     words = {m: replace(r, steps_requested=0) for m, r in at_rates(5, 9, 7, 5, 0.1).items()}
-    opening = opened_with(words)
-    assert opening.members == (*words,) and opening.carried == opening.late == ()
+    plan = opened_with(words)
+    assert plan.members == (*words,) and plan.carried == plan.late == ()
 
 
 def test_member_that_saw_no_phase_begin_leaves_slow_links_as_they_were() -> None:
     words, current = at_rates(5, 9, 7, 5, 0.1), before(at_rates(5, 9, 7, 5, 0.1))
-    view = boundary(*words, ready=words, opening=current)
-    opening = next_opening(view, 3, GRACE, ElapsedWaits())
-    assert isinstance(opening, Opening) and carriers(opening) == {"e#1": B}
-    assert members_of(next_opening(boundary(*words, ready=words), 3, GRACE, ElapsedWaits())) == (*words,)
+    view = boundary(*words, ready=words, plan=current)
+    plan = next_plan(view, 3, GRACE, ElapsedWaits())
+    assert isinstance(plan, RoundPlan) and carriers(plan) == {"e#1": B}
+    assert members_of(next_plan(boundary(*words, ready=words), 3, GRACE, ElapsedWaits())) == (*words,)
 
 
 # -- links that are cut -----------------------------------------------------------------------------------------------
@@ -653,20 +653,20 @@ def test_link_is_cut_when_one_end_says_so(peers: Mapping[str, Peer]) -> None:
     assert view.cuts_among((A, B, C)) == {A: {B}, B: {A}} and view.cuts_among((A, C)) == {}
 
 
-def test_opening_is_lost_when_two_of_its_members_do_not_reach_each_other() -> None:
-    view = a_view(alive=frozenset({A, B, C}), opening=an_opening(A, B, C), peers=cut(a="b"))
-    assert view.lost(an_opening(A, B, C)) == (A, B) and not view.can_finish(an_opening(A, B, C))
+def test_plan_is_lost_when_two_of_its_members_do_not_reach_each_other() -> None:
+    view = a_view(alive=frozenset({A, B, C}), plan=a_plan(A, B, C), peers=cut(a="b"))
+    assert view.lost(a_plan(A, B, C)) == (A, B) and not view.can_finish(a_plan(A, B, C))
 
 
-def test_opening_is_not_lost_when_those_who_are_cut_off_have_voted_or_are_not_in_it() -> None:
+def test_plan_is_not_lost_when_those_who_are_cut_off_have_voted_or_are_not_in_it() -> None:
     voted = a_view(alive=frozenset({A, B}), votes={A: "d", B: "d"}, peers=cut(a="b"))
-    assert voted.lost(an_opening(A, B)) == ()
-    assert a_view(alive=frozenset({A, B}), peers=cut(a="c")).lost(an_opening(A, B)) == ()
+    assert voted.lost(a_plan(A, B)) == ()
+    assert a_view(alive=frozenset({A, B}), peers=cut(a="c")).lost(a_plan(A, B)) == ()
 
 
-def test_opening_is_lost_while_one_of_two_that_are_cut_off_has_not_voted() -> None:
+def test_plan_is_lost_while_one_of_two_that_are_cut_off_has_not_voted() -> None:
     view = a_view(alive=frozenset({A, B}), votes={A: "d"}, peers=cut(a="b"))
-    assert view.lost(an_opening(A, B)) == (B,)
+    assert view.lost(a_plan(A, B)) == (B,)
 
 
 @pytest.mark.parametrize(
@@ -680,16 +680,16 @@ def test_opening_is_lost_while_one_of_two_that_are_cut_off_has_not_voted() -> No
     ],
     ids=["reaches nobody", "reached by nobody", "the later id of a pair", "two pairs", "most cuts"],
 )
-def test_next_opening_drops_those_who_are_cut_off_most(peers: Mapping[str, Peer], expected: tuple[str, ...]) -> None:
+def test_next_plan_drops_those_who_are_cut_off_most(peers: Mapping[str, Peer], expected: tuple[str, ...]) -> None:
     assert members_of(decide(boundary(A, B, C, D, peers=peers))) == expected
 
 
-def test_next_opening_drops_a_joiner_before_a_member() -> None:
+def test_next_plan_drops_a_joiner_before_a_member() -> None:
     everybody = {"alive": frozenset({A, B, C, D}), "ready": ready(A, B, C, D)}
     assert members_of(decide(boundary(B, C, D, peers=cut(a="bc", b="d"), **everybody))) == (B, C)
 
 
-def test_next_opening_drops_of_two_the_one_with_less_to_lose() -> None:
+def test_next_plan_drops_of_two_the_one_with_less_to_lose() -> None:
     """Its tokens go back to the run and are trained again."""
     words = {**ready(A, weight=20), **ready(B, weight=10)}
     view = boundary(A, B, ready=words, peers=cut(a="b"))
@@ -697,7 +697,7 @@ def test_next_opening_drops_of_two_the_one_with_less_to_lose() -> None:
     assert members_of(decide(boundary(A, B, ready={**words, **ready(B, weight=30)}, peers=cut(a="b")))) == (B,)
 
 
-def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
+def test_next_plan_drops_of_two_the_one_that_leaves() -> None:
     """The other one would have nobody left to take the state from, and the run would end."""
     words = {**ready(A, weight=20, steps_requested=0), **ready(B, weight=10)}
     assert members_of(decide(boundary(A, B, ready=words, peers=cut(a="b")))) == (B,)
@@ -707,15 +707,15 @@ def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
 
 
 def disputed(votes: Mapping[str, str], retries: int) -> View:
-    current = an_opening(*votes, retries=retries)
-    return boundary(*votes, opening=current, votes=votes, failed="the members hold different results")
+    current = a_plan(*votes, retries=retries)
+    return boundary(*votes, plan=current, votes=votes, failed="the members hold different results")
 
 
 def inquiry(*silent: str, is_over: bool = False) -> Inquiry:
     """All members but these have testified that they saw nothing."""
 
     def hear(view: View) -> AttemptFindings:
-        current = view.opening
+        current = view.plan
         assert current is not None
         said = {m: Evidence() for m in current.members if m not in silent}
         attempt = Attempt(current, view.votes, said, view.failed or "")
@@ -726,11 +726,11 @@ def inquiry(*silent: str, is_over: bool = False) -> Inquiry:
 
 def test_round_whose_results_differed_is_tried_again_with_all_so_that_parts_tell() -> None:
     decision = decide(disputed({A: "d", B: "d", C: "odd"}, retries=0))
-    assert decision == an_opening(A, B, C, version=6, epoch=3, retries=1, is_flat=True)
+    assert decision == a_plan(A, B, C, version=6, epoch=3, retries=1, is_flat=True)
 
 
 def test_round_that_fails_waits_for_what_its_members_saw() -> None:
-    view = boundary(A, B, C, opening=an_opening(A, B, C), failed="a lane broke")
+    view = boundary(A, B, C, plan=a_plan(A, B, C), failed="a lane broke")
     decision = decide(view, inquiry=inquiry(B))
     assert isinstance(decision, Wait) and decision.waiting_for == (B,)
     assert members_of(decide(view, inquiry=inquiry())) == (A, B, C)
@@ -739,30 +739,30 @@ def test_round_that_fails_waits_for_what_its_members_saw() -> None:
 def test_who_does_not_testify_is_named_and_put_out_in_the_end() -> None:
     decisions = [
         decide(
-            boundary(A, B, C, opening=an_opening(A, B, C, retries=retries), failed="a lane broke"),
+            boundary(A, B, C, plan=a_plan(A, B, C, retries=retries), failed="a lane broke"),
             inquiry=inquiry(B, is_over=True),
         )
         for retries in (0, 1, 2)
     ]
     assert [members_of(decision) for decision in decisions] == [(A, B, C), (A, B, C), (A, C)]
-    found = [decision.blames[0] for decision in decisions if isinstance(decision, Opening)]
+    found = [decision.blames[0] for decision in decisions if isinstance(decision, RoundPlan)]
     assert [(b.members, b.consequence) for b in found] == [((B,), "named"), ((B,), "named"), ((B,), "out")]
 
 
 def test_two_whose_words_differ_sit_out_in_turn() -> None:
     apart = Blame((A, B), "why", is_lie=True, consequence="apart", round=2)
-    openings = [
+    plans = [
         decide(
             boundary(
                 *(A, B, C),
-                opening=an_opening(A, B, C, version=4, round=round - 1, blames=(apart,)),
+                plan=a_plan(A, B, C, version=4, round=round - 1, blames=(apart,)),
                 committed=a_verdict(A, B, C, round=round - 1),
             ),
             round=round,
         )
         for round in (3, 4)
     ]
-    assert {(members_of(opening), opening.late) for opening in openings if isinstance(opening, Opening)} == {
+    assert {(members_of(plan), plan.late) for plan in plans if isinstance(plan, RoundPlan)} == {
         ((B, C), (A,)),
         ((A, C), (B,)),
     }
@@ -770,59 +770,59 @@ def test_two_whose_words_differ_sit_out_in_turn() -> None:
 
 def test_who_was_put_out_for_a_lie_does_not_come_back_as_another_member() -> None:
     out = Blame(("a#0",), "why", is_lie=True, consequence="out", round=2)
-    view = boundary("a#1", B, C, opening=an_opening(B, C, version=4, round=2, blames=(out,)))
+    view = boundary("a#1", B, C, plan=a_plan(B, C, version=4, round=2, blames=(out,)))
     assert members_of(decide(view)) == (B, C)
 
 
 def test_failure_counts_in_its_own_round_only() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, retries=1), votes={A: "d", B: "odd"})
-    assert decide(view) == an_opening(A, B)
+    view = boundary(A, B, plan=a_plan(A, B, version=4, round=2, retries=1), votes={A: "d", B: "odd"})
+    assert decide(view) == a_plan(A, B)
 
 
 def test_round_that_loses_a_member_keeps_its_count() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, C, retries=1), failed="a lane broke")
-    assert decide(view, inquiry=inquiry()) == an_opening(A, B, version=6, epoch=3, retries=1)
+    view = boundary(A, B, plan=a_plan(A, B, C, retries=1), failed="a lane broke")
+    assert decide(view, inquiry=inquiry()) == a_plan(A, B, version=6, epoch=3, retries=1)
 
 
 def test_round_that_fails_again_is_flat_every_second_time() -> None:
     flat = [
-        decide(boundary(A, B, opening=an_opening(A, B, retries=n, is_flat=was_flat), failed="a lane broke"))
+        decide(boundary(A, B, plan=a_plan(A, B, retries=n, is_flat=was_flat), failed="a lane broke"))
         for n, was_flat in ((0, False), (1, False), (2, True), (3, False))
     ]
-    assert [opening.is_flat for opening in flat if isinstance(opening, Opening)] == [False, True, False, True]
+    assert [plan.is_flat for plan in flat if isinstance(plan, RoundPlan)] == [False, True, False, True]
 
 
 # -- next_verdict -----------------------------------------------------------------------------------------------------
 
 
 def test_next_verdict_waits_for_votes_and_names_the_missing() -> None:
-    decision = next_verdict(a_view(votes={A: "d"}), an_opening(A, B), {})
+    decision = next_verdict(a_view(votes={A: "d"}), a_plan(A, B), {})
     assert decision == Wait("1 of 2 members have not voted on round 3", (B,))
 
 
 def test_next_verdict_commits_equal_digests_with_the_payload() -> None:
-    opening = an_opening(A, B, weights=(3, 4))
-    decision = next_verdict(a_view(votes={A: "d", B: "d"}), opening, {"norm": 1.5})
-    assert decision == Verdict(opening, "d", {"norm": 1.5})
+    plan = a_plan(A, B, weights=(3, 4))
+    decision = next_verdict(a_view(votes={A: "d", B: "d"}), plan, {"norm": 1.5})
+    assert decision == Verdict(plan, "d", {"norm": 1.5})
 
 
 def test_next_verdict_is_none_when_results_differ() -> None:
-    assert next_verdict(a_view(votes={A: "d", B: "e"}), an_opening(A, B), {}) is None
+    assert next_verdict(a_view(votes={A: "d", B: "e"}), a_plan(A, B), {}) is None
 
 
 def test_next_verdict_is_none_where_a_member_refuses_whatever_the_others_vote() -> None:
-    opening = an_opening(A, B)
-    assert next_verdict(a_view(votes={A: "d", B: refusal(B)}), opening, {}) is None
-    assert next_verdict(a_view(votes={A: refusal(B), B: refusal(B)}), opening, {}) is None
+    plan = a_plan(A, B)
+    assert next_verdict(a_view(votes={A: "d", B: refusal(B)}), plan, {}) is None
+    assert next_verdict(a_view(votes={A: refusal(B), B: refusal(B)}), plan, {}) is None
 
 
 def test_next_verdict_waits_while_the_store_gets_its_record_back() -> None:
-    decision = next_verdict(a_view(votes={A: "d"}, is_settling=True), an_opening(A), {})
+    decision = next_verdict(a_view(votes={A: "d"}, is_settling=True), a_plan(A), {})
     assert isinstance(decision, Wait) and "lost its record" in decision.reason
 
 
 def test_next_verdict_counts_no_vote_of_a_stranger() -> None:
-    decision = next_verdict(a_view(votes={A: "d", C: "e"}), an_opening(A), {})
+    decision = next_verdict(a_view(votes={A: "d", C: "e"}), a_plan(A), {})
     assert isinstance(decision, Verdict) and decision.digest == "d"
 
 
@@ -846,7 +846,7 @@ def test_member_leaves_when_the_round_before_it_was_committed(members: tuple[str
 
 
 def test_member_leaves_when_its_round_was_opened_without_it() -> None:
-    excluded = must_leave(boundary(A, B, opening=an_opening(B)), A, 3)
+    excluded = must_leave(boundary(A, B, plan=a_plan(B)), A, 3)
     assert excluded is not None and "opened without a#1" in excluded.reason
 
 
@@ -856,8 +856,8 @@ def test_member_that_was_only_late_stays(committed_round: int) -> None:
     assert must_leave(boundary(A, B, committed=a_verdict(B, round=committed_round, late=(A,))), A, 3) is None
 
 
-def test_member_that_is_late_in_the_current_opening_stays() -> None:
-    assert must_leave(boundary(A, B, opening=an_opening(B, late=(A,))), A, 3) is None
+def test_member_that_is_late_in_the_current_plan_stays() -> None:
+    assert must_leave(boundary(A, B, plan=a_plan(B, late=(A,))), A, 3) is None
 
 
 def test_member_that_arrives_late_stays_when_the_round_after_is_not_opened_yet() -> None:
@@ -866,7 +866,7 @@ def test_member_that_arrives_late_stays_when_the_round_after_is_not_opened_yet()
 
 
 def test_member_stays_when_an_older_round_was_opened_without_it() -> None:
-    assert must_leave(boundary(A, B, opening=an_opening(B, round=2)), A, 3) is None
+    assert must_leave(boundary(A, B, plan=a_plan(B, round=2)), A, 3) is None
 
 
 @pytest.mark.parametrize(
@@ -874,22 +874,22 @@ def test_member_stays_when_an_older_round_was_opened_without_it() -> None:
     [{"committed": a_verdict(B)}, {"alive": frozenset({B})}, {"ready": ready(B)}, {"committed": None}],
     ids=["joiner", "lease ran out", "not ready yet", "founder"],
 )
-def test_an_opening_without_it_sends_away_only_living_ready_members(fields: dict[str, Any]) -> None:
-    assert must_leave(boundary(A, B, opening=an_opening(B), **fields), A, 3) is None
+def test_a_plan_without_it_sends_away_only_living_ready_members(fields: dict[str, Any]) -> None:
+    assert must_leave(boundary(A, B, plan=a_plan(B), **fields), A, 3) is None
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_share_is_the_weight_in_the_mean() -> None:
-    opening = an_opening(A, B, C, weights=(30, 10, 0), steps=(3, 1, 5), steps_requested=(2, 0, 7))
-    assert [opening.share(m) for m in opening.members] == [0.75, 0.25, 0.0]
-    assert opening.contributors() == {A: 3, B: 1} and opening.total_weight == 40
-    assert opening.wanted() == {A: 2, B: 0, C: 7}
+    plan = a_plan(A, B, C, weights=(30, 10, 0), steps=(3, 1, 5), steps_requested=(2, 0, 7))
+    assert [plan.share(m) for m in plan.members] == [0.75, 0.25, 0.0]
+    assert plan.contributors() == {A: 3, B: 1} and plan.total_weight == 40
+    assert plan.wanted() == {A: 2, B: 0, C: 7}
 
 
 def test_share_is_zero_when_nobody_contributes() -> None:
-    assert an_opening(A, B, weights=(0, 0)).share(A) == 0.0
+    assert a_plan(A, B, weights=(0, 0)).share(A) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -906,11 +906,11 @@ def test_share_is_zero_when_nobody_contributes() -> None:
 def test_share_of_the_next_round_follows_from_what_is_known_of_this_one(
     weights: tuple[int, ...], asked: tuple[int, ...], share: float
 ) -> None:
-    opening = an_opening(A, B, C, weights=weights, steps_requested=asked)
-    assert opening.expected_share(A, 10) == pytest.approx(share)
+    plan = a_plan(A, B, C, weights=weights, steps_requested=asked)
+    assert plan.expected_share(A, 10) == pytest.approx(share)
     staying = sum(steps > 0 for steps in asked)
-    assert replace(opening, is_equal=True).expected_share(A, 10) == pytest.approx(1 / staying)
-    assert opening.expected_share(A, 0) == 0.0
+    assert replace(plan, is_equal=True).expected_share(A, 10) == pytest.approx(1 / staying)
+    assert plan.expected_share(A, 0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -925,37 +925,37 @@ def test_share_of_the_next_round_follows_from_what_is_known_of_this_one(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_opening_that_differs_in_anything_has_another_id(change: dict[str, Any]) -> None:
+def test_plan_that_differs_in_anything_has_another_id(change: dict[str, Any]) -> None:
     """A store that came back with old data gives a version twice; votes for one must not count for the other."""
-    opening = an_opening(A, B)
-    assert replace(opening, **change).id != opening.id
-    assert replace(opening).id == opening.id and opening.id.startswith("5-")
+    plan = a_plan(A, B)
+    assert replace(plan, **change).id != plan.id
+    assert replace(plan).id == plan.id and plan.id.startswith("5-")
 
 
 def test_records_survive_json() -> None:
-    opening = an_opening(A, B, late=(C,), retries=1)
-    verdict = Verdict(opening, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
+    plan = a_plan(A, B, late=(C,), retries=1)
+    verdict = Verdict(plan, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
     word = Ready(3, 10, "s", 4, 6)
     peer = Peer("a", "host", 1, False, (B,))
-    for record in (opening, verdict, word, peer):
+    for record in (plan, verdict, word, peer):
         assert from_json(type(record), to_json(record)) == record
         assert from_record(type(record), to_record(record)) == record
 
 
 def test_equal_records_have_equal_text() -> None:
-    """The store compares openings by it, and one that was read back must be equal to the one that was written."""
-    opening = an_opening(A, B, late=(C,))
-    assert to_json(from_json(Opening, to_json(opening))) == to_json(opening)
+    """The store compares plans by it, and one that was read back must be equal to the one that was written."""
+    plan = a_plan(A, B, late=(C,))
+    assert to_json(from_json(RoundPlan, to_json(plan))) == to_json(plan)
 
 
-def opening_of(weights: Sequence[int], trust: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
+def plan_of(weights: Sequence[int], trust: Sequence[float] = (), phase_fraction: Sequence[float] = ()) -> RoundPlan:
     members = tuple(f"m{i}" for i in range(len(weights)))
-    return Opening(1, 1, 1, members, tuple(weights), trust=tuple(trust), trained=tuple(trained))
+    return RoundPlan(1, 1, 1, members, tuple(weights), trust=tuple(trust), phase_fraction=tuple(phase_fraction))
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 def test_shares_are_in_proportion_to_the_weights(weights: list[int]) -> None:
-    shares = opening_of(weights).shares
+    shares = plan_of(weights).shares
     assert sum(shares) == pytest.approx(1.0 if any(weights) else 0.0)
     assert list(shares) == pytest.approx([weight / max(sum(weights), 1) for weight in weights])
     assert [share == 0 for share in shares] == [weight == 0 for weight in weights]
@@ -963,32 +963,32 @@ def test_shares_are_in_proportion_to_the_weights(weights: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.01, 1.0)), min_size=1, max_size=20))
 def test_shares_are_those_of_equal_weights_where_members_count_equally(members: list[tuple[int, float]]) -> None:
-    weights, trained = [weight for weight, _ in members], [part for _, part in members]
-    equally = replace(opening_of(weights, trained=trained), is_equal=True)
-    assert equally.shares == opening_of([int(weight > 0) for weight in weights], trained=trained).shares
+    weights, phase_fraction = [weight for weight, _ in members], [part for _, part in members]
+    equally = replace(plan_of(weights, phase_fraction=phase_fraction), is_equal=True)
+    assert equally.shares == plan_of([int(weight > 0) for weight in weights], phase_fraction=phase_fraction).shares
     assert equally.total_weight == sum(weights)
 
 
-def test_opening_names_the_documents_of_its_members_where_they_have_their_own() -> None:
+def test_plan_names_the_documents_of_its_members_where_they_have_their_own() -> None:
     view = boundary(A, B)
-    plain = next_opening(view, 3, Rules())
-    assert isinstance(plain, Opening) and (plain.corpora, plain.is_equal) == ((), False)
+    plain = next_plan(view, 3, Rules())
+    assert isinstance(plain, RoundPlan) and (plain.corpora, plain.is_equal) == ((), False)
     assert plain.corpus_of() == {A: "", B: ""}
     own = replace(view, ready=view.ready | {B: replace(view.ready[B], corpus="b/7")})
-    opening = next_opening(own, 3, Rules(counts_equally=True))
-    assert isinstance(opening, Opening) and (opening.corpora, opening.is_equal) == (("", "b/7"), True)
-    assert opening.corpus_of() == {A: "", B: "b/7"}
+    plan = next_plan(own, 3, Rules(counts_equally=True))
+    assert isinstance(plan, RoundPlan) and (plan.corpora, plan.is_equal) == (("", "b/7"), True)
+    assert plan.corpus_of() == {A: "", B: "b/7"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 1.0)), min_size=1, max_size=9))
 def test_no_member_says_for_itself_that_it_counts_more_than_the_median_one(members: list[tuple[int, float]]) -> None:
     weights, trust = [weight for weight, _ in members], [part for _, part in members]
-    shares = opening_of(weights, trust).shares
+    shares = plan_of(weights, trust).shares
     counted = sorted(weight for weight in weights if weight)
     most = counted[(len(counted) - 1) // 2] if counted else 0
     expected = [min(weight, most) * part for weight, part in members]
     assert list(shares) == pytest.approx([count / (sum(expected) or 1.0) for count in expected])
-    assert opening_of(weights, [1.0] * len(weights)).total_weight == sum(weights)
+    assert plan_of(weights, [1.0] * len(weights)).total_weight == sum(weights)
 
 
 def test_members_count_by_the_trust_that_the_last_verdict_recorded() -> None:
@@ -996,23 +996,23 @@ def test_members_count_by_the_trust_that_the_last_verdict_recorded() -> None:
     assert view.committed is not None
     record = {**view.committed.record, "agreement": {A: 0.5, B: -0.08, C: -1.0}}
     told = replace(view, committed=replace(view.committed, record=record))
-    opening = next_opening(told, 3, Rules(is_robust=True))
-    assert isinstance(opening, Opening) and opening.trust == pytest.approx((1.0, 0.7))
-    plain = next_opening(told, 3, Rules())
-    assert isinstance(plain, Opening) and plain.trust == ()
+    plan = next_plan(told, 3, Rules(is_robust=True))
+    assert isinstance(plan, RoundPlan) and plan.trust == pytest.approx((1.0, 0.7))
+    plain = next_plan(told, 3, Rules())
+    assert isinstance(plain, RoundPlan) and plain.trust == ()
 
 
 def test_nobody_is_believed_how_much_it_trained_where_members_may_lie() -> None:
     """One that claims a thousand phases would take all others out of the mean."""
     view = boundary(A, B)
-    claims = replace(view, ready=view.ready | {B: replace(view.ready[B], weight=5, trained=1000.0)})
-    honest, lying = next_opening(claims, 3, Rules()), next_opening(claims, 3, Rules(is_robust=True))
-    assert isinstance(honest, Opening) and honest.trained[1] == 1000.0
-    assert isinstance(lying, Opening) and lying.trained == ()
+    claims = replace(view, ready=view.ready | {B: replace(view.ready[B], weight=5, phase_fraction=1000.0)})
+    honest, lying = next_plan(claims, 3, Rules()), next_plan(claims, 3, Rules(is_robust=True))
+    assert isinstance(honest, RoundPlan) and honest.phase_fraction[1] == 1000.0
+    assert isinstance(lying, RoundPlan) and lying.phase_fraction == ()
 
 
 @pytest.mark.parametrize(
-    ("weights", "trained", "went_on"),
+    ("weights", "phase_fraction", "went_on"),
     [
         ((10, 10), (1.0, 0.5), 1.0),
         ((10, 10), (0.25, 0.75), 0.75),  # nobody has a whole turn behind it
@@ -1021,23 +1021,23 @@ def test_nobody_is_believed_how_much_it_trained_where_members_may_lie() -> None:
     ],
 )
 def test_mean_of_contributions_is_as_long_as_a_turn_whatever_a_member_has_trained(
-    weights: tuple[int, ...], trained: tuple[float, ...], went_on: float
+    weights: tuple[int, ...], phase_fraction: tuple[float, ...], went_on: float
 ) -> None:
-    shares = opening_of(weights, trained=trained).shares
-    assert sum(share * part for share, part in zip(shares, trained, strict=True)) == pytest.approx(went_on)
+    shares = plan_of(weights, phase_fraction=phase_fraction).shares
+    assert sum(share * part for share, part in zip(shares, phase_fraction, strict=True)) == pytest.approx(went_on)
     counted = [weight / sum(weights) for weight in weights]
     assert [share / sum(shares) for share in shares] == pytest.approx(counted)
 
 
-@pytest.mark.parametrize("trained", [(), (0.0, 0.0), (0.5, 0.5, 0.5)], ids=str)
-def test_members_that_trained_alike_have_shares_that_add_up_to_one(trained: tuple[float, ...]) -> None:
-    shares = opening_of((1,) * (len(trained) or 2), trained=trained).shares
+@pytest.mark.parametrize("phase_fraction", [(), (0.0, 0.0), (0.5, 0.5, 0.5)], ids=str)
+def test_members_that_trained_alike_have_shares_that_add_up_to_one(phase_fraction: tuple[float, ...]) -> None:
+    shares = plan_of((1,) * (len(phase_fraction) or 2), phase_fraction=phase_fraction).shares
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_opening_says_what_members_trained_only_where_it_differs() -> None:
-    words = {A: Ready(3, 5, "s", trained=0.5), B: Ready(3, 5, "s", trained=0.5), C: Ready(3, 0, "s")}
-    opening = next_opening(boundary(A, B, C, ready=words), 3, Rules())
-    assert isinstance(opening, Opening) and opening.trained == ()
-    opening = next_opening(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
-    assert isinstance(opening, Opening) and opening.trained == (0.5, 1.0, 1.0)
+def test_plan_says_what_members_trained_only_where_it_differs() -> None:
+    words = {A: Ready(3, 5, "s", phase_fraction=0.5), B: Ready(3, 5, "s", phase_fraction=0.5), C: Ready(3, 0, "s")}
+    plan = next_plan(boundary(A, B, C, ready=words), 3, Rules())
+    assert isinstance(plan, RoundPlan) and plan.phase_fraction == ()
+    plan = next_plan(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
+    assert isinstance(plan, RoundPlan) and plan.phase_fraction == (0.5, 1.0, 1.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.elastic.membership.records import Gain, Opening, Ready, Verdict
+from zeroband.elastic.membership.records import Gain, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.scoring import ScoringRule, drawn, gains_told
 from zeroband.elastic.membership.trust import GAIN, RECORD, gains_after, trust_of
 
@@ -21,7 +21,7 @@ MemberValues = dict[str, dict[str, float | None]]
 def verdict(
     *members: str, round: int = 7, digest: str = "d", weights: tuple[int, ...] = (), **record: object
 ) -> Verdict:
-    return Verdict(Opening(1, 1, round, members, weights or (10,) * len(members)), digest, record)
+    return Verdict(RoundPlan(1, 1, round, members, weights or (10,) * len(members)), digest, record)
 
 
 def told(after: Verdict, words: MemberValues, rule: ScoringRule = ALL) -> dict[str, float]:
@@ -114,37 +114,37 @@ def test_lot_takes_one_round_of_so_many_and_so_many_senders() -> None:
 def test_nothing_is_drawn_without_a_rule_or_where_the_run_goes_back() -> None:
     assert drawn(verdict(*FIVE), None) == () and drawn(None, ALL) == ()
     after = verdict(*FIVE)
-    assert drawn(replace(after, opening=replace(after.opening, rollback=10)), ALL) == ()
+    assert drawn(replace(after, plan=replace(after.plan, rollback=10)), ALL) == ()
 
 
-def opening(**gains: float) -> Opening:
+def plan(**gains: float) -> RoundPlan:
     told = tuple(Gain(next(m for m in FIVE if m[0] == name), ratio) for name, ratio in gains.items())
-    return Opening(1, 1, 8, FIVE, (10,) * 5, gains=told)
+    return RoundPlan(1, 1, 8, FIVE, (10,) * 5, gains=told)
 
 
-def weights_after(*openings: Opening) -> list[float]:
+def weights_after(*plans: RoundPlan) -> list[float]:
     """What e counts after each of these rounds, however well it agreed."""
     record: dict[str, object] = {RECORD: {"e#5": 0.9}}
     weights: list[float] = []
-    for made in openings:
+    for made in plans:
         record[GAIN] = gains_after(record, made)
         weights.append(trust_of(("e#5",), record)[0])
     return weights
 
 
 def test_member_whose_payloads_raise_the_loss_counts_nothing_after_some_scores() -> None:
-    scored = opening(a=GOOD, b=GOOD, e=-1.0)
+    scored = plan(a=GOOD, b=GOOD, e=-1.0)
     assert weights_after(*[scored] * 5) == pytest.approx([1.0, 1.0, 0.822, 0.640, 0.0], abs=0.001)
-    assert weights_after(*[scored, opening()] * 5)[-1] == 0.0, "rounds without scores change nothing"
+    assert weights_after(*[scored, plan()] * 5)[-1] == 0.0, "rounds without scores change nothing"
 
 
 def test_member_whose_payloads_are_as_those_of_most_is_trusted_when_nobody_learns() -> None:
-    assert weights_after(*[opening(a=-0.8, b=-0.7, e=-0.9)] * 99)[-1] == 1.0
-    assert weights_after(*[opening(a=-0.1, b=0.1, e=-0.9)] * 99)[-1] == 0.0
+    assert weights_after(*[plan(a=-0.8, b=-0.7, e=-0.9)] * 99)[-1] == 1.0
+    assert weights_after(*[plan(a=-0.1, b=0.1, e=-0.9)] * 99)[-1] == 0.0
 
 
 def test_member_that_counts_nothing_is_tried_again() -> None:
     record: dict[str, object] = {GAIN: {"a#1": 0.5, "e#5": -0.6}}
     for _ in range(50):
-        record[GAIN] = gains_after(record, opening(a=GOOD, b=GOOD))
+        record[GAIN] = gains_after(record, plan(a=GOOD, b=GOOD))
     assert 0.5 < trust_of(("e#5",), record)[0] < 0.6

@@ -126,8 +126,8 @@ def test_who_brings_nothing_speaks_where_nobody_brings_anything() -> None:
 
 
 def test_one_that_cannot_be_dialled_speaks_where_there_is_no_other() -> None:
-    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, behind={"c"}) == (0, 1, 0, 1)
-    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, behind={"a", "c"}) == (2, 1, 2, 1)
+    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, dial_out_only={"c"}) == (0, 1, 0, 1)
+    assert speakers(TWO, EQUAL, {"a": 30, "c": 90}, {}, dial_out_only={"a", "c"}) == (2, 1, 2, 1)
 
 
 def test_nobody_speaks_for_others_where_there_are_no_sites() -> None:
@@ -140,5 +140,5 @@ def test_payloads_of_a_site_come_to_different_members_of_another_one() -> None:
 
 
 def test_one_that_cannot_be_dialled_sends_to_one_that_can_where_there_is_one() -> None:
-    assert [relay_of(sender, (0, 2), (1, 3), behind=(2, 3)) for sender in (0, 2)] == [1, 1]
-    assert [relay_of(sender, (0, 2), (1, 3), behind=(1, 2, 3)) for sender in (0, 2)] == [1, 3]
+    assert [relay_of(sender, (0, 2), (1, 3), dial_out_only=(2, 3)) for sender in (0, 2)] == [1, 1]
+    assert [relay_of(sender, (0, 2), (1, 3), dial_out_only=(1, 2, 3)) for sender in (0, 2)] == [1, 3]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.records import Opening, Peer, Ready, StoreTerm, Verdict, View
-from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, next_opening, next_verdict
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, StoreTerm, Verdict, View
+from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, next_plan, next_verdict
 from zeroband.elastic.membership.succession import (
     Begin,
     Enter,
@@ -64,9 +64,9 @@ class SimulatedMember:
     generation: StoreTerm
     promises: tuple[StoreTerm, ...]
     committed: Verdict | None
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     vote: str | None = None
-    votes_to_send: list[tuple[Opening, str, StoreTerm]] = field(default_factory=list[Any])
+    votes_to_send: list[tuple[RoundPlan, str, StoreTerm]] = field(default_factory=list[Any])
     """Votes that are on their way."""
 
     @property
@@ -74,10 +74,10 @@ class SimulatedMember:
         return self.promises[-1]
 
     @property
-    def account(self) -> MemberReport:
+    def member_report(self) -> MemberReport:
         round = -1 if self.committed is None else self.committed.round
         record = {"after": round}
-        return MemberReport(self.promises, self.generation, self.committed, self.opening, self.vote, record)
+        return MemberReport(self.promises, self.generation, self.committed, self.plan, self.vote, record)
 
 
 class History:
@@ -88,7 +88,7 @@ class History:
 
     def commit(self, verdict: Verdict) -> None:
         known = self.verdicts.get(verdict.round)
-        assert known is None or (known.opening, known.digest) == (verdict.opening, verdict.digest), "two histories"
+        assert known is None or (known.plan, known.digest) == (verdict.plan, verdict.digest), "two histories"
         before = self.verdicts.get(verdict.round - 1)
         assert known is not None or before is not None, "a round after one that nobody committed"
         if known is None and before is not None:
@@ -105,13 +105,13 @@ class Play:
         self.serial = NODES
         ids = tuple(f"n{i}#{i}" for i in range(NODES))
         ones = tuple(1 for _ in ids)
-        founding = Opening(1, 1, 0, ids, ones, ones, ones)
+        founding = RoundPlan(1, 1, 0, ids, ones, ones, ones)
         first = Verdict(founding, "d0", {"session": "one"})
         self.history = History(first)
         begun = StoreTerm(1, self.places[0].id)
         record = self.places[0].record
-        record.generation, record.committed, record.opening = begun, first, founding
-        record.openings.append(founding)
+        record.generation, record.committed, record.plan = begun, first, founding
+        record.plans.append(founding)
         self.cut: set[tuple[int, str]] = set()
         """Nodes and stores that do not reach one another."""
         self.nodes: list[SimulatedMember | None] = [
@@ -197,8 +197,8 @@ class Play:
     def _take_part(self, node: int, member: SimulatedMember) -> None:
         store = member.store
         store.renew_lease(member.id, Peer(f"n{node}", "h", 1, True), first=True)
-        for opening, digest, generation in member.votes_to_send:
-            store.vote(opening, member.id, digest, generation=generation)
+        for plan, digest, generation in member.votes_to_send:
+            store.vote(plan, member.id, digest, generation=generation)
         member.votes_to_send = []
         assert member.committed is not None
         round = member.committed.round + 1
@@ -218,24 +218,24 @@ class Play:
                 return True
             member.committed, member.vote = view.committed, None
             return True
-        if view.opening is not None and (member.opening is None or view.opening.version > member.opening.version):
-            member.opening, member.vote = view.opening, None
+        if view.plan is not None and (member.plan is None or view.plan.version > member.plan.version):
+            member.plan, member.vote = view.plan, None
         return False
 
     def _advance(self, node: int, member: SimulatedMember, view: View, round: int) -> None:
-        opening = view.opening
-        if opening is None or opening.round != round or not view.can_finish(opening):
-            decision = next_opening(view, round, RULES, ElapsedWaits(stragglers_are_late=self.random.random() < 0.3))
-            if isinstance(decision, Opening) and decision != opening:
-                member.store.propose_opening(decision, current=opening, generation=member.generation)
+        plan = view.plan
+        if plan is None or plan.round != round or not view.can_finish(plan):
+            decision = next_plan(view, round, RULES, ElapsedWaits(stragglers_are_late=self.random.random() < 0.3))
+            if isinstance(decision, RoundPlan) and decision != plan:
+                member.store.propose_plan(decision, current=plan, generation=member.generation)
             elif view.committed is not None and not may_commit(view.ready.keys() & view.alive, view.committed):
                 self._seek(node, member, has_store=True)
             return
-        if member.id in opening.members and member.vote is None and member.opening == opening:
-            member.vote = f"result of {opening.id}"
-            member.votes_to_send.append((opening, member.vote, member.promised))
+        if member.id in plan.members and member.vote is None and member.plan == plan:
+            member.vote = f"result of {plan.id}"
+            member.votes_to_send.append((plan, member.vote, member.promised))
             return
-        verdict = next_verdict(view, opening, {"after": round - 1})
+        verdict = next_verdict(view, plan, {"after": round - 1})
         if isinstance(verdict, Verdict) and member.store.propose_verdict(verdict, generation=member.generation):
             self.history.commit(verdict)
             if self.random.random() < 0.5:
@@ -245,8 +245,8 @@ class Play:
         for place in self.places:
             if self.reaches(node, place):
                 place.told_at[member.id] = self.now
-                place.record.accounts[member.id] = member.account
-                fresh = {m: a for m, a in place.record.accounts.items() if self.now - place.told_at[m] < 60}
+                place.record.member_reports[member.id] = member.member_report
+                fresh = {m: a for m, a in place.record.member_reports.items() if self.now - place.told_at[m] < 60}
                 committed = place.record.committed
                 round = -1 if committed is None else committed.round
                 yield place, StoreProbe(place.id, place.record.generation, round, fresh)
@@ -258,7 +258,7 @@ class Play:
             places[candidate.store] = place
             candidates.append(candidate)
         has_waited = not self._mixes_waits or self.random.random() < 0.5
-        match next_step(candidates, member.account, has_store=has_store, has_waited=has_waited):
+        match next_step(candidates, member.member_report, has_store=has_store, has_waited=has_waited):
             case Enter(candidate, generation):
                 self._enter(node, member, places[candidate.store], generation)
             case Pledge(generation):
@@ -273,9 +273,9 @@ class Play:
 
     def _enter(self, node: int, member: SimulatedMember, place: Place, generation: StoreTerm) -> None:
         if generation != member.generation:
-            inherited = place.record.opening
-            member.vote = member.vote if inherited == member.opening else None
-            member.opening = inherited
+            inherited = place.record.plan
+            member.vote = member.vote if inherited == member.plan else None
+            member.plan = inherited
             if member.vote is not None and inherited is not None:
                 member.votes_to_send.append((inherited, member.vote, generation))
         member.place, member.store = place, MemoryStore(place.record)
@@ -339,10 +339,10 @@ def test_a_meeting_is_written_down_by_the_line_whose_session_sorts_first(own: st
 
 
 def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
-    opening = Opening(1, 1, 3, ("a#1", "b#1"), (8, 8), (1, 1), (1, 1))
-    verdict = Verdict(opening, "d", {"session": "s", "progress": {"tokens": 7}})
+    plan = RoundPlan(1, 1, 3, ("a#1", "b#1"), (8, 8), (1, 1), (1, 1))
+    verdict = Verdict(plan, "d", {"session": "s", "progress": {"tokens": 7}})
     assert Line.of(verdict) == Line("s", 3, 7, ("a#1", "b#1"))
-    assert Line.of(Verdict(opening, "d", {})) is None and Line.of(None) is None
+    assert Line.of(Verdict(plan, "d", {})) is None and Line.of(None) is None
 
 
 def test_one_store_under_two_names_is_one() -> None:
@@ -358,9 +358,9 @@ def moved_together(seed: int, *, misses: float) -> int:
     """
     chance = random.Random(seed)
     ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
-    opening = Opening(1, 1, 0, ids, ones, ones, ones)
-    first, committed = StoreTerm(1, "gone"), Verdict(opening, "d0", {"session": "one"})
-    own = {member: MemberReport((first,), first, committed, opening, "d0", {}) for member in ids}
+    plan = RoundPlan(1, 1, 0, ids, ones, ones, ones)
+    first, committed = StoreTerm(1, "gone"), Verdict(plan, "d0", {"session": "one"})
+    own = {member: MemberReport((first,), first, committed, plan, "d0", {}) for member in ids}
     stores = {name: StoreProbe(name, None) for name in "ab"}
     asked: dict[str, dict[str, StoreProbe]] = {member: {} for member in ids}
     for step in range(1000):
@@ -374,7 +374,7 @@ def moved_together(seed: int, *, misses: float) -> int:
             place = chance.choice([name for name in stores if name not in asked[member]])
             known = stores[place]
             if step > 200 or chance.random() >= misses:
-                known = stores[place] = replace(known, accounts={**known.accounts, member: own[member]})
+                known = stores[place] = replace(known, member_reports={**known.member_reports, member: own[member]})
                 asked[member][place] = known
             else:
                 asked[member][place] = StoreProbe("", None)
@@ -406,8 +406,11 @@ def test_members_that_lose_a_store_together_go_on_together(misses: float, least:
 def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
     """Most members may be cut off from the first one."""
     ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), StoreTerm(1, "gone")
-    own = MemberReport((first,), first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
-    seen = [StoreProbe("a", None, accounts={"n0#0": own}), StoreProbe("b", None, accounts=dict.fromkeys(ids, own))]
+    own = MemberReport((first,), first, Verdict(RoundPlan(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    seen = [
+        StoreProbe("a", None, member_reports={"n0#0": own}),
+        StoreProbe("b", None, member_reports=dict.fromkeys(ids, own)),
+    ]
     assert isinstance(next_step(seen, own, has_store=False, has_waited=False), KeepWaiting)
     assert next_step(seen, own, has_store=False, has_waited=True) == Pledge(StoreTerm(2, "b"))
 
@@ -415,8 +418,8 @@ def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell(
 def test_generation_begins_above_what_any_of_its_members_has_promised() -> None:
     """Else the one that promised another store could not vote there, and had to come back as another member."""
     ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), StoreTerm(1, "gone")
-    own = MemberReport((first,), first, Verdict(Opening(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    own = MemberReport((first,), first, Verdict(RoundPlan(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
     here = replace(own, promises=(first, StoreTerm(2, "a")))
-    accounts = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promises=(first, StoreTerm(2, "b")))}
-    step = next_step([StoreProbe("a", None, accounts=accounts)], here, has_store=False, has_waited=False)
+    member_reports = {"n0#0": here, "n1#1": here, "n2#2": replace(own, promises=(first, StoreTerm(2, "b")))}
+    step = next_step([StoreProbe("a", None, member_reports=member_reports)], here, has_store=False, has_waited=False)
     assert step == Pledge(StoreTerm(3, "a"))

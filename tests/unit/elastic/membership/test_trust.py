@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.trust import scores_after, scores_of, trust_of, weight_of
 from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
@@ -20,13 +20,13 @@ A, B, C = "a#1", "b#2", "c#3"
 RULES = [RobustRule("clip"), RobustRule("trimmed", trim=0.25), RobustRule("centered_clip", iterations=1)]
 
 
-def opening(*members: str, late: tuple[str, ...] = ()) -> Opening:
-    return Opening(1, 1, 1, members, (1,) * len(members), late=late, trust=(1.0,) * len(members))
+def plan(*members: str, late: tuple[str, ...] = ()) -> RoundPlan:
+    return RoundPlan(1, 1, 1, members, (1,) * len(members), late=late, trust=(1.0,) * len(members))
 
 
 def rounds(count: int, cosine: float, score: float = 0.0) -> float:
     for _ in range(count):
-        score = scores_after({"agreement": {A: score}}, opening(A), {A: cosine})[A]
+        score = scores_after({"agreement": {A: score}}, plan(A), {A: cosine})[A]
     return score
 
 
@@ -47,14 +47,14 @@ def test_one_that_pulls_against_the_others_counts_nothing_after_a_few_rounds() -
 def test_one_that_counts_nothing_is_tried_again() -> None:
     record, weights = {"agreement": {A: -0.17}}, list[float]()
     for _ in range(60):
-        record = {"agreement": scores_after(record, opening(A, B), {B: 0.5})}
+        record = {"agreement": scores_after(record, plan(A, B), {B: 0.5})}
         weights.append(trust_of((A,), record)[0])
     assert weights[20] == 0.0 and 0.5 <= weights[-1] < 0.7
 
 
 def test_members_that_left_are_forgotten_and_late_ones_are_not() -> None:
     record = {"agreement": {A: -0.3, B: -0.3, C: -0.3}}
-    scores = scores_after(record, opening(A, late=(B,)), {A: -1.0})
+    scores = scores_after(record, plan(A, late=(B,)), {A: -1.0})
     assert scores == pytest.approx({A: -0.37, B: -0.297})
     assert trust_of((A, C), {"agreement": scores}) == (0.0, 1.0)
 
@@ -88,7 +88,7 @@ def test_honest_members_of_unequal_data_and_speed_stay_trusted_for_200_rounds(ru
         trust = trust_of(members, record)
         least = min(least, *trust)
         deltas = [0.05 * steps[m] * (state - optimum[m]) + noise(0.1 * steps[m] ** 0.5) for m in here]
-        made = Opening(1, 1, number, members, tuple(10 * steps[m] for m in here), trust=trust)
+        made = RoundPlan(1, 1, number, members, tuple(10 * steps[m] for m in here), trust=trust)
         result, seen = combine(rule, codec, [codec.encode(delta) for delta in deltas], made.shares, numel)
         known = zip(members, seen.cosines(), strict=True)
         record = {"agreement": scores_after(record, made, {m: cosine for m, cosine in known if cosine is not None})}
@@ -101,7 +101,7 @@ def test_member_whose_cosines_are_near_zero_or_above_counts_fully_for_ever(cosin
     """A score is a mean of what was measured and of 0, so it is never below both."""
     record: dict[str, object] = {}
     for cosine in cosines:
-        record = {"agreement": scores_after(record, opening(A, B), {} if cosine is None else {A: cosine})}
+        record = {"agreement": scores_after(record, plan(A, B), {} if cosine is None else {A: cosine})}
         assert trust_of((A,), record) == (1.0,)
 
 
@@ -132,7 +132,7 @@ def test_disagreement_alone_costs_no_trust(
     random, members, codec = torch.Generator().manual_seed(5), tuple(f"m{m}" for m in range(5)), CODECS["int8"]
     record: dict[str, object] = {}
     for number in range(60):
-        made = Opening(1, 1, number, members, (1,) * 5, trust=trust_of(members, record))
+        made = RoundPlan(1, 1, number, members, (1,) * 5, trust=trust_of(members, record))
         parts = [codec.encode(delta) for delta in contributions(random)]
         _, seen = combine(rule, codec, parts, made.shares, 2048)
         known = zip(members, seen.cosines(), strict=True)

@@ -25,7 +25,7 @@ from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, sh
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening, Peer, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import Peer, RestartPoint, RoundPlan, Verdict, View
 from zeroband.elastic.recovery import state_chunks, transfer
 from zeroband.elastic.recovery.client import (
     FetchedState,
@@ -746,16 +746,16 @@ class Members:
         peers = {d.member_id: Peer(d.member_id, d.host, d.port, serves_state=True) for d in donors}
         members = tuple(sorted(peers))
         zeros = (0,) * len(members)
-        self.committed = Verdict(Opening(1, 1, round, members, zeros, zeros, zeros, ()), "d", record)
+        self.committed = Verdict(RoundPlan(1, 1, round, members, zeros, zeros, zeros, ()), "d", record)
         self._view = View(None, self.committed, frozenset(members), {}, {}, None, peers=peers)
 
     def view(self, round: int) -> View:
         return replace(self._view, committed=self.committed)
 
     def now_at(self, round: int, built_on: str) -> None:
-        opening = replace(self.committed.opening, round=round)
+        plan = replace(self.committed.plan, round=round)
         record = {**self.committed.record, "state_before": built_on}
-        self.committed = replace(self.committed, opening=opening, record=record)
+        self.committed = replace(self.committed, plan=plan, record=record)
 
 
 @pytest.fixture
@@ -985,9 +985,9 @@ def test_fetch_that_goes_on_counts_what_was_there_before() -> None:
 # -- without donors --------------------------------------------------------------------------------------------------
 
 
-def opened(*members: str) -> Opening:
+def opened(*members: str) -> RoundPlan:
     zeros = tuple(0 for _ in members)
-    return Opening(1, 1, 0, members, zeros, zeros, zeros, ())
+    return RoundPlan(1, 1, 0, members, zeros, zeros, zeros, ())
 
 
 @pytest.mark.parametrize(

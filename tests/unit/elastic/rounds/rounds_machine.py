@@ -26,9 +26,9 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Attempt,
-    Opening,
     Peer,
     Ready,
+    RoundPlan,
     StoreTerm,
     Verdict,
     View,
@@ -58,27 +58,27 @@ class RecordingStore(RedisStore):
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id, lease_s=LEASE_S, retry_s=5.0)
-        self.proposed: list[tuple[Opening, Opening | None] | Verdict] = []
-        self.on_the_way: list[tuple[Opening, Opening | None] | Verdict] = []
+        self.proposed: list[tuple[RoundPlan, RoundPlan | None] | Verdict] = []
+        self.on_the_way: list[tuple[RoundPlan, RoundPlan | None] | Verdict] = []
         self.is_slow = False
         self.newest_version = 0
         self.failed: set[str] = set()
-        """Openings that somebody gave up, so that nobody may commit them."""
+        """Plans that somebody gave up, so that nobody may commit them."""
 
-    def propose_opening(
+    def propose_plan(
         self,
-        opening: Opening,
+        plan: RoundPlan,
         *,
-        current: Opening | None,
+        current: RoundPlan | None,
         generation: StoreTerm | None = None,
         heard: Attempt | None = None,
     ) -> bool:
         if self.is_slow:
-            self.on_the_way.append((opening, current))
+            self.on_the_way.append((plan, current))
             return False
-        self.proposed.append((opening, current))
-        self.newest_version = max(self.newest_version, opening.version)
-        return super().propose_opening(opening, current=current, generation=generation, heard=heard)
+        self.proposed.append((plan, current))
+        self.newest_version = max(self.newest_version, plan.version)
+        return super().propose_plan(plan, current=current, generation=generation, heard=heard)
 
     def propose_verdict(self, verdict: Verdict, *, generation: StoreTerm | None = None) -> bool:
         if self.is_slow:
@@ -87,16 +87,16 @@ class RecordingStore(RedisStore):
         self.proposed.append(verdict)
         return super().propose_verdict(verdict, generation=generation)
 
-    def report_failure(self, opening: Opening, reason: str) -> bool:
-        is_failed = super().report_failure(opening, reason)
+    def report_failure(self, plan: RoundPlan, reason: str) -> bool:
+        is_failed = super().report_failure(plan, reason)
         if is_failed:
-            self.failed.add(opening.id)
+            self.failed.add(plan.id)
         return is_failed
 
-    def propose(self, proposal: tuple[Opening, Opening | None] | Verdict) -> bool:
+    def propose(self, proposal: tuple[RoundPlan, RoundPlan | None] | Verdict) -> bool:
         if isinstance(proposal, Verdict):
             return self.propose_verdict(proposal)
-        return self.propose_opening(proposal[0], current=proposal[1])
+        return self.propose_plan(proposal[0], current=proposal[1])
 
     def deliver(self) -> None:
         for proposal in self.on_the_way:
@@ -115,7 +115,7 @@ class Node:
     round: int = -1
     state_digest: str = "initial"
     progress: Progress = field(default_factory=Progress.at_start)
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     group: tuple[int, tuple[str, ...]] | None = None
     """Epoch and members for which it has groups between nodes."""
     learned: tuple[Range, ...] = ()
@@ -171,7 +171,7 @@ class Run:
         self.gone: dict[str, int] = {}
         """Members that may never commit again -> the newest version when they were excluded."""
         self.entered: dict[str, dict[str, bool]] = {}
-        """Opening -> member -> whether it came with groups that it had already."""
+        """RoundPlan -> member -> whether it came with groups that it had already."""
         self.built: set[tuple[str, int, tuple[str, ...]]] = set()
         self.line: list[Verdict] = []
         """The verdicts that somebody applied, by round."""
@@ -270,19 +270,19 @@ class Run:
         decision = self.turn_of(node)
         if isinstance(decision, Verdict):
             node.turn("recovering")
-        elif isinstance(decision, Opening):
-            node.opening = decision
+        elif isinstance(decision, RoundPlan):
+            node.plan = decision
             self.vote(node, node.state_digest)
 
     def waiting(self, node: Node, straggler_deadline_s: float | None = None) -> None:
         decision = self.turn_of(node, straggler_deadline_s)
         if isinstance(decision, Verdict):
             self.catch_up(node, decision.round)
-        elif isinstance(decision, Opening):
-            node.opening = decision
+        elif isinstance(decision, RoundPlan):
+            node.plan = decision
             node.turn("reducing")
 
-    def turn_of(self, node: Node, straggler_deadline_s: float | None = None) -> Opening | Verdict | Wait:
+    def turn_of(self, node: Node, straggler_deadline_s: float | None = None) -> RoundPlan | Verdict | Wait:
         is_member = node.has_founded and not node.is_joiner
         rules, deadline_s = Rules(1, 2, straggler_deadline_s), float("-inf" if self.start_is_over else "inf")
         decide = node.member.turn_rule(node.next_round, rules, is_member=is_member, start_deadline_s=deadline_s)
@@ -306,30 +306,30 @@ class Run:
         self.announce(node)
 
     def reducing(self, node: Node) -> None:
-        opening = node.opening
-        assert opening is not None
-        view = node.member.look(opening.round)
-        if not view.can_finish(opening):
+        plan = node.plan
+        assert plan is not None
+        view = node.member.look(plan.round)
+        if not view.can_finish(plan):
             self.give_up(node, "it cannot be finished")
             return
-        entered = self.connect(node, opening)
-        if set(entered) != set(opening.members) or self.is_held_up(opening, view):
+        entered = self.connect(node, plan)
+        if set(entered) != set(plan.members) or self.is_held_up(plan, view):
             return
         if len(set(entered.values())) > 1:
-            assert self.has_lost_data, f"some have groups of epoch {opening.epoch}, others wait for them"
+            assert self.has_lost_data, f"some have groups of epoch {plan.epoch}, others wait for them"
             self.give_up(node, "the groups do not come together")
             return
-        self.vote(node, hashed(opening.id, node.id if node.is_faulty else ""))
+        self.vote(node, hashed(plan.id, node.id if node.is_faulty else ""))
 
-    def is_held_up(self, opening: Opening, view: View) -> bool:
+    def is_held_up(self, plan: RoundPlan, view: View) -> bool:
         """Whether a member that still reduces and another one do not reach each other."""
-        slots = {n.slot: n.id in view.votes for n in self.nodes.values() if n.id in opening.members}
+        slots = {n.slot: n.id in view.votes for n in self.nodes.values() if n.id in plan.members}
         return any((a, b) in self.cuts and not (slots[a] and slots[b]) for a in slots for b in slots)
 
-    def connect(self, node: Node, opening: Opening) -> dict[str, bool]:
-        """Have groups for the opening, as LaneGroups does; a group's keys in the store serve once."""
-        entered = self.entered.setdefault(opening.id, {})
-        wanted = (opening.epoch, opening.members)
+    def connect(self, node: Node, plan: RoundPlan) -> dict[str, bool]:
+        """Have groups for the plan, as LaneGroups does; a group's keys in the store serve once."""
+        entered = self.entered.setdefault(plan.id, {})
+        wanted = (plan.epoch, plan.members)
         if node.id not in entered:
             entered[node.id] = node.group == wanted
             if not entered[node.id]:
@@ -339,32 +339,30 @@ class Run:
         return entered
 
     def give_up(self, node: Node, reason: str) -> None:
-        assert node.opening is not None
-        node.member.report_failure(node.opening, reason)
+        assert node.plan is not None
+        node.member.report_failure(node.plan, reason)
         node.group = None
         node.turn("waiting")
 
     def vote(self, node: Node, digest: str) -> None:
-        assert node.opening is not None
-        begins = node.opening.round == FOUNDING_ROUND
+        assert node.plan is not None
+        begins = node.plan.round == FOUNDING_ROUND
         progress = node.progress
-        progress = (
-            progress.begin(node.opening, SHAPE, after_round=None) if begins else progress.after(node.opening, SHAPE)
-        )
+        progress = progress.begin(node.plan, SHAPE, after_round=None) if begins else progress.after(node.plan, SHAPE)
         node.record = {"progress": progress.to_record(), "state_before": node.state_digest, "digest": digest}
-        node.member.vote(node.opening, digest, node.record)
+        node.member.vote(node.plan, digest, node.record)
         node.turn("committing")
 
     def committing(self, node: Node) -> None:
-        assert node.opening is not None
-        verdict = node.member.verdict_rule(node.opening, node.record)(self.look(node))
+        assert node.plan is not None
+        verdict = node.member.verdict_rule(node.plan, node.record)(self.look(node))
         if isinstance(verdict, Verdict):
             self.apply(node, verdict)
 
     def apply(self, node: Node, verdict: Verdict) -> None:
         assert verdict.record == node.record, "applies what it did not vote for"
-        round, is_last_here = verdict.round, verdict.opening.wanted()[node.id] == 0
-        if node.id in verdict.opening.contributors():
+        round, is_last_here = verdict.round, verdict.plan.wanted()[node.id] == 0
+        if node.id in verdict.plan.contributors():
             read, _ = take(node.progress.assigned[node.id], node.steps * SHAPE.batch_size)
             assert read == node.learned, "what it learned from is not what is counted"
         state = hashed(node.state_digest, verdict.digest) if round != FOUNDING_ROUND else node.state_digest
@@ -387,8 +385,8 @@ class Run:
             assert not holders and self.has_lost_data, f"round {round} has two results; {holders} hold the other"
             del self.line[round:], self.states[round:]
         if round == len(self.line):
-            assert verdict.opening.id not in self.store.failed or self.has_lost_data, "committed what somebody dropped"
-            version = verdict.opening.version
+            assert verdict.plan.id not in self.store.failed or self.has_lost_data, "committed what somebody dropped"
+            version = verdict.plan.version
             excluded = [m for m in verdict.members if self.gone.get(m, version) < version]
             assert not excluded, f"{excluded} were excluded before version {version}"
             self.line.append(verdict)
@@ -426,7 +424,7 @@ class Run:
         if view.is_settling:
             self.act_in(later)
             after = self.store.view(FOUNDING_ROUND)
-            assert (after.opening, after.committed) == (view.opening, view.committed), "decided on half a record"
+            assert (after.plan, after.committed) == (view.plan, view.committed), "decided on half a record"
             self.settle()
 
     def set_clock_forward(self, ms: int) -> None:
@@ -449,8 +447,8 @@ class Run:
         places: dict[str, list[int]] = defaultdict(list)
         before = Progress.at_start()
         for verdict in self.line:
-            for member, steps in verdict.opening.contributors().items():
-                corpus = verdict.opening.corpus_of()[member]
+            for member, steps in verdict.plan.contributors().items():
+                corpus = verdict.plan.corpus_of()[member]
                 places[corpus] += samples(take(before.assigned[member], steps * SHAPE.batch_size)[0])
             before = Progress.from_record(verdict.record["progress"])
         assert set(places) <= set(before.ledgers)
@@ -462,7 +460,7 @@ class Run:
             history = self.store.history()
             assert [v.round for v in history] == list(range(len(history)))
             assert history[: len(self.line)] == self.line and len(history) <= len(self.line) + 1
-            versions = [v.opening.version for v in history]
+            versions = [v.plan.version for v in history]
             assert versions == sorted(set(versions))
 
     def assert_rounds_follow_again_once_faults_end(self) -> None:

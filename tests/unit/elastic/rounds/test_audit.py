@@ -15,7 +15,7 @@ from tests.unit.elastic.conftest import Net, ends_of, noise
 from torch import Tensor
 
 from zeroband.elastic.membership.blame import judge, refusal
-from zeroband.elastic.membership.records import Evidence, Opening
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.rounds import audit as audits
 from zeroband.elastic.rounds.audit import AuditedRange, Auditor, chance_of, drawers, hits, stretch_at
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
@@ -31,8 +31,8 @@ NUMEL = 40_000
 KeptNet = Callable[[int, bool], Net]
 
 
-def an_opening(members: Sequence[str] = NODES, **fields: Any) -> Opening:
-    return Opening(5, 2, 3, tuple(members), fields.pop("weights", (1,) * len(members)), **fields)
+def a_plan(members: Sequence[str] = NODES, **fields: Any) -> RoundPlan:
+    return RoundPlan(5, 2, 3, tuple(members), fields.pop("weights", (1,) * len(members)), **fields)
 
 
 # -- what is drawn --------------------------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ def an_opening(members: Sequence[str] = NODES, **fields: Any) -> Opening:
 )
 def test_few_members_draw_and_all_together_no_more_than_a_round_affords(numel: int, world: int, count: int) -> None:
     members = [f"n{place}#1" for place in range(world)]
-    chosen = drawers(an_opening(members), numel)
+    chosen = drawers(a_plan(members), numel)
     assert len(chosen) == count and set(chosen) <= set(range(world))
-    assert drawers(an_opening(members), numel) == chosen, "all members come to the same"
+    assert drawers(a_plan(members), numel) == chosen, "all members come to the same"
 
 
-def test_others_draw_in_other_openings() -> None:
+def test_others_draw_in_other_plans() -> None:
     members = [f"n{place}#1" for place in range(32)]
-    every = {drawers(Opening(version, 2, 3, tuple(members), (1,) * 32), 1000) for version in range(1, 20)}
+    every = {drawers(RoundPlan(version, 2, 3, tuple(members), (1,) * 32), 1000) for version in range(1, 20)}
     assert len(every) > 10
 
 
@@ -147,7 +147,7 @@ class MemberMesh:
 class Audited:
     """A round that all members audited."""
 
-    opening: Opening
+    plan: RoundPlan
     said: dict[str, Evidence]
     refused: set[str]
     gatherings: list[int]
@@ -160,8 +160,8 @@ class Audited:
         return {frozenset(b.members) for b in self.blames() if b.consequence == "apart"}
 
     def blames(self) -> Sequence[Any]:
-        votes = {m: refusal(m) if m in self.refused else "digest" for m in self.opening.members}
-        return judge(self.opening, votes, self.said)
+        votes = {m: refusal(m) if m in self.refused else "digest" for m in self.plan.members}
+        return judge(self.plan, votes, self.said)
 
 
 @dataclass
@@ -200,8 +200,8 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
         chance: float = 1.0,
         **fields: Any,
     ) -> Audited:
-        opening, net = an_opening(**fields), kept_net(4, False)
-        shape = shape_of(NUMEL, codec, opening.shares, may_be_ring=False)
+        plan, net = a_plan(**fields), kept_net(4, False)
+        shape = shape_of(NUMEL, codec, plan.shares, may_be_ring=False)
         sources = [noise(NUMEL, seed=n) for n in range(4)]
         encoded = [Encoded(codec.encode(s), torch.empty(codec.encoded_size(NUMEL), dtype=torch.uint8)) for s in sources]
         meeting = Meeting(4)
@@ -232,9 +232,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
                 lies.result(result[slice(*shards[liar])])
 
         def audited(n: int) -> tuple[bool, Evidence]:
-            request = RoundRequest(
-                opening, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None
-            )
+            request = RoundRequest(plan, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None)
             moved = Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes[n])
             told, found = auditors[n].audit(request, moved, [audits.new_draw(8)] * 4 if has_drawn else None)
             return told.is_refused, found.added_to(Evidence(held=tuple("hold" for _ in NODES)))
@@ -242,7 +240,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
         done = list(pool.map(audited, range(4)))
         said = {NODES[n]: evidence if n != liar else lies.says(evidence) for n, (_, evidence) in enumerate(done)}
         refuse = {n for n, (is_refused, _) in enumerate(done) if is_refused and not (n == liar and lies.result)}
-        return Audited(opening, said, {NODES[n] for n in refuse}, meeting.numbers)
+        return Audited(plan, said, {NODES[n] for n in refuse}, meeting.numbers)
 
     yield run
     pool.shutdown()
@@ -279,8 +277,8 @@ def test_round_that_nobody_draws_is_not_audited(audit: Callable[..., Audited]) -
     [(0, 1000, 0.08), (2, 1000, 0.16), (10, 50_000, 0.68), (10, 1 << 20, 1.0), (50, 50_000, 1.0)],
 )
 def test_audits_of_short_rounds_are_so_rare_that_they_take_a_hundredth(steps: int, numel: int, chance: float) -> None:
-    opening = an_opening(steps=(steps, steps, 0, steps))
-    assert chance_of(opening, numel) == pytest.approx(chance, abs=0.005)
+    plan = a_plan(steps=(steps, steps, 0, steps))
+    assert chance_of(plan, numel) == pytest.approx(chance, abs=0.005)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 1.0])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.records import Opening, Peer
+from zeroband.elastic.membership.records import Peer, RoundPlan
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.errors import ConfigError
 
@@ -85,7 +85,7 @@ def test_machine_that_is_in_the_run_stays_whatever_the_ids(
     store: MemoryStore, renew: Callable[..., None], outlive: Outlive
 ) -> None:
     renew(OURS, LATER, first=True)
-    assert store.propose_opening(Opening(1, 1, 1, (LATER,), (1,)), current=None)
+    assert store.propose_plan(RoundPlan(1, 1, 1, (LATER,), (1,)), current=None)
     with pytest.raises(ConfigError, match="is in this run already, at host of a#3:7070"):
         outlive(*100 * [lambda: renew(OURS, LATER)])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds import elastic_device_mesh as module
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
@@ -21,30 +21,30 @@ from zeroband.errors import Fenced
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
 
-SEEN = Opening(
+SEEN = RoundPlan(
     version=4, epoch=2, round=3, members=("a#1", "b#1"), weights=(10, 20), steps=(1, 2), steps_requested=(1, 2)
 )
 ANOTHER = replace(SEEN, version=5, members=("a#1", "c#1"))
 
 
 class SeeingMember:
-    """A membership that sees one opening and no other."""
+    """A membership that sees one plan and no other."""
 
     def __init__(self, rank: int) -> None:
         self.member_id = f"a#{rank + 1}"
-        self._opening = SEEN if rank == 0 else ANOTHER
+        self._plan = SEEN if rank == 0 else ANOTHER
         self._rank = rank
 
-    def await_turn(self, round: int, *_: object, **__: object) -> Opening | Verdict:
-        if round == self._opening.round:
-            return self._opening
+    def await_turn(self, round: int, *_: object, **__: object) -> RoundPlan | Verdict:
+        if round == self._plan.round:
+            return self._plan
         raise Fenced(f"rank {self._rank} was voted out")
 
     def vote(self, *_: object) -> None:
         """Nothing: the others agree."""
 
-    def await_verdict(self, opening: Opening, payload: dict[str, Any]) -> Verdict:
-        return Verdict(self._opening, "digest", payload)
+    def await_verdict(self, plan: RoundPlan, payload: dict[str, Any]) -> Verdict:
+        return Verdict(self._plan, "digest", payload)
 
     def watch(self, *_: object) -> None:
         """Nothing to abort."""
@@ -84,7 +84,7 @@ def on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 
 
 @pytest.mark.defect(5)
-def test_all_ranks_take_part_in_the_opening_that_the_first_one_saw(on_both: Callable[..., list[Any]]) -> None:
+def test_all_ranks_take_part_in_the_plan_that_the_first_one_saw(on_both: Callable[..., list[Any]]) -> None:
     assert on_both(lambda mesh: mesh.await_turn(3, is_member=True)) == [SEEN, SEEN]
     assert on_both(lambda mesh: mesh.member_id) == ["a#1", "a#1"]
 

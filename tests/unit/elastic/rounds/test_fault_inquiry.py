@@ -1,4 +1,4 @@
-"""Members of a round that failed, of which one proposes the next opening and lies about who was at fault."""
+"""Members of a round that failed, of which one proposes the next plan and lies about who was at fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.memberships import UNWATCHED, a_member
 from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.findings import Findings, found_after
-from zeroband.elastic.membership.records import Blame, Evidence, Opening, Ready
+from zeroband.elastic.membership.records import Blame, Evidence, Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.member import Member, Rule
@@ -32,7 +32,7 @@ class Round:
     """Four members in round 1, each of which decides when the test says so."""
 
     members: dict[str, Member]
-    opening: Opening
+    plan: RoundPlan
     now_s: list[float]
     rules: dict[str, Rule[Any]]
     events: list[tuple[str, str, dict[str, Any]]]
@@ -50,70 +50,72 @@ class Round:
         return self.rules[name].decide(member.look(1))
 
     def fail(self, *, votes: dict[str, str], testify: str = NAMES, evidence: Evidence = ALL_CAME) -> None:
-        """The current opening comes to nothing, and these members say what they saw."""
+        """The current plan comes to nothing, and these members say what they saw."""
         for name, digest in votes.items():
-            self.members[name].vote(self.opening, digest, {})
-        self.store.report_failure(self.opening, "the members hold different results")
+            self.members[name].vote(self.plan, digest, {})
+        self.store.report_failure(self.plan, "the members hold different results")
         for name in testify:
-            self.members[name].testify(self.opening, evidence)
+            self.members[name].testify(self.plan, evidence)
 
     def take_away(self, name: str) -> None:
-        """Remove what a member testified on the current opening."""
+        """Remove what a member testified on the current plan."""
         if isinstance(self.store, MemoryStore):
-            del self.store.record.evidence[self.opening][self.id(name)]
+            del self.store.record.evidence[self.plan][self.id(name)]
         else:
             assert isinstance(self.store, RedisStore) and self.client is not None
-            assert self.client.hdel(self.store.keys.attempt(self.opening.id), f"said {self.id(name)}")
+            assert self.client.hdel(self.store.keys.attempt(self.plan.id), f"said {self.id(name)}")
 
-    def testify_all(self, opening: Opening) -> None:
-        """All members of a refused opening say that they saw nothing."""
+    def testify_all(self, plan: RoundPlan) -> None:
+        """All members of a refused plan say that they saw nothing."""
         for name in NAMES:
-            if self.id(name) in opening.members:
-                self.members[name].testify(opening, Evidence())
+            if self.id(name) in plan.members:
+                self.members[name].testify(plan, Evidence())
 
-    def next_by(self, name: str) -> Opening:
+    def next_by(self, name: str) -> RoundPlan:
         """What this member proposes."""
-        before = self.store.view(1).opening
+        before = self.store.view(1).plan
         self.decide(name)
-        opening = self.store.view(1).opening
-        assert opening is not None and opening != before, "nothing was proposed"
-        return opening
+        plan = self.store.view(1).plan
+        assert plan is not None and plan != before, "nothing was proposed"
+        return plan
 
-    def forge(self, name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Opening], dict[str, Any]]) -> Opening:
+    def forge(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[RoundPlan], dict[str, Any]]
+    ) -> RoundPlan:
         """This member proposes something else than the rules say, and the store takes it."""
-        propose = self.store.propose_opening
+        propose = self.store.propose_plan
 
-        def altered(opening: Opening, **more: Any) -> bool:
-            forged = replace(opening, network=LinkTable(), **change(opening))
-            return propose(self.store.signed(forged, opening.proposer), **more)
+        def altered(plan: RoundPlan, **more: Any) -> bool:
+            forged = replace(plan, network=LinkTable(), **change(plan))
+            return propose(self.store.signed(forged, plan.proposer), **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(self.store, "propose_opening", altered)
+            patch.setattr(self.store, "propose_plan", altered)
             return self.next_by(name)
 
     def refused(self) -> dict[str, str]:
-        """Who refused an opening, and why."""
-        return {name: event["reason"] for name, kind, event in self.events if kind == "opening_refused"}
+        """Who refused a plan, and why."""
+        return {name: event["reason"] for name, kind, event in self.events if kind == "plan_refused"}
 
     def blamed(self) -> set[tuple[str, ...]]:
         return {tuple(event["member_ids"]) for _, kind, event in self.events if kind == "blamed"}
 
 
-def to(opening: Opening, *members: str) -> dict[str, Any]:
-    """The lists of an opening to these members, who all said the same."""
+def to(plan: RoundPlan, *members: str) -> dict[str, Any]:
+    """The lists of a plan to these members, who all said the same."""
     lists = ("weights", "steps", "steps_requested")
-    return {"members": members, **{name: (getattr(opening, name)[0],) * len(members) for name in lists}}
+    return {"members": members, **{name: (getattr(plan, name)[0],) * len(members) for name in lists}}
 
 
-def begin(members: dict[str, Member], number: int) -> tuple[dict[str, Rule[Any]], Opening]:
+def begin(members: dict[str, Member], number: int) -> tuple[dict[str, Rule[Any]], RoundPlan]:
     """Open a round to all members."""
     for member in members.values():
         member.announce_ready(Ready(number, 10 * number, "s", 4 * number, 4))
     rules = {n: m.turn_rule(number, Rules(), is_member=True, start_deadline_s=-1.0) for n, m in members.items()}
-    opening = rules["a"].decide(members["a"].look(number))
-    assert isinstance(opening, Opening) and len(opening.members) == 4
-    assert all(rules[name].decide(members[name].look(number)) == opening for name in NAMES)
-    return rules, opening
+    plan = rules["a"].decide(members["a"].look(number))
+    assert isinstance(plan, RoundPlan) and len(plan.members) == 4
+    assert all(rules[name].decide(members[name].look(number)) == plan for name in NAMES)
+    return rules, plan
 
 
 @pytest.fixture(params=["redis", "memory"])
@@ -135,9 +137,9 @@ def round(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Round]:
             member.vote(founding, "d", {})
         for member in members.values():
             member.await_verdict(founding, {})
-        rules, opening = begin(members, 1)
+        rules, plan = begin(members, 1)
         client = None if request.param == "memory" else request.getfixturevalue("redis_client")
-        yield Round(members, opening, now_s, rules, events, client)
+        yield Round(members, plan, now_s, rules, events, client)
 
 
 SAME, ODD = dict.fromkeys(NAMES, "x"), {"a": "x", "b": "x", "c": "x", "d": "odd"}
@@ -145,9 +147,9 @@ SAME, ODD = dict.fromkeys(NAMES, "x"), {"a": "x", "b": "x", "c": "x", "d": "odd"
 
 def test_who_lies_is_put_out_whoever_of_the_others_proposes(round: Round) -> None:
     round.fail(votes=ODD)
-    opening = round.next_by("b")
-    assert [b.members for b in opening.blames] == [(round.id("d"),)] and opening.before == round.opening.id
-    assert {name: round.decide(name) for name in "abc"} == dict.fromkeys("abc", opening)
+    plan = round.next_by("b")
+    assert [b.members for b in plan.blames] == [(round.id("d"),)] and plan.before == round.plan.id
+    assert {name: round.decide(name) for name in "abc"} == dict.fromkeys("abc", plan)
     assert round.refused() == {} and round.blamed() == {(round.id("d"),)}
 
 
@@ -169,7 +171,7 @@ def test_liar_that_leaves_its_own_lie_away_is_put_out_by_the_next_proposer(
     round: Round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     round.fail(votes=ODD)
-    forged = round.forge("d", monkeypatch, lambda o: {"blames": (), **to(o, *round.opening.members)})
+    forged = round.forge("d", monkeypatch, lambda o: {"blames": (), **to(o, *round.plan.members)})
     assert isinstance(round.decide("a"), Wait) and "it leaves out that d#1 (out)" in round.refused()["a"]
     round.testify_all(forged)
     again = round.next_by("b")
@@ -179,11 +181,11 @@ def test_liar_that_leaves_its_own_lie_away_is_put_out_by_the_next_proposer(
 
 def test_member_is_called_silent_only_after_the_time_that_all_have(round: Round) -> None:
     round.fail(votes={}, testify="acd", evidence=Evidence())
-    attempt, b, d = round.store.attempt(round.opening.id), round.id("b"), round.id("d")
+    attempt, b, d = round.store.attempt(round.plan.id), round.id("b"), round.id("d")
     assert attempt is not None
     found = found_after(Findings(), attempt, 1, [b])
-    early = replace(round.opening, version=3, before=round.opening.id, **vars(found))
-    assert round.store.propose_opening(round.store.signed(early, d), current=round.opening)
+    early = replace(round.plan, version=3, before=round.plan.id, **vars(found))
+    assert round.store.propose_plan(round.store.signed(early, d), current=round.plan)
     round.now_s[0] += 0.1
     assert isinstance(round.decide("a"), Wait) and "it calls b#1 silent after 0.10 s" in round.refused()["a"]
 
@@ -192,31 +194,31 @@ def test_member_that_says_nothing_for_long_enough_is_called_silent(round: Round)
     round.fail(votes={}, testify="acd", evidence=Evidence())
     assert isinstance(round.decide("a"), Wait)
     round.now_s[0] += LIMIT_S + 0.1
-    opening = round.next_by("a")
-    assert opening.silent == (round.id("b"),) and opening.blames[0].members == (round.id("b"),)
-    assert round.decide("c") == opening and round.refused() == {}
+    plan = round.next_by("a")
+    assert plan.silent == (round.id("b"),) and plan.blames[0].members == (round.id("b"),)
+    assert round.decide("c") == plan and round.refused() == {}
 
 
-def test_word_that_comes_behind_the_next_opening_does_not_count(round: Round) -> None:
+def test_word_that_comes_behind_the_next_plan_does_not_count(round: Round) -> None:
     round.fail(votes={}, testify="acd", evidence=Evidence())
     round.decide("a")
     round.now_s[0] += LIMIT_S + 0.1
-    opening = round.next_by("a")
-    round.members["b"].testify(round.opening, Evidence(lacks=(round.id("a"),)))
-    assert round.decide("c") == round.decide("b") == opening and round.refused() == {}
+    plan = round.next_by("a")
+    round.members["b"].testify(round.plan, Evidence(lacks=(round.id("a"),)))
+    assert round.decide("c") == round.decide("b") == plan and round.refused() == {}
 
 
 def test_proposal_that_knows_less_than_the_store_is_not_taken(round: Round) -> None:
     round.fail(votes={}, testify="acd", evidence=Evidence())
-    heard = round.store.attempt(round.opening.id)
+    heard = round.store.attempt(round.plan.id)
     assert heard is not None and heard.said.keys() == {round.id(name) for name in "acd"}
-    round.members["b"].testify(round.opening, Evidence())
-    following = replace(round.opening, version=round.opening.version + 1, before=round.opening.id)
-    assert not round.store.propose_opening(following, current=round.opening, heard=heard)
-    assert round.store.propose_opening(following, current=round.opening, heard=round.store.attempt(round.opening.id))
+    round.members["b"].testify(round.plan, Evidence())
+    following = replace(round.plan, version=round.plan.version + 1, before=round.plan.id)
+    assert not round.store.propose_plan(following, current=round.plan, heard=heard)
+    assert round.store.propose_plan(following, current=round.plan, heard=round.store.attempt(round.plan.id))
 
 
-def test_word_that_somebody_took_away_is_brought_back_and_counts_in_the_next_opening(round: Round) -> None:
+def test_word_that_somebody_took_away_is_brought_back_and_counts_in_the_next_plan(round: Round) -> None:
     round.fail(votes=ODD)
     round.take_away("a")
     round.now_s[0] += LIMIT_S + 0.1

@@ -21,8 +21,8 @@ from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.records import Opening, Ready, Verdict
-from zeroband.elastic.membership.round_rules import Rules, Wait, next_opening
+from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
+from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.redis_store import RedisStore
@@ -102,9 +102,9 @@ class Crowd:
                 continue
 
 
-def record_of(opening: Opening) -> dict[str, Any]:
+def record_of(plan: RoundPlan) -> dict[str, Any]:
     """Each member is dealt the samples of a step."""
-    return {"progress": Progress.at_start().begin(opening, SHAPE, after_round=None).to_record(), "session": "s" * 16}
+    return {"progress": Progress.at_start().begin(plan, SHAPE, after_round=None).to_record(), "session": "s" * 16}
 
 
 def _key() -> RunKey:
@@ -131,20 +131,20 @@ def impostors(crowd: Crowd) -> set[str]:
 def test_round_without_forgeries_is_opened_once(crowd: Crowd) -> None:
     crowd.arrive("a", "b", "c")
     verdict = crowd.go_on()
-    assert verdict.opening.weights == (8, 8, 8) and verdict.opening.retries == 0 and crowd.events == []
+    assert verdict.plan.weights == (8, 8, 8) and verdict.plan.retries == 0 and crowd.events == []
 
 
-def test_member_refuses_an_opening_that_says_of_it_what_it_did_not_say(crowd: Crowd, redis_client: redis.Redis) -> None:
+def test_member_refuses_a_plan_that_says_of_it_what_it_did_not_say(crowd: Crowd, redis_client: redis.Redis) -> None:
     """Its proposer took a forged record for that member's.
 
-    Once the member has written its own record again, others may see that the opening does not follow from it, too.
+    Once the member has written its own record again, others may see that the plan does not follow from it, too.
     """
     crowd.arrive("a", "b")
     forge(crowd, redis_client, "b", replace(READY, weight=7))
     crowd.arrive("c")
     verdict = crowd.go_on()
-    assert verdict.opening.weights == (8, 8, 8) and verdict.opening.retries == 1 and verdict.opening.blames == ()
-    refused = [(name, fields["reason"]) for name, kind, fields in crowd.events if kind == "opening_refused"]
+    assert verdict.plan.weights == (8, 8, 8) and verdict.plan.retries == 1 and verdict.plan.blames == ()
+    refused = [(name, fields["reason"]) for name, kind, fields in crowd.events if kind == "plan_refused"]
     assert "b" in {name for name, _ in refused} and all("its weights of" in reason for _, reason in refused), refused
     assert impostors(crowd) == {crowd.id_of("b")}
 
@@ -154,22 +154,22 @@ def test_member_refuses_a_wrong_number_of_its_own_though_it_reads_no_records(
 ) -> None:
     """In a run too large for all to read the records of all. The members drawn for that are the liar's friends."""
 
-    def drawn(opening: Opening) -> tuple[str, ...]:
+    def drawn(plan: RoundPlan) -> tuple[str, ...]:
         return (crowd.id_of("a"),)
 
     monkeypatch.setattr("zeroband.elastic.rounds.member.checkers", drawn)
     crowd.arrive("a", "b", "c")
     liar, honest = crowd.members["c"], crowd.members["b"]
     view = liar.store.view(1)
-    due = next_opening(view, 1, RULES)
-    assert isinstance(due, Opening) and view.opening is not None
-    lie = liar.store.signed(replace(due, weights=(8, 7, 8), before=view.opening.id), liar.member_id)
-    assert liar.store.propose_opening(lie, current=view.opening)
+    due = next_plan(view, 1, RULES)
+    assert isinstance(due, RoundPlan) and view.plan is not None
+    lie = liar.store.signed(replace(due, weights=(8, 7, 8), before=view.plan.id), liar.member_id)
+    assert liar.store.propose_plan(lie, current=view.plan)
     seen = honest.store.await_change(1, None, within_s=0.0, whole=False)
-    assert seen.unseen_ready and seen.opening is not None and seen.opening.weights == (8, 7, 8)
+    assert seen.unseen_ready and seen.plan is not None and seen.plan.weights == (8, 7, 8)
     decision = honest.turn_rule(1, RULES, is_member=True, start_deadline_s=NEVER_S).decide(seen)
     assert isinstance(decision, Wait) and "weights of" in decision.reason
-    assert [(name, kind) for name, kind, _ in crowd.events] == [("b", "opening_refused")]
+    assert [(name, kind) for name, kind, _ in crowd.events] == [("b", "plan_refused")]
 
 
 FORGERIES = {"state": {"state_digest": "another"}, "nothing": {"weight": 0, "steps": 0}, "too much": {"weight": 10**6}}
@@ -183,7 +183,7 @@ def test_forged_record_leaves_its_member_neither_out_nor_without_weight(
     forge(crowd, redis_client, "b", said)
     crowd.arrive("c")
     verdict = crowd.go_on()
-    assert verdict.opening.weights == (8, 8, 8) and verdict.opening.retries == 0
+    assert verdict.plan.weights == (8, 8, 8) and verdict.plan.retries == 0
     assert impostors(crowd) == {crowd.id_of("b")} and {kind for _, kind, _ in crowd.events} == {"impostor"}
 
 
@@ -193,7 +193,7 @@ def test_word_of_a_member_that_is_not_there_yet_is_its_own_once_it_comes(
     crowd.arrive("a")
     crowd.poser.announce_ready(crowd.id_of("b"), replace(READY, weight=7))
     crowd.arrive("c", "b")
-    assert crowd.go_on().opening.weights == (8, 8, 8)
+    assert crowd.go_on().plan.weights == (8, 8, 8)
     assert impostors(crowd) == {crowd.id_of("b")}
 
 
@@ -201,14 +201,14 @@ def test_forged_vote_ends_no_round(crowd: Crowd, redis_client: redis.Redis) -> N
     """Votes that differ are verified before they say that the members hold different results."""
     crowd.arrive("a", "b", "c")
     for name in ("c", "a", "b"):
-        opening = crowd.members[name].await_turn(1, RULES, is_member=True, start_deadline_s=NEVER_S)
-        assert isinstance(opening, Opening)
-        crowd.members[name].vote(opening, "digest", record_of(opening))
-    forged = crowd.poser.verifier.seal_vote(crowd.id_of("a"), opening, "worse")
+        plan = crowd.members[name].await_turn(1, RULES, is_member=True, start_deadline_s=NEVER_S)
+        assert isinstance(plan, RoundPlan)
+        crowd.members[name].vote(plan, "digest", record_of(plan))
+    forged = crowd.poser.verifier.seal_vote(crowd.id_of("a"), plan, "worse")
     redis_client.hset(crowd.poser.keys.votes, crowd.id_of("a"), forged)
     last = crowd.members["c"]
     seen = last.store.await_change(1, None, within_s=0.0)
-    assert isinstance(last.verdict_rule(opening, record_of(opening)).decide(seen), Wait)
+    assert isinstance(last.verdict_rule(plan, record_of(plan)).decide(seen), Wait)
     verdict = crowd.go_on()
-    assert verdict.opening == opening and verdict.digest == "digest"
+    assert verdict.plan == plan and verdict.digest == "digest"
     assert impostors(crowd) == {crowd.id_of("a")}

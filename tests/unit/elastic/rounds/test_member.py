@@ -22,7 +22,7 @@ from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.orders import drain, go_on, pause
-from zeroband.elastic.membership.records import Evidence, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Evidence, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
 from zeroband.elastic.store.connection import StoreClient, StoreScript
@@ -89,25 +89,25 @@ def board_of(tmp_path: Path, node_id: str) -> SharedFlags:
     return SharedFlags(tmp_path / f"flags-{node_id}", create=False)
 
 
-def found(*members: Member) -> Opening:
+def found(*members: Member) -> RoundPlan:
     """Open round 0 to these members."""
     for member in members:
         member.announce_ready(Ready(0, 0, "s"))
-    openings = [turn_of(member, 0, Rules(start_nodes=len(members))) for member in members]
-    assert all(isinstance(o, Opening) and set(o.members) == {m.member_id for m in members} for o in openings)
-    assert len(set(openings)) == 1 and isinstance(openings[0], Opening)
-    return openings[0]
+    plans = [turn_of(member, 0, Rules(start_nodes=len(members))) for member in members]
+    assert all(isinstance(o, RoundPlan) and set(o.members) == {m.member_id for m in members} for o in plans)
+    assert len(set(plans)) == 1 and isinstance(plans[0], RoundPlan)
+    return plans[0]
 
 
-def turn_of(member: Member, round: int, rules: Rules = RULES, *, is_member: bool = True) -> Opening | Verdict:
+def turn_of(member: Member, round: int, rules: Rules = RULES, *, is_member: bool = True) -> RoundPlan | Verdict:
     return member.await_turn(round, rules, is_member=is_member, start_deadline_s=NEVER_S)
 
 
-def commit(opening: Opening | Verdict, *members: Member) -> list[Verdict]:
-    assert isinstance(opening, Opening)
+def commit(plan: RoundPlan | Verdict, *members: Member) -> list[Verdict]:
+    assert isinstance(plan, RoundPlan)
     for member in members:
-        member.vote(opening, "d", {"n": 1})
-    return [member.await_verdict(opening, {"n": 1}) for member in members]
+        member.vote(plan, "d", {"n": 1})
+    return [member.await_verdict(plan, {"n": 1}) for member in members]
 
 
 def expire(member: Member) -> None:
@@ -131,8 +131,8 @@ def test_every_membership_of_a_node_has_an_id_of_its_own() -> None:
 
 def test_members_open_and_commit_a_round(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    assert commit(opening, a, b) == [Verdict(opening, "d", {"n": 1})] * 2
+    plan = found(a, b)
+    assert commit(plan, a, b) == [Verdict(plan, "d", {"n": 1})] * 2
 
 
 def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
@@ -154,18 +154,18 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
             patch.setattr(StoreClient, "execute_command", counted)
             return [act() for act in acts][-1]
 
-    opening = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
-    assert turn_of(a, 1) == opening
-    a.vote(opening, "d", {})
-    verdict = last(lambda: b.vote(opening, "d", {}), lambda: b.await_verdict(opening, {}))
-    assert a.await_verdict(opening, {}) == verdict
+    plan = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
+    assert turn_of(a, 1) == plan
+    a.vote(plan, "d", {})
+    verdict = last(lambda: b.vote(plan, "d", {}), lambda: b.await_verdict(plan, {}))
+    assert a.await_verdict(plan, {}) == verdict
     assert trips.count(True) == STORE_TRIPS
 
 
 def test_first_of_a_round_asks_the_store_no_more_often(
     make_member: MakeMember, open_store: Callable[..., RedisStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It checks the opening by the records of all members, which the look shows that brings the opening."""
+    """It checks the plan by the records of all members, which the look shows that brings the plan."""
     first, last = make_member("a", store=open_store()), make_member("b", store=open_store())
     monkeypatch.setattr("zeroband.elastic.rounds.member._LOOK_S", 30.0)
     run, trips = StoreScript.__call__, Counter[str]()
@@ -178,8 +178,8 @@ def test_first_of_a_round_asks_the_store_no_more_often(
         until.wait()
         member.announce_ready(Ready(round, 5 * round, "s"), start_nodes=2)
         then.set()
-        opening = turn_of(member, round, Rules(start_nodes=2))
-        return commit(opening, member)[0]
+        plan = turn_of(member, round, Rules(start_nodes=2))
+        return commit(plan, member)[0]
 
     with ThreadPoolExecutor(1, "first") as threads:
         for round in (0, 1):
@@ -198,8 +198,8 @@ def test_last_of_the_founders_opens_the_run_by_its_first_look(
     for member in (first, last):
         member.announce_ready(Ready(0, 0, "s"), start_nodes=2)
     monkeypatch.setattr(last.store, "await_change", lambda *_, **__: pytest.fail("it has to look again"))
-    opening = turn_of(last, 0, Rules(start_nodes=2))
-    assert isinstance(opening, Opening) and set(opening.members) == {first.member_id, last.member_id}
+    plan = turn_of(last, 0, Rules(start_nodes=2))
+    assert isinstance(plan, RoundPlan) and set(plan.members) == {first.member_id, last.member_id}
 
 
 def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
@@ -207,7 +207,7 @@ def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
 ) -> None:
     """Bringing it back would have every member read all of the run anew."""
     member, restored, looks = make_member("a"), list[object](), list[threading.Thread]()
-    opening = found(member)
+    plan = found(member)
     monkeypatch.setattr(member.store, "restore", restored.append)
     vote, await_change = member.store.vote, member.store.await_change
 
@@ -218,7 +218,7 @@ def test_word_that_is_on_its_way_is_not_lost_to_another_thread(
     def vote_after_look(*of: Any, **options: Any) -> View:
         seen = await_change(*of, **options)
         if not looks:
-            looks.append(threading.Thread(target=member.vote, args=[opening, "d", {}]))
+            looks.append(threading.Thread(target=member.vote, args=[plan, "d", {}]))
             looks[0].start()
             looks[0].join()
         return seen
@@ -236,11 +236,11 @@ def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: Ma
     members = {name: make_member(name) for name in "abc"}
     for member in members.values():
         member.announce_ready(Ready(0, 0, "s"))
-    opening = turn_of(members[proposer], 0, Rules(start_nodes=3))
-    assert isinstance(opening, Opening)
+    plan = turn_of(members[proposer], 0, Rules(start_nodes=3))
+    assert isinstance(plan, RoundPlan)
     for member in members.values():
-        member.vote(opening, "d", {})
-    assert members[proposer].await_verdict(opening, {}).members == opening.members
+        member.vote(plan, "d", {})
+    assert members[proposer].await_verdict(plan, {}).members == plan.members
 
 
 @pytest.mark.parametrize("dead", range(3))
@@ -258,75 +258,75 @@ def test_members_go_on_without_any_one_that_died(make_member: MakeMember, dead: 
 def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -> None:
     """The lost one comes back and votes: nobody may commit any more what one of them has dropped."""
     a, b, c = (make_member(name) for name in "abc")
-    opening = found(a, b, c)
-    a.vote(opening, "d", {})
-    c.vote(opening, "d", {})
+    plan = found(a, b, c)
+    a.vote(plan, "d", {})
+    c.vote(plan, "d", {})
     expire(b)
     with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
-        a.await_verdict(opening, {})
+        a.await_verdict(plan, {})
     assert renew(b)
-    b.vote(opening, "d", {})
+    b.vote(plan, "d", {})
     with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
-        c.await_verdict(opening, {})
+        c.await_verdict(plan, {})
     for member in (a, b, c):
-        member.testify(opening, Evidence())
+        member.testify(plan, Evidence())
     again = [turn_of(member, 0) for member in (a, b, c)]
-    assert again == [replace(opening, version=2, epoch=2, retries=1, before=opening.id)] * 3
+    assert again == [replace(plan, version=2, epoch=2, retries=1, before=plan.id)] * 3
 
 
 def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.vote(opening, "d", {})
+    plan = found(a, b)
+    a.vote(plan, "d", {})
     expire(b)
     outdated = a.store.view(0)
     assert renew(b)
-    b.vote(opening, "d", {})
-    verdict = b.await_verdict(opening, {})
+    b.vote(plan, "d", {})
+    verdict = b.await_verdict(plan, {})
     looks, fresh = iter([outdated]), a.store.view
     monkeypatch.setattr(a.store, "view", lambda round: next(looks, None) or fresh(round))
-    assert a.await_verdict(opening, {}) == verdict
+    assert a.await_verdict(plan, {}) == verdict
 
 
 def test_different_results_open_the_round_again(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.vote(opening, "d", {})
-    b.vote(opening, "damaged", {})
+    plan = found(a, b)
+    a.vote(plan, "d", {})
+    b.vote(plan, "damaged", {})
     for member in (a, b):
         with pytest.raises(PeerLost, match="hold different results"):
-            member.await_verdict(opening, {})
-        member.testify(opening, Evidence())
+            member.await_verdict(plan, {})
+        member.testify(plan, Evidence())
     again = turn_of(a, 0)
-    assert isinstance(again, Opening) and (again.version, again.retries, again.members) == (2, 1, opening.members)
+    assert isinstance(again, RoundPlan) and (again.version, again.retries, again.members) == (2, 1, plan.members)
 
 
 def test_who_differs_time_and_again_is_left_out(make_member: MakeMember) -> None:
     """A machine that computes wrongly must not stop the run, nor write into it."""
     a, b, c = (make_member(name) for name in "abc")
-    opening: Opening | Verdict = found(a, b, c)
+    plan: RoundPlan | Verdict = found(a, b, c)
     for _ in range(3):
-        assert isinstance(opening, Opening)
+        assert isinstance(plan, RoundPlan)
         for member, digest in ((a, "odd"), (b, "d"), (c, "d")):
-            member.vote(opening, digest, {})
-            member.testify(opening, Evidence())
+            member.vote(plan, digest, {})
+            member.testify(plan, Evidence())
         with pytest.raises(PeerLost, match="hold different results"):
-            b.await_verdict(opening, {})
-        opening = turn_of(b, 0)
-    assert opening.members == (b.member_id, c.member_id)
+            b.await_verdict(plan, {})
+        plan = turn_of(b, 0)
+    assert plan.members == (b.member_id, c.member_id)
 
 
 def test_vote_that_does_not_come_ends_the_round_for_those_who_voted(make_member: MakeMember) -> None:
     now_s = [0.0]
     a, b, c, d = (make_member(name, clock=lambda: now_s[0]) for name in "abcd")
-    opening = found(a, b, c, d)
-    decide = a.verdict_rule(opening, {}).decide
+    plan = found(a, b, c, d)
+    decide = a.verdict_rule(plan, {}).decide
     for member in (a, b):
-        member.vote(opening, "d", {})
+        member.vote(plan, "d", {})
     for waited_s in (0.0, TIME_OUTS.hung_s):  # the others may have slower links
         now_s[0] += waited_s
         assert isinstance(decide(a.look(0)), Wait)
-    c.vote(opening, "d", {})
+    c.vote(plan, "d", {})
     assert isinstance(decide(a.look(0)), Wait)
     now_s[0] += TIME_OUTS.hung_s
     with pytest.raises(PeerLost, match="1 members do not vote, although most have"):
@@ -335,23 +335,23 @@ def test_vote_that_does_not_come_ends_the_round_for_those_who_voted(make_member:
 
 def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.report_failure(opening, "lane 1 broke")
-    b.vote(opening, "d", {})
+    plan = found(a, b)
+    a.report_failure(plan, "lane 1 broke")
+    b.vote(plan, "d", {})
     with pytest.raises(PeerLost, match=f"{a.member_id}: lane 1 broke"):
-        b.await_verdict(opening, {})
+        b.await_verdict(plan, {})
 
 
 def test_member_is_fenced_by_a_round_that_was_committed_without_it(make_member: MakeMember) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.vote(opening, "d", {})
+    plan = found(a, b)
+    a.vote(plan, "d", {})
     expire(b)
     with pytest.raises(PeerLost):
-        a.await_verdict(opening, {})
+        a.await_verdict(plan, {})
     commit(turn_of(a, 0), a)
     with pytest.raises(Fenced, match="committed without b#"):
-        b.await_verdict(opening, {})
+        b.await_verdict(plan, {})
     with pytest.raises(Fenced, match="round 0 was committed"):
         turn_of(b, 0)
 
@@ -385,7 +385,7 @@ def test_joiner_is_let_in_at_the_next_boundary(make_member: MakeMember) -> None:
     joiner.announce_ready(Ready(1, 0, "s"))
     a.announce_ready(Ready(1, 5, "s"))
     admitted = turn_of(joiner, 1, is_member=False)
-    assert isinstance(admitted, Opening) and admitted.members == (a.member_id, joiner.member_id)
+    assert isinstance(admitted, RoundPlan) and admitted.members == (a.member_id, joiner.member_id)
     assert turn_of(a, 1) == admitted
 
 
@@ -397,9 +397,9 @@ def test_those_who_wait_leave_a_straggler_behind_after_the_deadline(make_member:
     commit(found(a, b, c), a, b, c)
     for member in (a, b):
         member.announce_ready(Ready(1, 5, "s", 4, 4))
-    opening = turn_of(a, 1, Rules(straggler_deadline_s=0.02))
-    assert isinstance(opening, Opening)
-    assert (opening.members, opening.late) == ((a.member_id, b.member_id), (c.member_id,))
+    plan = turn_of(a, 1, Rules(straggler_deadline_s=0.02))
+    assert isinstance(plan, RoundPlan)
+    assert (plan.members, plan.late) == ((a.member_id, b.member_id), (c.member_id,))
 
 
 def test_straggler_learns_of_the_round_that_it_missed_and_takes_part_in_a_later_one(make_member: MakeMember) -> None:
@@ -412,7 +412,7 @@ def test_straggler_learns_of_the_round_that_it_missed_and_takes_part_in_a_later_
     for member, weight in ((a, 5), (b, 7)):
         member.announce_ready(Ready(2, weight, "s"))
     both = turn_of(b, 2)
-    assert isinstance(both, Opening) and both.weights == (5, 7) and both.late == ()
+    assert isinstance(both, RoundPlan) and both.weights == (5, 7) and both.late == ()
     assert turn_of(a, 2) == both
 
 
@@ -422,9 +422,9 @@ def test_straggler_that_comes_in_time_is_waited_for(make_member: MakeMember) -> 
     a.announce_ready(Ready(1, 5, "s", 4, 4))
     arrival = threading.Timer(0.05, b.announce_ready, args=(Ready(1, 7, "s", 4, 4),))
     arrival.start()
-    opening = turn_of(a, 1, Rules(straggler_deadline_s=1000.0))
+    plan = turn_of(a, 1, Rules(straggler_deadline_s=1000.0))
     arrival.join()
-    assert opening.members == (a.member_id, b.member_id)
+    assert plan.members == (a.member_id, b.member_id)
 
 
 def test_grace_begins_with_the_quorum_and_goes_with_the_phase_before_it(make_member: MakeMember) -> None:
@@ -451,8 +451,8 @@ def test_whose_grace_is_over_proposes_at_once_and_looks_no_later(make_member: Ma
     assert isinstance(rule.decide(view), Wait) and rule.proposers(view) == (a.member_id, b.member_id, c.member_id)
     now_s[0] += rule.left_s()
     assert rule.proposers(view) == (b.member_id,)
-    opening = rule.decide(view)
-    assert isinstance(opening, Opening) and opening.late == (c.member_id,)
+    plan = rule.decide(view)
+    assert isinstance(plan, RoundPlan) and plan.late == (c.member_id,)
     assert now_s[0] == pytest.approx(66.0)
 
 
@@ -461,11 +461,11 @@ def test_whose_grace_is_over_proposes_at_once_and_looks_no_later(make_member: Ma
 
 def test_round_goes_on_without_a_member_that_another_one_does_not_reach(make_member: MakeMember) -> None:
     a, b, c = (make_member(name) for name in "abc")
-    opening = found(a, b, c)
+    plan = found(a, b, c)
     renew(a, c)
     renew(b, c)
     with pytest.raises(PeerLost, match="lost during round 0"):
-        a.await_verdict(opening, {})
+        a.await_verdict(plan, {})
     assert turn_of(a, 0).members == (a.member_id, b.member_id)
 
 
@@ -508,22 +508,22 @@ def test_members_bring_the_record_back_into_an_empty_store(make_member: MakeMemb
     assert view.is_settling and view.committed == verdict and view.ready == before.ready
     assert b'"model.d_model": "256"' in (redis_client.get(a.store.keys.run) or b"")
     settle(redis_client, a)
-    opening = turn_of(a, 1)
-    assert isinstance(opening, Opening) and opening.version == 2
+    plan = turn_of(a, 1)
+    assert isinstance(plan, RoundPlan) and plan.version == 2
     assert [v.round for v in (*commit(turn_of(b, 1), a, b), verdict)] == [1, 1, 0]
 
 
 def test_member_brings_its_vote_back(make_member: MakeMember, redis_client: redis.Redis) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.vote(opening, "d", {})
+    plan = found(a, b)
+    a.vote(plan, "d", {})
     redis_client.flushall()
     assert renew(a) and renew(b)
-    b.vote(opening, "d", {})
+    b.vote(plan, "d", {})
     b.look(0)
     a.look(0)
     settle(redis_client, a)
-    assert a.await_verdict(opening, {}).opening == opening
+    assert a.await_verdict(plan, {}).plan == plan
 
 
 def test_watcher_brings_the_record_back_while_the_trainer_is_busy(
@@ -539,12 +539,12 @@ def test_watcher_brings_the_record_back_while_the_trainer_is_busy(
 # -- during a transfer ------------------------------------------------------------------------------------------------
 
 
-def test_watched_opening_is_aborted_on_the_board_when_a_member_is_lost(make_member: MakeMember, tmp_path: Path) -> None:
+def test_watched_plan_is_aborted_on_the_board_when_a_member_is_lost(make_member: MakeMember, tmp_path: Path) -> None:
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
-    a.watch(opening)
+    plan = found(a, b)
+    a.watch(plan)
     expire(b)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
 
 
 def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
@@ -552,7 +552,7 @@ def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
 ) -> None:
     now_s, asked, turns = [0.0], list[float](), list[float]()
     a = make_member("a", clock=lambda: now_s[0])
-    opening, await_news = found(a), a.await_news
+    plan, await_news = found(a), a.await_news
 
     def ask(*of: Any) -> View:
         asked.append(now_s[0])
@@ -560,7 +560,7 @@ def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
 
     monkeypatch.setattr(a, "await_news", ask)
     monkeypatch.setattr(a, "tell_links", lambda: turns.append(now_s[0]))
-    a.watch(opening)
+    a.watch(plan)
     turns.clear()
     _until(lambda: len(turns) >= 3)
     assert asked == []
@@ -568,13 +568,13 @@ def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
     _until(lambda: asked != [])
 
 
-def test_watched_opening_is_aborted_when_the_time_to_leave_is_over(make_member: MakeMember, tmp_path: Path) -> None:
+def test_watched_plan_is_aborted_when_the_time_to_leave_is_over(make_member: MakeMember, tmp_path: Path) -> None:
     departure = Departure(grace_s=0.0)
     a = make_member("a", departure)
-    opening = found(a)
-    a.watch(opening)
+    plan = found(a)
+    a.watch(plan)
     departure.ask(0.0)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
 
 
 def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
@@ -592,12 +592,12 @@ def test_watcher_goes_on_while_no_guardian_can_be_started(
 ) -> None:
     """A machine without memory for another process: transfers are aborted all the same, and later it starts."""
     a, b = make_member("a"), make_member("b")
-    opening = found(a, b)
+    plan = found(a, b)
     guardians.is_out_of_memory = True
     guardians.started[0].is_dead = True
-    a.watch(opening)
+    a.watch(plan)
     expire(b)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
     guardians.is_out_of_memory = False
     _until(lambda: guardians.are_first == [True, True, False])
 
@@ -616,7 +616,7 @@ def test_members_wait_at_their_boundary_while_the_run_is_paused(make_member: Mak
     commit(found(a), a)
     a.store.give_orders(pause)
     a.announce_ready(Ready(1, 1, "s"))
-    turns: list[Opening | Verdict] = []
+    turns: list[RoundPlan | Verdict] = []
     waiting = threading.Thread(target=lambda: turns.append(turn_of(a, 1)))
     waiting.start()
     while not told:
@@ -624,7 +624,7 @@ def test_members_wait_at_their_boundary_while_the_run_is_paused(make_member: Mak
     assert told == [("paused", {"round": 1})] and not turns
     a.store.give_orders(go_on)
     waiting.join(timeout=10)
-    assert [turn.round for turn in turns if isinstance(turn, Opening)] == [1]
+    assert [turn.round for turn in turns if isinstance(turn, RoundPlan)] == [1]
     assert [kind for kind, _ in told] == ["paused", "resumed"]
 
 

@@ -39,7 +39,7 @@ def test_rounds_of_members_end_together_however_early_each_began(began_s: list[f
     assert all(abs(end - 110.0) <= 0.5 * step_s + 1e-6 for end in ends_s)
 
 
-def test_opening_from_before_a_round_began_moves_its_end_not() -> None:
+def test_plan_from_before_a_round_began_moves_its_end_not() -> None:
     pace, other = PhaseLength(MANY, round_s=60.0), PhaseLength(MANY, round_s=60.0)
     for one in (pace, other):
         one.begin(100.0)

@@ -64,7 +64,7 @@ def learn(run: FakeRun, update: Tensor, **losses: float) -> dict[str, RoundRepor
 def recorded(verdict: Verdict) -> AuditedRound:
     """As the nodes' events have it."""
     progress = Progress.from_record(verdict.record["progress"])
-    used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
+    used = {member: steps * BATCH for member, steps in verdict.plan.contributors().items()}
     line = (progress.founding, progress.follows)
     return AuditedRound(verdict.round, used, progress.ledgers, *line, at_s=verdict.round)
 

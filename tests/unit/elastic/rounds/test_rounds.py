@@ -88,9 +88,9 @@ class Rounds(RuleBasedStateMachine):
         """A round that is open comes to its end, and no other one is opened."""
         self.run.act_in(order)
         self.run.store.give_orders(pause)
-        opening = self.run.store.view(FOUNDING_ROUND).opening
+        plan = self.run.store.view(FOUNDING_ROUND).plan
         self.run.act_in(later)
-        assert self.run.store.view(FOUNDING_ROUND).opening == opening, "opened in a pause"
+        assert self.run.store.view(FOUNDING_ROUND).plan == plan, "opened in a pause"
         if goes_on:
             self.run.store.give_orders(go_on)
 

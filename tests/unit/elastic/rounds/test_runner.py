@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.membership.records import Opening, Ready
+from zeroband.elastic.membership.records import Ready, RoundPlan
 from zeroband.elastic.rounds import runner
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.phase import TransferWindow
@@ -36,7 +36,7 @@ def test_founding_is_a_round_of_all_founders_that_moves_nothing(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", "b")
-    assert [(v.round, v.members, v.opening.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
+    assert [(v.round, v.members, v.plan.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
     assert run["a"].outer.round == run["b"].outer.round == 0
     assert run["a"].outer.progress.assigned == {"a": ((0, 4),), "b": ((4, 8),)}
 
@@ -81,12 +81,12 @@ def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
 
 
 def fail_transfers(lanes: Any, until_version: int) -> None:
-    """Have all transfers up to this version of the opening break, and leave the same behind on every member."""
+    """Have all transfers up to this version of the plan break, and leave the same behind on every member."""
     all_reduce = lanes.all_reduce
 
-    def fail(parts: Any, opening: Opening) -> None:
-        if opening.version > until_version:
-            return all_reduce(parts, opening)
+    def fail(parts: Any, plan: RoundPlan) -> None:
+        if plan.version > until_version:
+            return all_reduce(parts, plan)
         for _, part in parts:
             part.zero_()
         raise PeerLost("the transfer broke")
@@ -103,13 +103,13 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
     """Nodes that failed together hold equal results, and one that has failed often still has its own update."""
     monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
     run = start_run(algorithm, "a", "b")
-    before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
+    before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.plans[-1]
     for name in ("a", "b"):
         fail_transfers(run[name].lanes, until_version=founding.version + 5)
     reports = run.round(**updates)
-    tried = [opening for opening in run.store.openings if opening.round == 1]
-    assert [opening in run.store.record.failed for opening in tried] == [True] * 5 + [False]
-    assert [verdict.opening for verdict in run.store.verdicts if verdict.round == 1] == tried[-1:]
+    tried = [plan for plan in run.store.plans if plan.round == 1]
+    assert [plan in run.store.record.failed for plan in tried] == [True] * 5 + [False]
+    assert [verdict.plan for verdict in run.store.verdicts if verdict.round == 1] == tried[-1:]
     contributions = {name: contribution_of(algorithm, before, updates[name]) for name in ("a", "b")}
     for name, report in reports.items():
         assert torch.equal(run[name].buffers[CONTRIBUTION], contributions[name])
@@ -176,10 +176,10 @@ def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
     run, sound = start_run(algorithm, "a", "b"), [noise(1), noise(2)]
     run["b"].lanes.damage = lambda part: part[0].add_(1e-3)
     reports = run.round(a=sound[0], b=sound[1])
-    before = [opening for opening in run.store.openings if opening.round == 1]
+    before = [plan for plan in run.store.plans if plan.round == 1]
     assert len(before) == 2
     assert run.store.record.failed[before[0]].value == "the members hold different results"
-    assert [v.opening for v in run.store.verdicts if v.round == 1] == [before[1]]
+    assert [v.plan for v in run.store.verdicts if v.round == 1] == [before[1]]
     assert {(r.retries, r.state_digest) for r in reports.values()} == {(1, run["a"].outer.state_digest)}
 
 
@@ -190,9 +190,9 @@ def test_no_member_applies_before_the_verdict(start_run: StartRun, noise: Noise,
     node = run["a"]
     lanes_reduce = node.lanes.all_reduce
 
-    def observe(parts, opening) -> None:
+    def observe(parts, plan) -> None:
         states.append(digest_of(*(node.buffers[name] for name in node.outer.sections)))
-        lanes_reduce(parts, opening)
+        lanes_reduce(parts, plan)
 
     node.lanes.all_reduce = observe
     run.round(a=noise(1), b=noise(2))

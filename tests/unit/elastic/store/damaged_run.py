@@ -19,7 +19,7 @@ import redis
 from tests.memberships import a_member
 
 from zeroband.elastic.membership.orders import Orders, go_on, pause
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
@@ -54,7 +54,7 @@ class Node:
     state: str = "initial"
     session: str = ""
     is_joiner: bool = False
-    opening: Opening | None = None
+    plan: RoundPlan | None = None
     lives: int = 0
 
     def __post_init__(self) -> None:
@@ -149,20 +149,20 @@ class Run:
         if isinstance(turn, Verdict):
             node.phase = "joining"  # it catches up
         elif not isinstance(turn, Wait):
-            node.opening, node.phase = turn, "opened"
+            node.plan, node.phase = turn, "opened"
 
     def _opened(self, node: Node) -> None:
-        assert node.opening is not None
-        if not node.member.look(node.opening.round).can_finish(node.opening):
-            node.member.report_failure(node.opening, "it cannot be finished")
+        assert node.plan is not None
+        if not node.member.look(node.plan.round).can_finish(node.plan):
+            node.member.report_failure(node.plan, "it cannot be finished")
             raise PeerLost("it cannot be finished")
-        node.member.vote(node.opening, hashed(node.opening.round, "result"), self._record_of(node))
+        node.member.vote(node.plan, hashed(node.plan.round, "result"), self._record_of(node))
         node.phase = "voted"
 
     def _voted(self, node: Node) -> None:
-        assert node.opening is not None
-        rule = node.member.verdict_rule(node.opening, self._record_of(node))
-        verdict = rule(node.member.look(node.opening.round))
+        assert node.plan is not None
+        rule = node.member.verdict_rule(node.plan, self._record_of(node))
+        verdict = rule(node.member.look(node.plan.round))
         if isinstance(verdict, Verdict):
             node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
             node.session, node.is_joiner, node.phase = verdict.record["session"], False, "training"
@@ -170,9 +170,9 @@ class Run:
             assert applied == (verdict.digest, node.state), f"round {verdict.round} has two results"
 
     def _record_of(self, node: Node) -> dict[str, Any]:
-        """What it would write into the verdict of its opening."""
-        assert node.opening is not None
-        return {"session": node.session or self.session, "n": node.opening.round}
+        """What it would write into the verdict of its plan."""
+        assert node.plan is not None
+        return {"session": node.session or self.session, "n": node.plan.round}
 
     def steps_of(self, nodes: list[Node]) -> bool:
         """One step of each; whether any of them came further by it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict, View
 from zeroband.elastic.store.backup import LiveBackup
 
 A, B = "a#1", "b#1"
@@ -15,19 +15,19 @@ RUN = {"model.d_model": "256"}
 WORD = Ready(6, 10, "s")
 
 
-def an_opening(version: int = 6, round: int = 5, members: tuple[str, ...] = (A, B)) -> Opening:
+def a_plan(version: int = 6, round: int = 5, members: tuple[str, ...] = (A, B)) -> RoundPlan:
     tens = tuple(10 for _ in members)
-    return Opening(version, version, round, members, tens, tens, tens)
+    return RoundPlan(version, version, round, members, tens, tens, tens)
 
 
 def a_verdict(version: int = 6, round: int = 5) -> Verdict:
-    return Verdict(an_opening(version, round), "d")
+    return Verdict(a_plan(version, round), "d")
 
 
 def a_view(**fields: Any) -> View:
     """Round 5 is committed."""
     usual: dict[str, Any] = {
-        "opening": an_opening(),
+        "plan": a_plan(),
         "committed": a_verdict(),
         "alive": frozenset({A, B}),
         "ready": {},
@@ -37,7 +37,7 @@ def a_view(**fields: Any) -> View:
     return View(**{**usual, **fields})
 
 
-EMPTY = a_view(opening=None, committed=None, is_known=False)
+EMPTY = a_view(plan=None, committed=None, is_known=False)
 
 
 @pytest.fixture
@@ -50,35 +50,35 @@ def memory() -> LiveBackup:
 
 def test_memory_keeps_what_it_saw_and_said(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    memory.voted(an_opening(), "digest", {})
+    memory.voted(a_plan(), "digest", {})
     known = memory.known
     assert (known.member_id, known.run) == (A, RUN)
-    assert (known.opening, known.committed) == (an_opening(), a_verdict())
-    assert (known.ready, known.vote) == (WORD, (an_opening(), "digest"))
+    assert (known.plan, known.committed) == (a_plan(), a_verdict())
+    assert (known.ready, known.vote) == (WORD, (a_plan(), "digest"))
 
 
 def test_memory_takes_over_what_is_newer(memory: LiveBackup) -> None:
-    newer = a_view(opening=an_opening(8, 7), committed=a_verdict(7, 6))
+    newer = a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6))
     memory.learn(newer)
-    assert (memory.known.opening, memory.known.committed) == (newer.opening, newer.committed)
+    assert (memory.known.plan, memory.known.committed) == (newer.plan, newer.committed)
 
 
 @pytest.mark.parametrize(
     "older",
-    [EMPTY, a_view(opening=an_opening(4, 3), committed=a_verdict(3, 2)), a_view(opening=None, committed=None)],
+    [EMPTY, a_view(plan=a_plan(4, 3), committed=a_verdict(3, 2)), a_view(plan=None, committed=None)],
     ids=["nothing", "an older copy", "only the run"],
 )
 def test_memory_keeps_what_the_store_forgot(memory: LiveBackup, older: View) -> None:
     memory.learn(older)
-    assert (memory.known.opening, memory.known.committed) == (an_opening(), a_verdict())
+    assert (memory.known.plan, memory.known.committed) == (a_plan(), a_verdict())
     assert memory.is_more_than(older, 6)
 
 
 def test_memory_follows_the_store_where_both_know_another_of_one_version(memory: LiveBackup) -> None:
     """Members that brought the record back agreed on it: it counts from then on."""
-    other = an_opening(members=(A,))
-    memory.learn(a_view(opening=other, committed=Verdict(other, "e")))
-    assert (memory.known.opening, memory.known.committed) == (other, Verdict(other, "e"))
+    other = a_plan(members=(A,))
+    memory.learn(a_view(plan=other, committed=Verdict(other, "e")))
+    assert (memory.known.plan, memory.known.committed) == (other, Verdict(other, "e"))
 
 
 def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
@@ -87,20 +87,20 @@ def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
 
 def test_memory_is_no_more_than_a_store_that_went_on(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    memory.voted(an_opening(), "digest", {})
-    assert not memory.is_more_than(a_view(opening=an_opening(8, 7), committed=a_verdict(7, 6)), 7)
+    memory.voted(a_plan(), "digest", {})
+    assert not memory.is_more_than(a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6)), 7)
 
 
 def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
     memory = LiveBackup(A, RUN)
-    assert not memory.is_more_than(a_view(opening=None, committed=None), 0)
+    assert not memory.is_more_than(a_view(plan=None, committed=None), 0)
     assert memory.is_more_than(EMPTY, 0), "it knows what all nodes must share"
 
 
 @pytest.mark.parametrize(
     ("missing", "expected"),
-    [({"opening": None}, True), ({"committed": None}, True), ({"committed": a_verdict(5, 4)}, True), ({}, False)],
-    ids=["opening", "verdict", "newest verdict", "nothing"],
+    [({"plan": None}, True), ({"committed": None}, True), ({"committed": a_verdict(5, 4)}, True), ({}, False)],
+    ids=["plan", "verdict", "newest verdict", "nothing"],
 )
 def test_memory_is_more_than_a_store_that_misses_a_part(
     memory: LiveBackup, missing: dict[str, Any], expected: bool
@@ -123,18 +123,18 @@ def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: L
     assert not memory.is_more_than(a_view(), 0)
 
 
-def test_memory_is_more_when_its_vote_for_the_current_opening_is_missing(memory: LiveBackup) -> None:
-    memory.voted(an_opening(), "digest", {})
+def test_memory_is_more_when_its_vote_for_the_current_plan_is_missing(memory: LiveBackup) -> None:
+    memory.voted(a_plan(), "digest", {})
     assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
     assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
-    assert not memory.is_more_than(a_view(opening=an_opening(7)), 6), "it was opened again"
+    assert not memory.is_more_than(a_view(plan=a_plan(7)), 6), "it was opened again"
 
 
 def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: LiveBackup) -> None:
     """The run began again on a checkpoint without this member, in a store that had lost everything."""
-    founding = replace(an_opening(1, 2), sessions=("old",))
-    again = a_view(opening=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)
+    founding = replace(a_plan(1, 2), sessions=("old",))
+    again = a_view(plan=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)
     memory.announced(WORD)
     assert not memory.is_more_than(again, 6)
     memory.learn(again)
-    assert (memory.known.opening, memory.known.committed) == (again.opening, again.committed)
+    assert (memory.known.plan, memory.known.committed) == (again.plan, again.committed)

@@ -29,7 +29,7 @@ from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import until
 
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import LinkRates, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.store import connection, redis_run, redis_store, scripts, store_in_use
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
@@ -195,8 +195,8 @@ def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
 
 def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: redis.Redis) -> None:
     admin.config_resetstat()
-    opening, key = Opening(1, 1, 0, ("a#1",), (1,)), "zeroband:{run}:group:k"
-    verdict, ready = Verdict(opening, "digest"), Ready(0, 1, "state")
+    plan, key = RoundPlan(1, 1, 0, ("a#1",), (1,)), "zeroband:{run}:group:k"
+    verdict, ready = Verdict(plan, "digest"), Ready(0, 1, "state")
     with contextlib.closing(RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", retry_s=TIMEOUT_S)) as run:
         run.reach(retry_s=TIMEOUT_S)
         for _ in range(2):
@@ -207,9 +207,9 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         run.tell_links("a#1", LinkRates({}, 1))
         run.view(0)
         assert run.links() == {"a#1": LinkRates({}, 1)}
-        assert run.propose_opening(opening, current=None)
-        run.vote(opening, "a#1", "digest")
-        assert run.propose_verdict(verdict) and not run.report_failure(opening, "too late")
+        assert run.propose_plan(plan, current=None)
+        run.vote(plan, "a#1", "digest")
+        assert run.propose_verdict(verdict) and not run.report_failure(plan, "too late")
         assert run.history() == [verdict] and run.view(0).committed == verdict
         run.group_set(key, b"1")
         assert run.group_get([key]) == [b"1"] and run.group_delete(key) and run.group_add(key, 2) == 2
@@ -223,7 +223,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False))
         run.release_lease("a#1")
         admin.flushall()
-        assert run.restore(StoreBackup("a#1", shared, opening, verdict, ready, (opening, "digest")))
+        assert run.restore(StoreBackup("a#1", shared, plan, verdict, ready, (plan, "digest")))
     spoken = {name.removeprefix("cmdstat_").partition("|")[0] for name in admin.info("commandstats")}
     assert {command.partition("|")[0] for command in COMMANDS} <= spoken
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
-from zeroband.elastic.membership.records import Opening, Ready, Verdict
+from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.record_verifier import RecordVerifier
@@ -30,11 +30,11 @@ HUGE = 10**15
 
 def whole_names(run: Run) -> dict[str, bytes]:
     """Every key of a run by a short name, those of the current round too, whether or not they are there."""
-    keys, opening, round = run.nodes[0].store.keys, run.nodes[0].opening, run.newest + 1
-    assert opening is not None
+    keys, plan, round = run.nodes[0].store.keys, run.nodes[0].plan, run.newest + 1
+    assert plan is not None
     names = {name: getattr(keys, name) for name in Keys.names()}
     names |= {"ready": keys.ready(round), "ready_at": keys.ready_at(round)}
-    names["group"] = keys.group(opening, 0)
+    names["group"] = keys.group(plan, 0)
     return {name: value.encode() for name, value in names.items()}
 
 
@@ -201,7 +201,7 @@ def test_server_that_comes_back_with_the_file_of_an_earlier_run_fences_nobody(
 def test_server_that_comes_back_with_a_file_from_before_all_nodes_joined_again_fences_nobody(
     redis_url: str, redis_client: redis.Redis
 ) -> None:
-    """None of its openings names a member of now, and none of its leases is one of theirs."""
+    """None of its plans names a member of now, and none of its leases is one of theirs."""
     with a_run(redis_url) as run:
         run.commits_rounds()
         earlier = run.dump()
@@ -259,9 +259,9 @@ def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str,
     with a_run(redis_url) as run:
         run.bring_to(moment)
         forger, keys = stranger(run), run.nodes[0].store.keys
-        opening = Opening(HUGE, HUGE, HUGE, ("stranger#1",), (1,), (1,), (1,), sessions=(run.session,))
-        verdict = Verdict(opening, "d", {"session": run.session})
-        run.client.set(keys.opening, forger.seal_opening(opening))
+        plan = RoundPlan(HUGE, HUGE, HUGE, ("stranger#1",), (1,), (1,), (1,), sessions=(run.session,))
+        verdict = Verdict(plan, "d", {"session": run.session})
+        run.client.set(keys.plan, forger.seal_plan(plan))
         run.client.set(keys.committed, forger.seal_verdict(verdict))
         run.client.hset(keys.ready(run.newest + 1), "stranger#1", forger.seal_ready("stranger#1", Ready(0, 1, "s")))
         run.client.zadd(keys.leases, {"stranger#1": float("inf")})
@@ -272,12 +272,12 @@ def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str,
 def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: str) -> None:
     with a_run(redis_url) as run:
         run.bring_to(moment)
-        opening, forger = run.nodes[0].opening, stranger(run)
-        assert opening is not None
+        plan, forger = run.nodes[0].plan, stranger(run)
+        assert plan is not None
         keys = run.nodes[0].store.keys
-        run.client.set(keys.failed, forger.seal_failure(opening, "because I say so"))
-        for member in opening.members:
-            run.client.hset(keys.votes, member, forger.seal_vote(member, opening, "another"))
+        run.client.set(keys.failed, forger.seal_failure(plan, "because I say so"))
+        for member in plan.members:
+            run.client.hset(keys.votes, member, forger.seal_vote(member, plan, "another"))
         newest = run.newest
         assert_goes_on(run, f"a forged failure at {moment}")
         assert run.newest > newest

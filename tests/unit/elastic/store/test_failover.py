@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.held_stores import HeldStore, open_at
-from tests.stores import RUN_ID, SHARED, a_verdict, an_opening
+from tests.stores import RUN_ID, SHARED, a_plan, a_verdict
 
 from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
@@ -62,10 +62,10 @@ def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack
 
 def commit_a_round(nodes: Mapping[str, Node]) -> None:
     """All three have seen the verdict of a round."""
-    opening, store = an_opening(A, B, C), nodes[A].store
+    plan, store = a_plan(A, B, C), nodes[A].store
     store.found_or_match(SHARED)
-    assert store.propose_opening(opening, current=None, generation=store.generation)
-    assert store.propose_verdict(a_verdict(opening), generation=store.generation)
+    assert store.propose_plan(plan, current=None, generation=store.generation)
+    assert store.propose_verdict(a_verdict(plan), generation=store.generation)
     for node in nodes.values():
         node.memory.learn(node.store.view(0))
 
@@ -88,19 +88,19 @@ def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(node
     assert len(stores) == 1 and stores <= {f"node://{node.server.place}" for node in survivors}
     assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
     assert [event["generation"] for event in nodes[B].events] == [1, 2]
-    assert nodes[C].store.view(1).committed == a_verdict(an_opening(A, B, C))
+    assert nodes[C].store.view(1).committed == a_verdict(a_plan(A, B, C))
 
 
 def test_round_for_which_all_survivors_voted_counts_though_no_vote_arrived(nodes: Mapping[str, Node]) -> None:
     """What its verdict says was known before: the lost node may have written it, for all that anybody knows."""
     commit_a_round(nodes)
-    opening = replace(an_opening(A, B, C), version=2, round=1)
-    assert nodes[A].store.propose_opening(opening, current=an_opening(A, B, C), generation=nodes[A].store.generation)
+    plan = replace(a_plan(A, B, C), version=2, round=1)
+    assert nodes[A].store.propose_plan(plan, current=a_plan(A, B, C), generation=nodes[A].store.generation)
     for node in (nodes[B], nodes[C]):
         node.memory.learn(node.store.view(1))
-        node.memory.voted(opening, "d", {"n": 1})
+        node.memory.voted(plan, "d", {"n": 1})
     lose(nodes[A], nodes[B], nodes[C])
-    assert nodes[C].store.view(1).committed == Verdict(opening, "d", {"n": 1})
+    assert nodes[C].store.view(1).committed == Verdict(plan, "d", {"n": 1})
 
 
 def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
@@ -109,7 +109,7 @@ def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
     for _ in range(5):
         nodes[B].mover.recover()
     assert nodes[B].memory.generation == nodes[A].memory.generation
-    assert nodes[B].memory.account().promised == nodes[B].memory.generation
+    assert nodes[B].memory.member_report().promised == nodes[B].memory.generation
 
 
 def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(

@@ -107,7 +107,7 @@ def test_sealed_record_that_says_anything_is_read_or_does_not_count(name: str, d
 @settings(max_examples=80, derandomize=True, database=None)
 @given(data=st.data())
 def test_patch_that_says_anything_makes_a_record_or_is_refused(data: st.DataObject) -> None:
-    raw = STORE["opening"].write(RecordVerifier(SEALS))
+    raw = STORE["plan"].write(RecordVerifier(SEALS))
     patch = data.draw(texts('{"version": 42, "members": ["a#1", "b#2"], "network": {"rtt_ms": 7}}'))
     with contextlib.suppress(ValueError):
         patched(raw.encode(), f"mac 3 42 42-00 s1 {patch}".encode(errors="surrogatepass"))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import redis
 from tests.held_stores import HeldStore, open_at
-from tests.stores import RUN_ID, SHARED, a_verdict, an_opening, hold
+from tests.stores import RUN_ID, SHARED, a_plan, a_verdict, hold
 
 from zeroband.elastic.membership.records import Peer, Ready, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
@@ -25,7 +25,7 @@ from zeroband.errors import ConfigError, StoreLost
 
 A, B = "a#1", "b#1"
 KEY = RunKey.of("a token of the run", RUN_ID)
-OPENING = an_opening(A, B)
+PLAN = a_plan(A, B)
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +77,16 @@ def test_nodes_use_one_store_whatever_the_order_of_their_lists(
 
 def test_what_is_of_an_older_generation_is_refused(store: RedisStore) -> None:
     old, now = older(store), store.generation
-    assert not store.propose_opening(OPENING, current=None, generation=old)
-    assert store.propose_opening(OPENING, current=None, generation=now)
+    assert not store.propose_plan(PLAN, current=None, generation=old)
+    assert store.propose_plan(PLAN, current=None, generation=now)
     for member in (A, B):
-        assert store.vote(OPENING, member, "d", generation=old).votes.get(member) is None
+        assert store.vote(PLAN, member, "d", generation=old).votes.get(member) is None
     assert store.view(0).votes == {}
     for member in (A, B):
-        store.vote(OPENING, member, "d", generation=now)
+        store.vote(PLAN, member, "d", generation=now)
     assert store.view(0).votes == {A: "d", B: "d"}
-    assert not store.propose_verdict(a_verdict(OPENING), generation=old)
-    assert store.propose_verdict(a_verdict(OPENING), generation=now)
+    assert not store.propose_verdict(a_verdict(PLAN), generation=old)
+    assert store.propose_verdict(a_verdict(PLAN), generation=now)
 
 
 def test_store_that_lost_its_memory_is_another_one(store: RedisStore) -> None:
@@ -130,7 +130,7 @@ def test_node_founds_nothing_while_a_member_has_lost_its_store(
 ) -> None:
     assert store.generation is not None
     now_s = time.monotonic()
-    store.survey(A, MemberReport((store.generation,), store.generation, a_verdict(OPENING)))
+    store.survey(A, MemberReport((store.generation,), store.generation, a_verdict(PLAN)))
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
     assert not store.may_found()
 
@@ -141,15 +141,15 @@ def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_fo
     """Their lists have another order, and each was asked before the other was begun."""
     (_, _), (spare, seen) = store.survey()
     spare.begin(StoreTerm(1, seen.store), None)
-    assert store.propose_opening(OPENING, current=None, generation=store.generation)
-    assert store.propose_verdict(a_verdict(OPENING), generation=store.generation)
+    assert store.propose_plan(PLAN, current=None, generation=store.generation)
+    assert store.propose_verdict(a_verdict(PLAN), generation=store.generation)
     assert open_store(stack, *reversed(servers)).address == store.address
 
 
 @pytest.fixture
 def idle(stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore) -> RedisStore:
     """The one of two stores that is not in use, asked by somebody who knows of no other; it was told of the other."""
-    store.tell_whereabouts()
+    store.tell_forward_pointer()
     (address,) = {server.url for server in servers} - {store.address}
     asked = RedisStore(address, RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(asked.close)
@@ -199,7 +199,7 @@ def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStac
 def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitStack, held: list[HeldStore]) -> None:
     first, second, own = held
     member = reached(stack, first, second)
-    member.tell_whereabouts()
+    member.tell_forward_pointer()
     newcomer = reached(stack, second, own)
     assert first.place == place_of_store(member) == place_of_store(newcomer)
     assert newcomer.generation == member.generation
@@ -222,7 +222,7 @@ def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
 ) -> None:
     """It was told so, by members whose store this newcomer does not reach."""
     left = next(candidate for candidate in store.candidates if candidate.address == store.address)
-    left.take_whereabouts(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
+    left.take_forward_pointer(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
     newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(newcomer.close)
     with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 from tests.relay import Damage, Relay, Wound
 
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.store import redis_run
 from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
@@ -41,9 +41,9 @@ def server() -> Iterator[int]:
     ):
         for member in ("a#1", "b#1"):
             assert run.renew_lease(member, Peer(member[0], "127.0.0.1", 1, True), first=True)
-        first, second = (Opening(n + 1, n + 1, n, ("a#1", "b#1"), (1, 1), (1, 1), (1, 1)) for n in (0, 1))
-        assert run.propose_opening(first, current=None) and run.propose_verdict(Verdict(first, "d", {"n": 1}))
-        assert run.propose_opening(second, current=first)
+        first, second = (RoundPlan(n + 1, n + 1, n, ("a#1", "b#1"), (1, 1), (1, 1), (1, 1)) for n in (0, 1))
+        assert run.propose_plan(first, current=None) and run.propose_verdict(Verdict(first, "d", {"n": 1}))
+        assert run.propose_plan(second, current=first)
         run.vote(second, "a#1", "e")
         yield port
 
@@ -120,7 +120,7 @@ def test_view_is_right_whatever_happens_to_a_byte_of_the_answer(ways: list[Way],
     right = ways[0].store.view(1)
     answer = ways[0].relay.heard["server"]
     places = places_of(answer, wound)
-    assert right.opening is not None and right.votes == {"a#1": "e"} and len(places) > 100
+    assert right.plan is not None and right.votes == {"a#1": "e"} and len(places) > 100
 
     def look(way: Way, number: int) -> None:
         seen: list[View] = [way.store.view(1) for _ in range(2)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.held_stores import HeldStore, open_at
-from tests.stores import RUN_ID, SHARED, an_opening
+from tests.stores import RUN_ID, SHARED, a_plan
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Verdict
@@ -43,10 +43,10 @@ def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, token
     founder = open_at(stack, server)
     founder.reach(retry_s=5.0)
     founder.found_or_match(SHARED)
-    opening = an_opening(member)
+    plan = a_plan(member)
     progress = replace(Progress.at_start(), tokens=tokens)
-    verdict = Verdict(opening, "d", {"session": session, "progress": progress.to_record()})
-    assert founder.propose_opening(opening, current=None, generation=founder.generation)
+    verdict = Verdict(plan, "d", {"session": session, "progress": progress.to_record()})
+    assert founder.propose_plan(plan, current=None, generation=founder.generation)
     assert founder.propose_verdict(verdict, generation=founder.generation)
     store = open_at(stack, server, *known)
     assert founder.generation is not None

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 import redis
-from tests.stores import SHARED, a_verdict, an_opening, open_next
+from tests.stores import SHARED, a_plan, a_verdict, open_next
 
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.holdings import Holding
 from zeroband.elastic.membership.node_key import NodeKey, is_signed
 from zeroband.elastic.membership.orders import OperatorKey, ban, go_on, pause, roll_back, unban
-from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, StoreTerm
+from zeroband.elastic.membership.records import LinkRates, Peer, Ready, RestartPoint, RoundPlan, StoreTerm
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import MemberReport
 from zeroband.elastic.store.backup import StoreBackup
@@ -41,7 +41,7 @@ def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
     for node, member in (("a", A), ("b", B)):
         opened[node].found_or_match(SHARED)
         assert opened[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
-    founding = opened["a"].signed(an_opening(A, B), A)
+    founding = opened["a"].signed(a_plan(A, B), A)
     assert open_next(opened["a"], founding)
     for node, member in (("a", A), ("b", B)):
         opened[node].vote(founding, member, vote_of(a_verdict(founding)))
@@ -51,9 +51,9 @@ def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
         store.close()
 
 
-def proposed(stores: dict[str, RedisStore]) -> Opening:
+def proposed(stores: dict[str, RedisStore]) -> RoundPlan:
     """Round 1 as member A proposes it."""
-    return stores["a"].signed(an_opening(A, B, version=2, round=1), A)
+    return stores["a"].signed(a_plan(A, B, version=2, round=1), A)
 
 
 def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores: dict[str, RedisStore]) -> None:
@@ -61,9 +61,9 @@ def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores
     stores["b"].verifier.on_forgery = lambda place, member: told.append((place, member))
     stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
     assert A not in stores["b"].view(1).ready
-    opening = proposed(stores)
-    assert open_next(stores["b"], opening)
-    stores["x"].vote(opening, A, "worse")
+    plan = proposed(stores)
+    assert open_next(stores["b"], plan)
+    stores["x"].vote(plan, A, "worse")
     assert stores["b"].view(1).votes == {}
     assert told == [(f"{stores['b'].keys.ready(1)} {A}", A), (f"{stores['b'].keys.votes} {A}", A)]
 
@@ -72,36 +72,36 @@ def test_member_writes_over_what_another_said_in_its_name(stores: dict[str, Redi
     """The first word counts, if it is a word of that member."""
     stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
     view = stores["a"].announce_ready(A, READY)
-    known = StoreBackup(A, record_of(SHARED), view.opening, view.committed, ready=READY)
+    known = StoreBackup(A, record_of(SHARED), view.plan, view.committed, ready=READY)
     assert A not in view.ready
     stores["a"].restore(known)
     assert all(store.view(1).ready[A] == READY for store in stores.values())
 
 
-def test_opening_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[str, RedisStore]) -> None:
+def test_plan_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[str, RedisStore]) -> None:
     told: list[str] = []
     stores["b"].verifier.on_forgery = lambda place, member: told.append(member)
-    forged = stores["x"].signed(an_opening(A, B, version=2, round=1), A)
+    forged = stores["x"].signed(a_plan(A, B, version=2, round=1), A)
     nobodys = replace(forged, proposer="", signature="")
     changed = replace(proposed(stores), weights=(1, 0))
-    for opening in (forged, nobodys, changed):
-        before = stores["x"].view(1).opening
-        assert stores["x"].propose_opening(opening, current=before)
-        assert stores["b"].view(1).opening is None
+    for plan in (forged, nobodys, changed):
+        before = stores["x"].view(1).plan
+        assert stores["x"].propose_plan(plan, current=before)
+        assert stores["b"].view(1).plan is None
     assert {*told} <= {A, ""} and told[0] == A
-    assert open_next(stores["a"], proposed(stores)) and stores["b"].view(1).opening == proposed(stores)
+    assert open_next(stores["a"], proposed(stores)) and stores["b"].view(1).plan == proposed(stores)
 
 
-def test_failure_counts_only_of_a_member_that_the_opening_lists(stores: dict[str, RedisStore]) -> None:
-    opening = proposed(stores)
-    assert open_next(stores["a"], opening)
+def test_failure_counts_only_of_a_member_that_the_plan_lists(stores: dict[str, RedisStore]) -> None:
+    plan = proposed(stores)
+    assert open_next(stores["a"], plan)
     stores["x"].announce_ready(X, READY)
-    stores["x"].report_failure(opening, "stop")
+    stores["x"].report_failure(plan, "stop")
     assert stores["a"].view(1).failed is None
     stores["a"].announce_ready(A, READY)
-    stores["a"].report_failure(opening, f"{B}: stop")
+    stores["a"].report_failure(plan, f"{B}: stop")
     assert {store.view(1).failed for store in stores.values()} == {None}
-    stores["a"].report_failure(opening, f"{A}: lost")
+    stores["a"].report_failure(plan, f"{A}: lost")
     assert {store.view(1).failed for store in stores.values()} == {f"{A}: lost"}
 
 
@@ -112,11 +112,11 @@ def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_
     stores["x"].tell_links(A, LinkRates({B: 1}))
     stores["x"].tell_holding(A, Holding())
     stores["x"].say_leaving(A)
-    account = MemberReport((StoreTerm(1, "s"),), StoreTerm(1, "s"))
-    stores["x"].look_at_candidate(A, account)
+    member_report = MemberReport((StoreTerm(1, "s"),), StoreTerm(1, "s"))
+    stores["x"].look_at_candidate(A, member_report)
     b = stores["b"]
     assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}
-    assert b.look_at_candidate("", None).accounts == {}
+    assert b.look_at_candidate("", None).member_reports == {}
     assert b.say_leaving(B) == {A}
     assert stores["a"].renew_lease(A, Peer("a", "host", 1, True)) is not None
     assert b.view(1).peers[A].host == "host"
@@ -149,22 +149,22 @@ def test_name_without_a_key_counts_with_no_node(stores: dict[str, RedisStore], r
 def test_banned_member_is_out_for_all_until_it_is_let_in_again(stores: dict[str, RedisStore]) -> None:
     for node, member in (("a", A), ("b", B)):
         stores[node].announce_ready(member, READY)
-    opening = proposed(stores)
-    assert open_next(stores["b"], opening)
+    plan = proposed(stores)
+    assert open_next(stores["b"], plan)
     short = short_key(A)
     assert short is not None
     stores["x"].give_orders(lambda orders: ban(orders, short, [A, B]))
     for store in stores.values():
         view = store.view(1)
         assert view.alive == {B} and view.ready.keys() == view.peers.keys() == {B}
-        assert view.lost(opening) == (A,) and view.orders.bans(A)
-    stores["a"].report_failure(opening, "of a banned one")
+        assert view.lost(plan) == (A,) and view.orders.bans(A)
+    stores["a"].report_failure(plan, "of a banned one")
     assert stores["b"].view(1).failed is None
-    late = an_opening(A, B, version=3, round=1)
+    late = a_plan(A, B, version=3, round=1)
     assert not open_next(stores["b"], stores["b"].signed(late, B)), "it was made under older orders"
     late = replace(late, orders=1)
-    assert open_next(stores["a"], stores["a"].signed(late, A)) and stores["b"].view(1).opening is None
-    assert open_next(stores["b"], stores["b"].signed(late, B)) and stores["b"].view(1).opening is not None
+    assert open_next(stores["a"], stores["a"].signed(late, A)) and stores["b"].view(1).plan is None
+    assert open_next(stores["b"], stores["b"].signed(late, B)) and stores["b"].view(1).plan is not None
     stores["x"].give_orders(lambda orders: unban(orders, "a"))
     assert stores["b"].view(1).alive == {A, B}
 
@@ -197,24 +197,24 @@ def test_damage_to_a_record_is_not_told_as_posing(stores: dict[str, RedisStore],
 def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
     stores: dict[str, RedisStore], redis_client: redis.Redis
 ) -> None:
-    """Neither one on the round that is under way, nor one on an opening that nobody made."""
-    opening = proposed(stores)
-    assert open_next(stores["a"], opening)
-    verdict, key = replace(a_verdict(opening), record={"n": 2}), stores["x"].keys.committed
+    """Neither one on the round that is under way, nor one on a plan that nobody made."""
+    plan = proposed(stores)
+    assert open_next(stores["a"], plan)
+    verdict, key = replace(a_verdict(plan), record={"n": 2}), stores["x"].keys.committed
     for node, member in (("a", A), ("b", B)):
         stores[node].announce_ready(member, READY)
         stores[node].expect_verdict(verdict)
-        stores[node].vote(opening, member, vote_of(verdict))
+        stores[node].vote(plan, member, vote_of(verdict))
     founded = stores["a"].view(1).committed
     assert founded is not None and founded == stores["b"].view(1).committed
     for forged in (
         replace(verdict, record={"n": 3}),
         replace(verdict, digest="another"),
-        replace(verdict, opening=stores["x"].signed(an_opening(A, B, X, version=3, round=2), X)),
+        replace(verdict, plan=stores["x"].signed(a_plan(A, B, X, version=3, round=2), X)),
     ):
         redis_client.set(key, stores["x"].verifier.seal_verdict(forged))
         assert [stores[node].view(1).committed for node in "ab"] == [None] * 2
-        stores["a"].restore(StoreBackup(A, record_of(SHARED), opening, founded, vote=(opening, vote_of(verdict))))
+        stores["a"].restore(StoreBackup(A, record_of(SHARED), plan, founded, vote=(plan, vote_of(verdict))))
         assert [stores[node].view(1).committed for node in "ab"] == [founded] * 2
     redis_client.hset(stores["a"].keys.clock, "settled", 0)
     assert stores["b"].propose_verdict(verdict) and stores["a"].view(1).committed == verdict
@@ -224,7 +224,7 @@ def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
 def test_verdict_on_a_round_that_one_was_late_for_counts_by_the_others_votes(
     stores: dict[str, RedisStore], is_open_again: bool
 ) -> None:
-    late = stores["a"].signed(an_opening(A, version=2, round=1, late=(B,)), A)
+    late = stores["a"].signed(a_plan(A, version=2, round=1, late=(B,)), A)
     assert open_next(stores["a"], late)
     stores["b"].announce_ready(B, READY)
     founded, verdict = stores["b"].view(1).committed, replace(a_verdict(late), record={"n": 2})
@@ -235,7 +235,7 @@ def test_verdict_on_a_round_that_one_was_late_for_counts_by_the_others_votes(
         assert view.committed == founded and view.is_settling
     stores["a"].vote(late, A, vote_of(verdict))
     if is_open_again:
-        assert open_next(stores["a"], stores["a"].signed(an_opening(A, version=3, round=2, late=(B,)), A))
+        assert open_next(stores["a"], stores["a"].signed(a_plan(A, version=3, round=2, late=(B,)), A))
     view = stores["b"].view(1)
     assert view.committed == verdict and not view.is_settling
 
@@ -254,28 +254,28 @@ def renews(store: RedisStore, node: str, member: str) -> bool:
 def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
     """A, B and C, which lies, are in round 1; A and B stand at its boundary."""
     assert stores["x"].renew_lease(C, Peer("x", "host", 1, True), first=True) is not None
-    opening = stores["a"].signed(an_opening(A, B, C, version=2, round=1), A)
-    verdict = a_verdict(opening)
-    assert open_next(stores["a"], opening)
+    plan = stores["a"].signed(a_plan(A, B, C, version=2, round=1), A)
+    verdict = a_verdict(plan)
+    assert open_next(stores["a"], plan)
     for node, member in (("a", A), ("b", B), ("x", C)):
         stores[node].announce_ready(member, READY)
         stores[node].expect_verdict(verdict)
-        stores[node].vote(opening, member, vote_of(verdict))
+        stores[node].vote(plan, member, vote_of(verdict))
     assert stores["a"].propose_verdict(verdict)
     for node, member in (("a", A), ("b", B)):
         assert stores[node].announce_ready(member, replace(READY, round=2)).committed == verdict
     return stores
 
 
-def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> Opening:
+def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> RoundPlan:
     """Have C open round 2 without A and B, vote for what it likes, and commit it."""
-    opening = stores["x"].signed(an_opening(C, *with_joiners, version=3, round=2), C)
-    verdict = replace(a_verdict(opening, digest="made up"), record={"n": 7})
-    assert open_next(stores["x"], opening)
+    plan = stores["x"].signed(a_plan(C, *with_joiners, version=3, round=2), C)
+    verdict = replace(a_verdict(plan, digest="made up"), record={"n": 7})
+    assert open_next(stores["x"], plan)
     stores["x"].expect_verdict(verdict)
-    stores["x"].vote(opening, C, vote_of(verdict))
+    stores["x"].vote(plan, C, vote_of(verdict))
     assert stores["x"].propose_verdict(verdict)
-    return opening
+    return plan
 
 
 @pytest.mark.parametrize("joiners", [(), ("y#1",)], ids=["alone", "with a joiner of its own"])
@@ -283,26 +283,26 @@ def test_round_that_one_member_commits_without_the_living_others_counts_for_none
     three: dict[str, RedisStore], redis_client: redis.Redis, joiners: tuple[str, ...]
 ) -> None:
     """The others say who opened it, write over it, and commit that round themselves."""
-    told: list[Opening] = []
+    told: list[RoundPlan] = []
     three["b"].on_left_out = told.append
     before = three["b"].view(2)
     taken = go_on_alone(three, *joiners)
     for node in "ab":
         view = three[node].view(2)
-        assert view.opening is None and view.committed is None
-    assert told and {opening.proposer for opening in told} == {C} and told[0] == taken
-    assert before.opening is not None and before.committed is not None
+        assert view.plan is None and view.committed is None
+    assert told and {plan.proposer for plan in told} == {C} and told[0] == taken
+    assert before.plan is not None and before.committed is not None
     for node, member in HONEST:
         ready = replace(READY, round=2)
-        three[node].restore(StoreBackup(member, record_of(SHARED), before.opening, before.committed, ready=ready))
+        three[node].restore(StoreBackup(member, record_of(SHARED), before.plan, before.committed, ready=ready))
     redis_client.hset(three["a"].keys.clock, "settled", 0)
     assert [three[node].view(2).committed for node in "ab"] == [before.committed] * 2
-    opening = three["a"].signed(an_opening(A, B, version=3, round=2), A)
-    assert open_next(three["a"], opening) and three["b"].view(2).opening == opening
-    verdict = a_verdict(opening)
+    plan = three["a"].signed(a_plan(A, B, version=3, round=2), A)
+    assert open_next(three["a"], plan) and three["b"].view(2).plan == plan
+    verdict = a_verdict(plan)
     for node, member in HONEST:
         three[node].expect_verdict(verdict)
-        three[node].vote(opening, member, vote_of(verdict))
+        three[node].vote(plan, member, vote_of(verdict))
     assert three["a"].propose_verdict(verdict)
     assert three["b"].history()[1:] == [before.committed, verdict], "what they wrote over is no round of the run"
 
@@ -315,7 +315,7 @@ def test_lease_that_one_member_takes_from_the_others_is_theirs_again(
     redis_client.zrem(three["a"].keys.leases, A, B)
     go_on_alone(three)
     seen = three["a"].view(2)
-    assert seen.is_settling and seen.opening is None and seen.committed is not None and seen.committed.round == 1
+    assert seen.is_settling and seen.plan is None and seen.committed is not None and seen.committed.round == 1
     assert all(renews(three[node], node, member) for node, member in HONEST)
     assert [three[node].view(2).committed for node in "ab"] == [None, None]
 
@@ -337,11 +337,11 @@ def test_joiner_believes_a_verdict_only_with_the_votes_of_most_that_it_lists(
     """One that C wrote in the names of all; a tool shows it all the same, and members have written over it."""
     seen = three["a"].view(2)
     assert seen.committed is not None
-    opening = three["x"].signed(an_opening(A, B, C, version=3, round=2), C)
-    forged = replace(a_verdict(opening, digest="made up"), record={"n": 7})
+    plan = three["x"].signed(a_plan(A, B, C, version=3, round=2), C)
+    forged = replace(a_verdict(plan, digest="made up"), record={"n": 7})
     honest = redis_client.get(three["x"].keys.committed)
     redis_client.set(three["x"].keys.committed, three["x"].verifier.seal_verdict(forged))
-    redis_client.hset(three["x"].keys.votes, C, three["x"].verifier.seal_vote(C, opening, vote_of(forged)))
+    redis_client.hset(three["x"].keys.votes, C, three["x"].verifier.seal_vote(C, plan, vote_of(forged)))
     joiner = RunKey(b"k" * 32, NodeKey.new())
     with closing(RedisStore(redis_url, "run", key=joiner, lease_s=1000.0, retry_s=5.0)) as store:
         view = store.view(0)
@@ -369,7 +369,7 @@ def test_orders_that_the_operator_did_not_sign_count_for_no_member(three: dict[s
         seen = three["a"].view(2)
         assert replace(seen.orders, version=ordered.version) == ordered and seen.orders.version < ordered.version
         assert A in seen.alive
-        three["a"].restore(StoreBackup(A, record_of(SHARED), seen.opening, seen.committed, orders=ordered))
+        three["a"].restore(StoreBackup(A, record_of(SHARED), seen.plan, seen.committed, orders=ordered))
         assert {store.view(2).orders for store in three.values()} == {ordered}
 
 

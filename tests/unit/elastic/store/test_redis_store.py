@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import redis
 from tests.servers import SERVERS
-from tests.stores import RUN_ID, SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next, renew
+from tests.stores import RUN_ID, SHARED, a_peer, a_plan, a_verdict, commit, hold, known_to, open_next, renew
 
 from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.orders import pause
-from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient, StoreScript
@@ -78,7 +78,7 @@ def settle(client: redis.Redis, store: RedisStore) -> None:
 def test_history_is_bounded_and_oldest_first(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroband.elastic.store.redis_store.HISTORY_LENGTH", 3)
     for round in range(5):
-        commit(store, an_opening(A, version=round + 1, round=round))
+        commit(store, a_plan(A, version=round + 1, round=round))
     assert [verdict.round for verdict in store.history()] == [2, 3, 4] and HISTORY_LENGTH > 3
 
 
@@ -90,7 +90,7 @@ def test_runs_on_one_server_do_not_see_each_other(open_store: Callable[..., Redi
 # -- a record that was lost -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["opening", "committed", "orders", "run"])
+@pytest.mark.parametrize("name", ["plan", "committed", "orders", "run"])
 def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brought_back(
     store: RedisStore, redis_client: redis.Redis, name: str
 ) -> None:
@@ -99,12 +99,12 @@ def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brough
     assert store.restore(known)
     redis_client.set(getattr(store.keys, name), b"0")
     store.view(6)
-    for lost in {name, "committed", "opening"}:
+    for lost in {name, "committed", "plan"}:
         redis_client.set(getattr(store.keys, lost), b"")
     assert store.restore(known)
-    assert (store.view(6).committed, store.view(6).opening) == (known.committed, known.opening)
+    assert (store.view(6).committed, store.view(6).plan) == (known.committed, known.plan)
     settle(redis_client, store)
-    assert store.propose_opening(an_opening(A, version=7, round=6), current=known.opening)
+    assert store.propose_plan(a_plan(A, version=7, round=6), current=known.plan)
 
 
 # -- what is forgotten ------------------------------------------------------------------------------------------------
@@ -114,15 +114,15 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
     store.found_or_match(SHARED)
     hold(store, A, B)
     for round, version in ((0, 1), (1, 2)):
-        opening = an_opening(A, B, version=version, round=round)
+        plan = a_plan(A, B, version=version, round=round)
         for member in (A, B):
             store.announce_ready(member, Ready(round, 1, "s"))
-        open_next(store, opening)
+        open_next(store, plan)
         for member in (A, B):
-            store.vote(opening, member, "d")
-        store.propose_verdict(a_verdict(opening))
+            store.vote(plan, member, "d")
+        store.propose_verdict(a_verdict(plan))
     store.expire_lease(B)
-    failed = an_opening(A, version=3, round=2)
+    failed = a_plan(A, version=3, round=2)
     open_next(store, failed)
     store.report_failure(failed, "a lane broke")
     store.group_set(store.keys.group(failed, 0), b"x")
@@ -134,8 +134,8 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
 
 
 def test_every_key_of_a_restored_run_has_a_life(store: RedisStore, redis_client: redis.Redis) -> None:
-    opening = an_opening(A, B, version=7, round=6)
-    store.restore(known_to(A, round=5, opening=opening, ready=Ready(6, 5, "s"), vote=(opening, "d")))
+    plan = a_plan(A, B, version=7, round=6)
+    store.restore(known_to(A, round=5, plan=plan, ready=Ready(6, 5, "s"), vote=(plan, "d")))
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
     assert len(lives) == 11
     assert {key: life for key, life in lives.items() if life <= 0} == {}
@@ -143,13 +143,13 @@ def test_every_key_of_a_restored_run_has_a_life(store: RedisStore, redis_client:
 
 def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, redis_client: redis.Redis) -> None:
     """A round takes seconds: a week of them would fill the server."""
-    opening = an_opening(A)
+    plan = a_plan(A)
     store.announce_ready(A, Ready(0, 1, "s"))
-    open_next(store, opening)
-    store.vote(opening, A, "d")
+    open_next(store, plan)
+    store.vote(plan, A, "d")
     spent = (store.keys.ready(0), store.keys.ready_at(0), store.keys.votes, store.keys.votes_at)
     assert all(redis_client.ttl(key) > SPENT_TTL_S for key in spent) and ROUND_TTL_S > SPENT_TTL_S
-    store.propose_verdict(a_verdict(opening))
+    store.propose_verdict(a_verdict(plan))
     assert all(redis_client.ttl(key) <= SPENT_TTL_S for key in spent)
 
 
@@ -280,11 +280,11 @@ def test_mistake_of_ours_is_raised(store: RedisStore, monkeypatch: pytest.Monkey
 
 
 def test_what_does_not_count_is_said_once(store: RedisStore, redis_client: redis.Redis, caplog: Any) -> None:
-    redis_client.set(store.keys.opening, b"rejected")
+    redis_client.set(store.keys.plan, b"rejected")
     for _ in range(3):
-        assert store.view(0).opening is None
+        assert store.view(0).plan is None
     said = [record.fields for record in caplog.records if "invalid record" in record.message]
-    assert [fields["key"] for fields in said] == [store.keys.opening] and "damage" in said[0]["reason"]
+    assert [fields["key"] for fields in said] == [store.keys.plan] and "damage" in said[0]["reason"]
 
 
 def test_record_that_names_another_token_refuses_nobody_once_members_bring_theirs_back(
@@ -312,11 +312,11 @@ def test_run_of_an_older_protocol_is_left_as_it_is(store: RedisStore, redis_clie
 
 # -- what is told of changes ------------------------------------------------------------------------------------------
 
-FIRST = an_opening(A, B)
+FIRST = a_plan(A, B)
 DECISIONS: dict[str, Callable[[Store], object]] = {
-    "a round is opened again": lambda store: store.propose_opening(an_opening(A, version=2), current=FIRST),
+    "a round is opened again": lambda store: store.propose_plan(a_plan(A, version=2), current=FIRST),
     "a round is committed": lambda store: store.propose_verdict(a_verdict(FIRST)),
-    "an opening fails": lambda store: store.report_failure(FIRST, "a lane broke"),
+    "a plan fails": lambda store: store.report_failure(FIRST, "a lane broke"),
     "orders are given": lambda store: store.give_orders(pause),
     "a member leaves": lambda store: store.release_lease(B),
     "a guardian has ended": lambda store: store.expire_lease(B),
@@ -344,12 +344,12 @@ def test_wait_ends_at_once_where_another_thread_has_seen_more(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, A)
-    seen, opening = store.view(0), an_opening(A)
-    assert store.propose_opening(opening, current=None)
+    seen, plan = store.view(0), a_plan(A)
+    assert store.propose_plan(plan, current=None)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(store.view, 0).result()
     monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
-    assert store.await_change(0, seen, within_s=1e6).opening == opening
+    assert store.await_change(0, seen, within_s=1e6).plan == plan
 
 
 def test_few_links_of_a_run_are_measured_at_one_time(store: RedisStore, redis_client: redis.Redis) -> None:
@@ -385,10 +385,10 @@ def test_decision_that_fell_while_links_were_read_is_not_waited_for(
     with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0)) as other:
         hold(other, A)
         other.tell_links(A, LinkRates({}, 1))
-        seen, opening = store.view(0), an_opening(A)
-        assert other.propose_opening(opening, current=None) and store.links()
+        seen, plan = store.view(0), a_plan(A)
+        assert other.propose_plan(plan, current=None) and store.links()
         monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
-        assert store.await_change(0, seen, within_s=1e6).opening == opening
+        assert store.await_change(0, seen, within_s=1e6).plan == plan
 
 
 def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_client: redis.Redis) -> None:
@@ -397,7 +397,7 @@ def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_clien
     hold(store, *members)
     for member in members:
         store.announce_ready(member, Ready(0, 1, "s"))
-    assert open_next(store, an_opening(*members))
+    assert open_next(store, a_plan(*members))
     whole = store.view(0)
     assert len(whole.ready) == 50
 
@@ -419,9 +419,9 @@ def test_who_enters_a_session_is_told_its_words_and_not_again_where_all_are(
 ) -> None:
     members = [f"n{i}#1" for i in range(50)]
     hold(store, *members)
-    opening = an_opening(*members)
-    assert open_next(store, opening)
-    assert store.propose_verdict(replace(a_verdict(opening), record={"session": "new"}))
+    plan = a_plan(*members)
+    assert open_next(store, plan)
+    assert store.propose_verdict(replace(a_verdict(plan), record={"session": "new"}))
     before = store.view(0)
     store.session = "new"
     store.announce_ready(members[0], Ready(1, 1, "s"))
@@ -440,7 +440,7 @@ def reader(redis_url: str) -> Iterator[RedisStore]:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tuple[Any, Any]]:
-    """What looks bring of the opening and of the verdict, as they come."""
+    """What looks bring of the plan and of the verdict, as they come."""
     seen, call = list[tuple[Any, Any]](), StoreScript.__call__
 
     def watch(self: StoreScript, **arguments: Any) -> Any:
@@ -457,17 +457,17 @@ def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tu
 MEMBERS = tuple(f"a-node-whose-name-is-as-long-as-its-key-makes-it-{'k' * 43}-{i}#1" for i in range(50))
 
 
-def in_round(round: int) -> Opening:
+def in_round(round: int) -> RoundPlan:
     """A round of 50, in which little is other than in the one before."""
-    return replace(an_opening(*MEMBERS, version=round + 1, round=round), loss=2.5 / (round + 1))
+    return replace(a_plan(*MEMBERS, version=round + 1, round=round), loss=2.5 / (round + 1))
 
 
 def rounds(store: RedisStore, *numbers: int) -> Verdict:
     """These rounds, opened and committed."""
     for round in numbers:
         assert open_next(store, in_round(round))
-        opening = store.view(round).opening
-        assert opening is not None and store.propose_verdict(a_verdict(opening))
+        plan = store.view(round).plan
+        assert plan is not None and store.propose_verdict(a_verdict(plan))
     verdict = store.view(0).committed
     assert verdict is not None
     return verdict
@@ -483,7 +483,7 @@ def test_reader_of_many_members_is_told_what_is_another_than_before(
         verdict = rounds(store, round)
         (seen,) = told(monkeypatch, lambda: reader.view(0))
         assert [len(part[0]) < 400 for part in seen] == [True, True]
-        assert reader.view(0).committed == verdict and reader.view(0).opening == verdict.opening
+        assert reader.view(0).committed == verdict and reader.view(0).plan == verdict.plan
 
 
 def test_short_record_is_told_as_a_whole(
@@ -491,8 +491,8 @@ def test_short_record_is_told_as_a_whole(
 ) -> None:
     hold(store, "a#1", "b#1")
     for round in (0, 1):
-        opening = an_opening("a#1", "b#1", version=round + 1, round=round)
-        assert open_next(store, opening) and store.propose_verdict(a_verdict(opening))
+        plan = a_plan("a#1", "b#1", version=round + 1, round=round)
+        assert open_next(store, plan) and store.propose_verdict(a_verdict(plan))
         (seen,) = told(monkeypatch, lambda: reader.view(0))
         assert [isinstance(part, bytes) for part in seen] == [True, True]
 
@@ -517,7 +517,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("key", ["opening", "committed"])
+@pytest.mark.parametrize("key", ["plan", "committed"])
 def test_change_that_somebody_damaged_is_asked_for_as_a_whole(
     store: RedisStore,
     reader: RedisStore,
@@ -536,14 +536,14 @@ def test_change_that_somebody_damaged_is_asked_for_as_a_whole(
     redis_client.set(name, DAMAGES[damage](kept))
     seen = told(monkeypatch, lambda: reader.view(0))
     assert [type(parts[key == "committed"]) for parts in seen] == [list, bytes]
-    assert (reader.view(0).committed, reader.view(0).opening) == (verdict, verdict.opening)
+    assert (reader.view(0).committed, reader.view(0).plan) == (verdict, verdict.plan)
 
 
 def test_verdict_that_a_member_could_write_itself_is_not_told(
     store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, *MEMBERS)
-    assert open_next(store, in_round(0)) and reader.view(0).opening is not None
+    assert open_next(store, in_round(0)) and reader.view(0).plan is not None
     verdict = a_verdict(in_round(0))
     reader.expect_verdict(verdict)
     assert store.propose_verdict(verdict)
@@ -557,16 +557,16 @@ def test_wait_that_ends_with_a_verdict_leaves_it_to_who_expects_it(
     store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, *MEMBERS)
-    opening = in_round(0)
-    assert open_next(store, opening)
+    plan = in_round(0)
+    assert open_next(store, plan)
     before = reader.view(0)
-    assert store.propose_verdict(a_verdict(opening))
-    wait = partial(reader.await_change, 0, before, within_s=1e6, whole=False, ends_with=opening)
+    assert store.propose_verdict(a_verdict(plan))
+    wait = partial(reader.await_change, 0, before, within_s=1e6, whole=False, ends_with=plan)
     views = list[View]()
     assert told(monkeypatch, lambda: views.append(wait())) == [(1, 2)]
     assert views == [before]
-    reader.expect_verdict(a_verdict(opening))
-    assert wait().committed == a_verdict(opening)
+    reader.expect_verdict(a_verdict(plan))
+    assert wait().committed == a_verdict(plan)
 
 
 def test_member_is_told_who_else_is_there_once_there_are_enough(store: RedisStore, redis_url: str) -> None:

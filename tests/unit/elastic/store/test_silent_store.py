@@ -9,7 +9,7 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
-from tests.stores import SHARED, a_verdict, an_opening
+from tests.stores import SHARED, a_plan, a_verdict
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import StoreTerm
@@ -43,12 +43,12 @@ class SilentStore:
         self._told = dict(zip((B,), others, strict=False))
         self.surveys = 0
 
-    def survey(self, member: str, account: MemberReport) -> list[tuple[OtherStore, StoreProbe]]:
+    def survey(self, member: str, member_report: MemberReport) -> list[tuple[OtherStore, StoreProbe]]:
         self.surveys += 1
-        self._other.seen = replace(self._other.seen, accounts={**self._told, member: account})
+        self._other.seen = replace(self._other.seen, member_reports={**self._told, member: member_report})
         return [(self._other, self._other.seen)]
 
-    def tell_whereabouts(self) -> None: ...
+    def tell_forward_pointer(self) -> None: ...
 
     def follow(self) -> None: ...
 
@@ -57,7 +57,7 @@ class SilentStore:
 
     def view(self, _round: int) -> Any:
         assert self.generation != FIRST, "it is silent"
-        return SimpleNamespace(opening=None, committed=None, orders=Orders())
+        return SimpleNamespace(plan=None, committed=None, orders=Orders())
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def recover(store: SilentStore) -> list[int]:
     """Have a member of the first round look for another store; the generations that it says it is in."""
     said: list[int] = []
     memory = LiveBackup(A, SHARED)
-    memory.committed(a_verdict(an_opening(A, B)))
+    memory.committed(a_verdict(a_plan(A, B)))
     flags = MagicMock(is_fenced=False)
 
     def note(_kind: str, *, store: str, generation: int) -> None:
@@ -89,7 +89,7 @@ def recover(store: SilentStore) -> list[int]:
 
 def test_member_promises_begins_and_enters_without_calling_the_silent_store_between() -> None:
     other = OtherStore()
-    bound = MemberReport((FIRST, SECOND), FIRST, a_verdict(an_opening(A, B)))
+    bound = MemberReport((FIRST, SECOND), FIRST, a_verdict(a_plan(A, B)))
     store = SilentStore(other, bound)
     assert recover(store) == [1, 2]
     assert (store.generation, store.address) == (SECOND, "unix:///second")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import redis
-from tests.stores import SHARED, a_verdict, an_opening, open_next
+from tests.stores import SHARED, a_plan, a_verdict, open_next
 
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.node_key import NodeKey, is_signed
-from zeroband.elastic.membership.records import Blame, Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Blame, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.seals import Seals
@@ -40,16 +40,16 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return is_now
 
 
-def opened(version: int, round: int, *members: str) -> Opening:
-    return replace(an_opening(*members, version=version, round=round), weights=(8,) * len(members))
+def opened(version: int, round: int, *members: str) -> RoundPlan:
+    return replace(a_plan(*members, version=version, round=round), weights=(8,) * len(members))
 
 
-def commit(stores: Stores, opening: Opening) -> Verdict:
-    verdict = a_verdict(opening)
-    assert open_next(stores["a"], opening)
+def commit(stores: Stores, plan: RoundPlan) -> Verdict:
+    verdict = a_verdict(plan)
+    assert open_next(stores["a"], plan)
     for node, member in MEMBERS.items():
         stores[node].expect_verdict(verdict)
-        stores[node].vote(opening, member, vote_of(verdict))
+        stores[node].vote(plan, member, vote_of(verdict))
     assert stores["a"].propose_verdict(verdict)
     return verdict
 
@@ -95,8 +95,8 @@ def look(store: RedisStore, round: int = 2) -> View:
     return store.await_change(round, None, within_s=0.0, whole=True)
 
 
-def propose(store: RedisStore, opening: Opening) -> bool:
-    return store.propose_opening(opening, current=look(store, opening.round).opening)
+def propose(store: RedisStore, plan: RoundPlan) -> bool:
+    return store.propose_plan(plan, current=look(store, plan.round).plan)
 
 
 def say_ready(stores: Stores, *nodes: str) -> None:
@@ -106,15 +106,15 @@ def say_ready(stores: Stores, *nodes: str) -> None:
 
 def test_member_verifies_no_signature_of_a_round_in_which_all_agree(stores: Stores, verified: list[str]) -> None:
     say_ready(stores, "a", "b", "c")
-    opening = stores["c"].signed(opened(3, 2, A, B, C), C)
+    plan = stores["c"].signed(opened(3, 2, A, B, C), C)
     seen = look(stores["c"])
     assert {*seen.ready} == {A, B, C} and not seen.is_proven
-    assert propose(stores["c"], opening)
-    assert [look(stores[node]).opening for node in "abc"] == [opening] * 3
-    verdict = a_verdict(opening)
+    assert propose(stores["c"], plan)
+    assert [look(stores[node]).plan for node in "abc"] == [plan] * 3
+    verdict = a_verdict(plan)
     for node, member in MEMBERS.items():
         stores[node].expect_verdict(verdict)
-        stores[node].vote(opening, member, vote_of(verdict))
+        stores[node].vote(plan, member, vote_of(verdict))
     assert look(stores["c"]).votes == dict.fromkeys((A, B, C), vote_of(verdict))
     assert stores["c"].propose_verdict(verdict)
     assert [look(stores[node]).committed for node in "abc"] == [verdict] * 3
@@ -123,13 +123,13 @@ def test_member_verifies_no_signature_of_a_round_in_which_all_agree(stores: Stor
 
 def test_view_verifies_all_that_was_taken(stores: Stores, verified: list[str]) -> None:
     say_ready(stores, "a", "b", "c")
-    opening = stores["b"].signed(opened(3, 2, A, B, C), B)
-    assert propose(stores["b"], opening)
-    stores["b"].vote(opening, B, "d")
+    plan = stores["b"].signed(opened(3, 2, A, B, C), B)
+    assert propose(stores["b"], plan)
+    stores["b"].vote(plan, B, "d")
     assert not look(stores["c"]).is_proven
     view = stores["c"].view(2)
     assert view.is_proven and {*verified} == {A, B} and view.votes == {B: "d"}
-    assert look(stores["c"]).is_proven and len(verified) == 4, "ready of A and B, the opening, the vote of B"
+    assert look(stores["c"]).is_proven and len(verified) == 4, "ready of A and B, the plan, the vote of B"
 
 
 def test_forged_word_that_was_taken_counts_no_more_once_it_is_verified(stores: Stores) -> None:
@@ -160,25 +160,25 @@ def test_member_notices_at_once_that_its_own_word_was_written_over(stores: Store
     assert A not in look(stores["a"]).ready and [member for _, member in told] == [A]
 
 
-def test_opening_in_the_name_of_a_member_is_refused_and_written_over_by_that_member(stores: Stores) -> None:
+def test_plan_in_the_name_of_a_member_is_refused_and_written_over_by_that_member(stores: Stores) -> None:
     say_ready(stores, "a", "b", "c")
     forged = stores["x"].signed(replace(opened(3, 2, A, B, C), steps_requested=(5, 5, 5)), A)
-    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
+    assert stores["x"].propose_plan(forged, current=stores["x"].view(2).plan)
     told = watch(stores, "a")
-    assert look(stores["b"]).opening == forged
-    assert look(stores["a"]).opening is None and [member for _, member in told] == [A]
+    assert look(stores["b"]).plan == forged
+    assert look(stores["a"]).plan is None and [member for _, member in told] == [A]
     own = stores["a"].signed(opened(3, 2, A, B, C), A)
-    assert stores["a"].propose_opening(own, current=None)
-    assert [look(stores[node]).opening for node in "abc"] == [own] * 3
+    assert stores["a"].propose_plan(own, current=None)
+    assert [look(stores[node]).plan for node in "abc"] == [own] * 3
 
 
-def test_opening_in_the_name_of_another_counts_no_more_once_it_is_verified(stores: Stores) -> None:
+def test_plan_in_the_name_of_another_counts_no_more_once_it_is_verified(stores: Stores) -> None:
     say_ready(stores, "a", "b", "c")
     forged = stores["x"].signed(opened(3, 2, A, B, C), A)
-    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
+    assert stores["x"].propose_plan(forged, current=stores["x"].view(2).plan)
     told = watch(stores, "b")
-    assert look(stores["b"]).opening == forged and not look(stores["b"]).is_proven
-    assert stores["b"].view(2).opening is None and [member for _, member in told] == [A]
+    assert look(stores["b"]).plan == forged and not look(stores["b"]).is_proven
+    assert stores["b"].view(2).plan is None and [member for _, member in told] == [A]
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_opening_in_the_name_of_another_counts_no_more_once_it_is_verified(store
     [{"proposer": X}, {"retries": 1}, {"rollback": 5}, {"weights": (0, 8, 8)}, {"blames": (BLAME,)}],
     ids=["of a stranger", "opened again", "goes back", "of one that sends nothing", "says who is at fault"],
 )
-def test_opening_that_is_not_usual_is_verified(stores: Stores, changes: dict[str, Any]) -> None:
+def test_plan_that_is_not_usual_is_verified(stores: Stores, changes: dict[str, Any]) -> None:
     say_ready(stores, "a", "b", "c")
     forged = replace(stores["x"].signed(replace(opened(3, 2, A, B, C), **changes), A), **changes)
-    assert stores["x"].propose_opening(forged, current=stores["x"].view(2).opening)
-    assert look(stores["b"]).opening is None
+    assert stores["x"].propose_plan(forged, current=stores["x"].view(2).plan)
+    assert look(stores["b"]).plan is None
 
 
 @pytest.mark.parametrize("said", [replace(READY, weight=0), replace(READY, gains=(0.5,))], ids=["nothing", "gains"])
@@ -226,10 +226,10 @@ def test_behind_a_forgery_every_signature_is_verified(stores: Stores) -> None:
 
 
 def test_vote_of_a_member_that_others_do_not_need_is_verified(stores: Stores) -> None:
-    opening = stores["a"].signed(replace(opened(3, 2, A, B, C), weights=(8, 8, 0)), A)
-    assert propose(stores["a"], opening)
+    plan = stores["a"].signed(replace(opened(3, 2, A, B, C), weights=(8, 8, 0)), A)
+    assert propose(stores["a"], plan)
     for member in (B, C):
-        stores["x"].vote(opening, member, "d")
+        stores["x"].vote(plan, member, "d")
     assert look(stores["a"]).votes == {B: "d"}
 
 
@@ -246,7 +246,7 @@ def test_member_that_is_left_out_verifies_what_the_others_are_said_to_have(store
     look(stores["a"])
     alone = stores["c"].signed(opened(3, 2, C), C)
     assert propose(stores["c"], alone)
-    assert look(stores["a"]).opening is None
+    assert look(stores["a"]).plan is None
 
 
 def test_place_of_a_member_is_signed_once_while_it_stays(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:

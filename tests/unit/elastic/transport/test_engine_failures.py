@@ -111,7 +111,7 @@ def test_abort_waits_for_what_is_being_written(make_net: MakeNet, attempt: int) 
 
 @EACH_SEALING
 @EACH_SHAPE
-def test_retry_goes_over_the_same_links_and_frames_of_the_old_opening_do_not_count(
+def test_retry_goes_over_the_same_links_and_frames_of_the_old_plan_do_not_count(
     make_net: MakeNet, is_ring: bool, is_sealed: bool
 ) -> None:
     net, shape = make_net(3, is_sealed=is_sealed), shape_for(3, is_ring=is_ring)
@@ -125,7 +125,7 @@ def test_retry_goes_over_the_same_links_and_frames_of_the_old_opening_do_not_cou
 
 
 @EACH_SHAPE
-def test_member_that_still_runs_the_old_opening_is_waited_for(make_net: MakeNet, is_ring: bool) -> None:
+def test_member_that_still_runs_the_old_plan_is_waited_for(make_net: MakeNet, is_ring: bool) -> None:
     net, shape, sources = make_net(3), shape_for(3, is_ring=is_ring), sources_for(3)
     expected = net.mean(shape, sources)[0]
     old, new = net.next_operation(), net.next_operation()

@@ -24,7 +24,7 @@ FP32 = CODECS["fp32"]
 SHARD = 256
 SHAPE = Shape(FP32, (0, SHARD, 2 * SHARD), (0.5, 0.5), (0, 1), is_ring=False, chunk_numel=SHARD, chain=(0, 1))
 NUMBER = 5
-OPERATION = Operation(RUN, opening=NUMBER << 16, epoch=3, round=4)
+OPERATION = Operation(RUN, plan=NUMBER << 16, epoch=3, round=4)
 HEADER = struct.Struct("<IBBHQQIIIII4x")
 MAGIC = 0x31425A02
 PARTIAL, FINAL = 1, 2
@@ -45,7 +45,7 @@ def header(kind: int, shard: int, /, **changes: int) -> bytes:
         "codec": FP32.number,
         "lane": OPERATION.lane,
         "run": OPERATION.run,
-        "opening": OPERATION.opening,
+        "plan": OPERATION.plan,
         "epoch": OPERATION.epoch,
         "round": OPERATION.round,
         "shard": shard,
@@ -82,7 +82,7 @@ class Duel:
     def assert_others_are_well(self) -> None:
         """The link with the node that looks on carries a reduction of the two."""
         sources, results = [noise(2 * SHARD, seed=seed) for seed in (5, 6)], [torch.zeros(2 * SHARD) for _ in range(2)]
-        later = replace(OPERATION, opening=(NUMBER + 1) << 16)
+        later = replace(OPERATION, plan=(NUMBER + 1) << 16)
         both = [
             self.engine.start(later, SHAPE, 0, [0, 2], sources[0], results[0]),
             self.onlooker.start(later, SHAPE, 1, [0, 1], sources[1], results[1]),
@@ -202,8 +202,8 @@ def test_frame_that_does_not_belong_here_is_refused_before_it_takes_memory(chang
 @pytest.mark.parametrize(
     "changes",
     [
-        {"opening": (NUMBER - 1) << 16},
-        {"opening": (NUMBER << 16) + 1},
+        {"plan": (NUMBER - 1) << 16},
+        {"plan": (NUMBER << 16) + 1},
         {"epoch": 2},
         {"epoch": 4},
         {"round": 3},
@@ -298,7 +298,7 @@ def test_sealed_frame_that_was_changed_on_the_way_takes_its_link_down(at: int, c
 @few
 @given(at=st.integers(0, HEADER.size + TAG_BYTES - 1), bit=st.integers(0, 7), is_all=st.booleans())
 @example(at=6, bit=1, is_all=False)  # a later lane
-@example(at=18, bit=0, is_all=False)  # a later opening
+@example(at=18, bit=0, is_all=False)  # a later plan
 @example(at=42, bit=7, is_all=False)  # more bytes than will ever come
 def test_sealed_frame_with_a_changed_header_takes_its_link_down_at_once(at: int, bit: int, is_all: bool) -> None:
     """Also where it would be left out, or held until another operation begins; and before the payload has come."""

@@ -120,7 +120,7 @@ def test_several_streams_carry_one_gathering(make_net: MakeNet) -> None:
     assert all(torch.equal(result, torch.cat(payloads)) for result in gathered(net, payloads))
 
 
-def test_gathering_and_reduction_of_one_opening_go_on_beside_each_other(make_net: MakeNet) -> None:
+def test_gathering_and_reduction_of_one_plan_go_on_beside_each_other(make_net: MakeNet) -> None:
     net, sources, payloads = make_net(3), [noise(5003, seed=m) for m in range(3)], payloads_of([5003] * 3)
     shape = split_into(5003, CODECS["fp32"], [1, 1, 1], is_ring=False)
     operation = net.next_operation()

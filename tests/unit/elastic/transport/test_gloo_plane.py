@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.elastic.conftest import until
 
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
 from zeroband.elastic.transport.gloo_plane import GroupRendezvous, LaneGroups, LaneOwnership, lane_bounds, ring_bytes
@@ -61,7 +61,7 @@ def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
 def a_rendezvous(
     store: RedisStore, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool
 ) -> GroupRendezvous:
-    prefix = store.keys.group(an_opening(*NAMES), 0)
+    prefix = store.keys.group(a_plan(*NAMES), 0)
     return GroupRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
 
 
@@ -117,8 +117,8 @@ def test_rendezvous_gives_up_at_once_when_abandoned(store: RedisStore) -> None:
 def test_rendezvous_of_another_epoch_sees_nothing(store: RedisStore) -> None:
     """Nor does that of other members: a store that came back with old data gives an epoch's number twice."""
     a_rendezvous(store).set("key", "old")
-    for opening in (an_opening(*NAMES, epoch=2), an_opening(*NAMES[:2])):
-        other = GroupRendezvous(store, store.keys.group(opening, 0), timeout_s=1.0, is_abandoned=bool)
+    for plan in (a_plan(*NAMES, epoch=2), a_plan(*NAMES[:2])):
+        other = GroupRendezvous(store, store.keys.group(plan, 0), timeout_s=1.0, is_abandoned=bool)
         assert not other.check(["key"])
 
 
@@ -135,8 +135,8 @@ def test_three_gloo_processes_meet_over_redis(store: RedisStore) -> None:
 # -- groups of an epoch -----------------------------------------------------------------------------------------------
 
 
-def an_opening(*members: str, version: int = 1, epoch: int = 1, round: int = 1) -> Opening:
-    return Opening(version, epoch, round, members, tuple(1 for _ in members))
+def a_plan(*members: str, version: int = 1, epoch: int = 1, round: int = 1) -> RoundPlan:
+    return RoundPlan(version, epoch, round, members, tuple(1 for _ in members))
 
 
 @pytest.fixture
@@ -167,9 +167,9 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
         groups, _ = make_groups(rank)
         values = torch.full((2,), 10.0**rank)
         for version in (1, 2):
-            opening = an_opening(*NAMES, version=version, round=version)
-            groups.connect(opening, rank)
-            groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+            plan = a_plan(*NAMES, version=version, round=version)
+            groups.connect(plan, rank)
+            groups.all_reduce([(0, values[:1]), (1, values[1:])], plan)
         return values.tolist()
 
     assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
@@ -179,13 +179,13 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
 def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
-    opening = an_opening("a#1", "b#1")
+    plan = a_plan("a#1", "b#1")
 
     def reduce(rank: int) -> tuple[list[float], int]:
         groups, flags = make_groups(rank)
-        groups.connect(opening, rank)
+        groups.connect(plan, rank)
         values = torch.arange(7.0) * 10.0**rank
-        groups.all_reduce([(0, values[:4]), (1, values[4:])], opening)
+        groups.all_reduce([(0, values[:4]), (1, values[4:])], plan)
         return values.tolist(), flags.progress
 
     expected = ([11.0 * i for i in range(7)], 5)  # at 0, 25, 50, 75 and 100 %
@@ -202,10 +202,10 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
         sums: list[float] = []
         for version, members in ((1, NAMES[:2]), (2, NAMES[::2])):
             if NAMES[rank] in members:
-                opening = an_opening(*members, version=version)
-                groups.connect(opening, members.index(NAMES[rank]))
+                plan = a_plan(*members, version=version)
+                groups.connect(plan, members.index(NAMES[rank]))
                 values = torch.full((2,), 10.0**rank)
-                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+                groups.all_reduce([(0, values[:1]), (1, values[1:])], plan)
                 sums.append(values[0].item())
         return sums
 
@@ -214,22 +214,22 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
 
 def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]]) -> None:
     groups, _ = make_groups(0)
-    groups.connect(an_opening("a#1"), 0)
+    groups.connect(a_plan("a#1"), 0)
     values = torch.ones(4)
-    groups.all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"))
+    groups.all_reduce([(0, values[:2]), (1, values[2:])], a_plan("a#1"))
     assert values.tolist() == [1.0] * 4
 
 
-def test_building_a_group_ends_when_its_opening_is_aborted(
+def test_building_a_group_ends_when_its_plan_is_aborted(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     groups, flags = make_groups(0)
     threading.Timer(0.05, flags.abort, args=(4,)).start()
     with pytest.raises(PeerLost, match="building lane 0 of epoch 1"):
-        groups.connect(an_opening("a#1", "dead#1", version=4), 0)
+        groups.connect(a_plan("a#1", "dead#1", version=4), 0)
 
 
-def test_transfer_ends_when_its_opening_is_aborted(
+def test_transfer_ends_when_its_plan_is_aborted(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     """One of two builds its lanes and never sends: the other must not wait inside gloo."""
@@ -237,27 +237,27 @@ def test_transfer_ends_when_its_opening_is_aborted(
 
     def take_part(rank: int) -> None:
         groups, flags = nodes[rank]
-        opening = an_opening("a#1", "b#1", version=4)
-        groups.connect(opening, rank)
+        plan = a_plan("a#1", "b#1", version=4)
+        groups.connect(plan, rank)
         if rank == 0:
             threading.Timer(0.05, flags.abort, args=(4,)).start()
-            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening)
+            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], plan)
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
     assert second is None
 
 
-def test_abort_of_an_older_opening_does_not_end_a_newer_one(
+def test_abort_of_an_older_plan_does_not_end_a_newer_one(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     def reduce(rank: int) -> float:
         groups, flags = make_groups(rank)
         flags.abort(3)
-        opening = an_opening("a#1", "b#1", version=4)
-        groups.connect(opening, rank)
+        plan = a_plan("a#1", "b#1", version=4)
+        groups.connect(plan, rank)
         values = torch.ones(2)
-        groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+        groups.all_reduce([(0, values[:1]), (1, values[1:])], plan)
         return values.sum().item()
 
     assert in_threads(reduce, 2) == [4.0, 4.0]
@@ -269,10 +269,10 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
         sums: list[float] = []
         for members in (NAMES, NAMES[:2]):
             if rank < len(members):
-                opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
-                groups.connect(opening, rank)
+                plan = a_plan(*members, version=5 - len(members), epoch=5 - len(members))
+                groups.connect(plan, rank)
                 values = torch.ones(2)
-                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+                groups.all_reduce([(0, values[:1]), (1, values[1:])], plan)
                 sums.append(values[0].item())
         return sums
 
@@ -291,8 +291,8 @@ def test_idle_groups_that_are_left_behind_are_destroyed(
     nodes, before = [make_groups(rank)[0] for rank in range(2)], loops_of_gloo()
 
     def one_round(rank: int) -> None:
-        opening = an_opening("a#1", "b#1")
-        nodes[rank].reduce_mean(RoundRequest(opening, opening.members[rank], torch.ones(4), torch.empty(4)))
+        plan = a_plan("a#1", "b#1")
+        nodes[rank].reduce_mean(RoundRequest(plan, plan.members[rank], torch.ones(4), torch.empty(4)))
 
     in_threads(one_round, 2)
     assert loops_of_gloo() == before + 4
@@ -304,15 +304,15 @@ def test_idle_groups_that_are_left_behind_are_destroyed(
 def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothing_runs_in_them(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]], tmp_path: Path
 ) -> None:
-    opening, before = an_opening("a#1", "b#1", version=4), loops_of_gloo()
+    plan, before = a_plan("a#1", "b#1", version=4), loops_of_gloo()
     (first, flags), (second, _) = make_groups(0), make_groups(1)
-    in_threads(lambda rank: (first, second)[rank].connect(opening, rank), 2)
+    in_threads(lambda rank: (first, second)[rank].connect(plan, rank), 2)
     buffer = tmp_path / "buffer"
 
     flags.abort(4)  # seen when the operations have begun
     result = torch.from_file(str(buffer), shared=True, size=4)
     with pytest.raises(PeerLost, match="was aborted"):
-        first.reduce_mean(RoundRequest(opening, "a#1", torch.ones(4), result))
+        first.reduce_mean(RoundRequest(plan, "a#1", torch.ones(4), result))
     del result
     first.leave_behind()
     assert loops_of_gloo() == before + 4 and is_mapped(buffer), "an operation still may write to it"
@@ -346,7 +346,7 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
         groups, _ = make_groups(rank)
         result = torch.zeros(sum(lengths), dtype=torch.uint8)
         gathering = Gathering(lengths)
-        moved = groups.gather(RoundRequest(an_opening(*NAMES), NAMES[rank], payload_of(rank), result), gathering)
+        moved = groups.gather(RoundRequest(a_plan(*NAMES), NAMES[rank], payload_of(rank), result), gathering)
         assert moved == Moved(2 * lengths[rank], sum(lengths) - lengths[rank])
         return result.tolist()
 
@@ -354,20 +354,20 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
     assert in_threads(gather, 3) == [expected] * 3
 
 
-def test_gathering_ends_when_its_opening_is_aborted(
+def test_gathering_ends_when_its_plan_is_aborted(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     nodes = [make_groups(rank) for rank in range(2)]
 
     def take_part(rank: int) -> None:
         groups, flags = nodes[rank]
-        opening = an_opening("a#1", "b#1", version=4)
+        plan = a_plan("a#1", "b#1", version=4)
         if rank == 1:
-            groups.connect(opening, rank)
+            groups.connect(plan, rank)
             return
         threading.Timer(0.3, flags.abort, args=(4,)).start()
         payload, result = torch.ones(5, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
-        groups.gather(RoundRequest(opening, "a#1", payload, result), Gathering((5, 5)))
+        groups.gather(RoundRequest(plan, "a#1", payload, result), Gathering((5, 5)))
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
@@ -381,16 +381,16 @@ def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     """The other one is in the group, and begins nothing."""
-    nodes, opening = [make_groups(rank)[0] for rank in range(2)], an_opening("a#1", "b#1")
+    nodes, plan = [make_groups(rank)[0] for rank in range(2)], a_plan("a#1", "b#1")
 
     def take_part(rank: int) -> None:
-        nodes[rank].connect(opening, rank)
+        nodes[rank].connect(plan, rank)
         if rank == 0:
-            nodes[0].reduce_mean(RoundRequest(opening, "a#1", torch.ones(4), torch.empty(4)))
+            nodes[0].reduce_mean(RoundRequest(plan, "a#1", torch.ones(4), torch.empty(4)))
 
     stalled, _ = in_threads(take_part, 2)
     assert isinstance(stalled, TransferStalled) and "piece 1 of 2 did not end" in str(stalled)
-    assert (stalled.member_ids, stalled.at_byte) == (opening.members, 0) and stalled.since_s >= BOUNDS.stall_s
+    assert (stalled.member_ids, stalled.at_byte) == (plan.members, 0) and stalled.since_s >= BOUNDS.stall_s
     assert nodes[0].stall_limit_s == 2 * BOUNDS.stall_s
 
 
@@ -398,7 +398,7 @@ def test_group_that_a_member_does_not_come_to_is_given_up(
     make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     groups, flags = make_groups(0)
-    opening = an_opening("a#1", "b#1")
+    plan = a_plan("a#1", "b#1")
     with pytest.raises(TransferStalled, match="not all of b#1 were reached within"):
-        groups.connect(opening, 0)
-    flags.abort(opening.version)  # as the mesh does; ends the thread that builds
+        groups.connect(plan, 0)
+    flags.abort(plan.version)  # as the mesh does; ends the thread that builds

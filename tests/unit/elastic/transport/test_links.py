@@ -156,7 +156,7 @@ def test_members_are_linked_by_as_many_streams_as_are_wanted(
     results = [torch.zeros(5003) for _ in nodes]
     reductions = [
         node.links.engine.start(
-            Operation(run=1, opening=1, epoch=1, round=1),
+            Operation(run=1, plan=1, epoch=1, round=1),
             shape,
             member,
             [node.links.number(other.name) for other in nodes],

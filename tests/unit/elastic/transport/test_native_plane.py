@@ -19,7 +19,7 @@ import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
@@ -54,9 +54,9 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
         flags = SharedFlags(tmp_path / "flags", create=True)
         reach = Reach(links=cast(Any, None), ways=lambda own, members: {})
         plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
-        opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
+        plan = RoundPlan(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
-        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == Moved(0, 0)
+        assert plane.reduce_mean(RoundRequest(plan, "a#1", SOURCE, result, **more)) == Moved(0, 0)
         flags.close()
         return result
 
@@ -85,11 +85,11 @@ def test_mean_of_nobody_is_zero_and_leaves_the_errors(reduce_alone: Callable[...
 
 # -- several nodes ----------------------------------------------------------------------------------------------------
 
-OPENING = Opening(1, 1, 1, ("a#1", "b#1", "c#1"), (1, 1, 1), (4, 4, 4), (4, 4, 4))
+PLAN = RoundPlan(1, 1, 1, ("a#1", "b#1", "c#1"), (1, 1, 1), (4, 4, 4), (4, 4, 4))
 
 
 class Node:
-    """A member of OPENING with a data plane of its own."""
+    """A member of PLAN with a data plane of its own."""
 
     def __init__(
         self,
@@ -114,30 +114,30 @@ class Node:
             "run", self._flags, CODECS["fp32"], reach, FaultPoints(()), streams=streams, paced=True, bounds=bounds
         )
 
-    def reduce(self, opening: Opening) -> Future[torch.Tensor]:
+    def reduce(self, plan: RoundPlan) -> Future[torch.Tensor]:
         """As the trainer's main thread does it."""
 
         def reduce() -> torch.Tensor:
             result = torch.full((N,), 7.0)
-            self.plane.reduce_mean(RoundRequest(opening, self.member_id, SOURCE, result))
+            self.plane.reduce_mean(RoundRequest(plan, self.member_id, SOURCE, result))
             return result
 
         return self._main.submit(reduce)
 
-    def gather(self, opening: Opening, gathering: Gathering) -> Future[tuple[torch.Tensor, Moved]]:
+    def gather(self, plan: RoundPlan, gathering: Gathering) -> Future[tuple[torch.Tensor, Moved]]:
         """All payloads, and the bytes that were moved; one's own is its place among the members, again and again."""
-        place = opening.members.index(self.member_id)
+        place = plan.members.index(self.member_id)
 
         def gather() -> tuple[torch.Tensor, Moved]:
             payload = torch.full((gathering.lengths[place],), place, dtype=torch.uint8)
             result = torch.full((gathering.total_bytes,), 0xEE, dtype=torch.uint8)
-            return result, self.plane.gather(RoundRequest(opening, self.member_id, payload, result), gathering)
+            return result, self.plane.gather(RoundRequest(plan, self.member_id, payload, result), gathering)
 
         return self._main.submit(gather)
 
-    def abort(self, opening: Opening) -> None:
-        """As the watcher does that sees that an opening cannot be finished."""
-        self._flags.abort(opening.version)
+    def abort(self, plan: RoundPlan) -> None:
+        """As the watcher does that sees that a plan cannot be finished."""
+        self._flags.abort(plan.version)
 
     @property
     def took_ms(self) -> int:
@@ -165,9 +165,9 @@ def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
-    """Of OPENING, without links; they wait no longer than BOUNDS says."""
+    """Of PLAN, without links; they wait no longer than BOUNDS says."""
     monkeypatch.setattr(native_module, "_ASK_S", 0.01)
-    made = [Node(member, tmp_path, bounds=BOUNDS) for member in OPENING.members]
+    made = [Node(member, tmp_path, bounds=BOUNDS) for member in PLAN.members]
     yield made
     for node in made:
         node.close()
@@ -182,13 +182,13 @@ def test_ring_takes_links_between_neighbours_alone(
     nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = tuple(f"{name}#1" for name in "abcde")
-    opening = replace(OPENING, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
+    plan = replace(PLAN, members=members, weights=(1,) * 5, steps=(4,) * 5, steps_requested=(4,) * 5)
     five = [*nodes, *(Node(member, tmp_path, bounds=BOUNDS) for member in members[3:])]
     monkeypatch.setattr(native_module, "shape_of", lambda *given, **how: replace(shape_of(*given, **how), is_ring=True))
     try:
         for one, other in zip(five, [*five[1:], five[0]], strict=True):
             join(one, other)
-        results = [node.reduce(opening) for node in five]
+        results = [node.reduce(plan) for node in five]
         means = [result.result(DEADLINE_S) for result in results]
         assert all(torch.equal(mean, means[0]) for mean in means)
         torch.testing.assert_close(means[0], SOURCE)
@@ -198,7 +198,7 @@ def test_ring_takes_links_between_neighbours_alone(
             node.close()
 
 
-FOUR = Opening(1, 1, 1, ("a#1", "b#1", "c#1", "d#1"), (1,) * 4, (4,) * 4, (4,) * 4, sites=(0, 0, 2, 2))
+FOUR = RoundPlan(1, 1, 1, ("a#1", "b#1", "c#1", "d#1"), (1,) * 4, (4,) * 4, (4,) * 4, sites=(0, 0, 2, 2))
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> Non
     with suppress(PeerLost):
         gatherings[b].result(DEADLINE_S)
     join(a, d)
-    left = Opening(2, 2, 1, ("a#1", "b#1", "d#1"), (1,) * 3, (4,) * 3, (4,) * 3, sites=(0, 0, 2))
+    left = RoundPlan(2, 2, 1, ("a#1", "b#1", "d#1"), (1,) * 3, (4,) * 3, (4,) * 3, sites=(0, 0, 2))
     again = [node.gather(left, Gathering((900,) * 3)) for node in (a, b, d)]
     expected = torch.arange(3, dtype=torch.uint8).repeat_interleave(900)
     assert all(torch.equal(gathering.result(DEADLINE_S)[0], expected) for gathering in again)
@@ -243,17 +243,17 @@ def test_payloads_go_on_without_the_relay_that_was_lost(four: list[Node]) -> Non
     ("more", "joined", "partners"),
     [
         ({"retries": 1}, ("ad", "bc"), ["bd", "ac", "bd", "ac"]),
-        ({"network": LinkTable(behind=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
+        ({"network": LinkTable(dial_out_only=(1, 3))}, ("ad", "bc"), ["bcd", "ac", "abd", "ac"]),
     ],
     ids=["another one where results differed", "who is dialled for those who cannot be"],
 )
-def test_relay_follows_from_the_opening(
+def test_relay_follows_from_the_plan(
     four: list[Node], more: dict[str, Any], joined: Sequence[str], partners: Sequence[str]
 ) -> None:
     for one, other in joined:
         join(four["abcd".index(one)], four["abcd".index(other)])
-    opening = replace(FOUR, version=2, **more)
-    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(opening, Gathering((900,) * 4)) for n in four]]
+    plan = replace(FOUR, version=2, **more)
+    gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(plan, Gathering((900,) * 4)) for n in four]]
     assert all(torch.equal(result, gathered[0][0]) for result, _ in gathered)
     assert ["".join(sorted(member[0] for member in node.partners)) for node in four] == partners
 
@@ -273,7 +273,7 @@ def test_link_whose_packets_vanish_is_dropped_and_the_one_to_a_late_member_is_no
     join(a, late)
     join(a, lost, is_silent=True)
     with pytest.raises(PeerLost, match=r"with c#1 failed: ") as raised:  # by its silence, or since no byte moves
-        a.reduce(OPENING).result(DEADLINE_S)
+        a.reduce(PLAN).result(DEADLINE_S)
     assert raised.value.member_ids == ("c#1",)
     assert (a.links.state("b#1").is_up, a.links.state("c#1").is_up) == (True, False)
 
@@ -284,12 +284,12 @@ def test_round_that_lost_a_link_without_a_word_goes_on_over_another_one(nodes: l
     join(a, b)
     join(b, c)
     join(a, c, is_silent=True)
-    for reducing, other in [(node.reduce(OPENING), other) for node, other in ((a, c), (c, a))]:
+    for reducing, other in [(node.reduce(PLAN), other) for node, other in ((a, c), (c, a))]:
         with pytest.raises(PeerLost) as raised:
             reducing.result(DEADLINE_S)
         assert raised.value.member_ids == (other.member_id,)
     join(a, c)
-    again = replace(OPENING, version=2, epoch=2)
+    again = replace(PLAN, version=2, epoch=2)
     results = [reducing.result(DEADLINE_S) for reducing in [node.reduce(again) for node in nodes]]
     assert all(torch.equal(result, results[0]) for result in results)
     assert torch.allclose(results[0], SOURCE)
@@ -322,7 +322,7 @@ def join_through(one: Node, other: Node) -> Box:
     return box
 
 
-TWO = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
+TWO = replace(PLAN, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
 
 
 @pytest.mark.parametrize("is_both_ways", [True, False], ids=["both ways", "one way"])
@@ -364,14 +364,14 @@ def test_member_that_is_late_costs_no_link_and_is_waited_for_longer_each_time(no
     for one, other in combinations(nodes, 2):
         join(one, other)
     waiting = nodes[:2]
-    for reducing in [node.reduce(OPENING) for node in waiting]:
+    for reducing in [node.reduce(PLAN) for node in waiting]:
         with pytest.raises(TransferStalled, match="no byte of it moved") as raised:
             reducing.result(DEADLINE_S)
         assert raised.value.member_ids == ("c#1",), "those who wait themselves are not named"
     assert [(node.plane.gaps().lacks, node.plane.gaps().refused) for node in waiting] == [(("c#1",), ())] * 2
     assert all(one.links.state(other.member_id).is_up for one, other in permutations(nodes, 2))
     assert [node.plane.stall_limit_s for node in waiting] == [2 * BOUNDS.stall_s] * 2
-    again = [node.reduce(replace(OPENING, version=2, epoch=2)) for node in nodes]
+    again = [node.reduce(replace(PLAN, version=2, epoch=2)) for node in nodes]
     assert all(torch.allclose(reducing.result(DEADLINE_S), SOURCE) for reducing in again)
     assert [node.plane.stall_limit_s for node in waiting] == [BOUNDS.stall_s] * 2
 
@@ -409,14 +409,14 @@ def test_crowded_link_is_left_to_one_stream_during_a_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int | None
 ) -> None:
     monkeypatch.setattr(native_module, "_ASK_S", 0.01)
-    opening = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
-    a, late = (Node(member, tmp_path, SlowLinks, streams) for member in opening.members)
+    plan = replace(PLAN, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
+    a, late = (Node(member, tmp_path, SlowLinks, streams) for member in plan.members)
     for _ in range(8):
         join(a, late, session="the same")
     links = cast(SlowLinks, a.links)
-    reducing, before = a.reduce(opening), links.asked
+    reducing, before = a.reduce(plan), links.asked
     until(lambda: links.asked > before + 3)
-    assert torch.equal(late.reduce(opening).result(DEADLINE_S), reducing.result(DEADLINE_S))
+    assert torch.equal(late.reduce(plan).result(DEADLINE_S), reducing.result(DEADLINE_S))
     assert links.told[:1] == ([("b#1", 1)] if streams is None else [])
     a.close()
     late.close()
@@ -442,9 +442,9 @@ class ToldLinks(Links):
 def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """The first node's links, and what makes round N.
 
-    It has so many nodes make the round; of the openings before it says that the last transfer took two seconds.
+    It has so many nodes make the round; of the plans before it says that the last transfer took two seconds.
     """
-    nodes = [Node(member, tmp_path, ToldLinks, request.param) for member in OPENING.members]
+    nodes = [Node(member, tmp_path, ToldLinks, request.param) for member in PLAN.members]
     for one, other in combinations(nodes, 2):
         session = new_session()
         for _ in range(8):
@@ -453,8 +453,8 @@ def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]
     def reduce(number: int, members: int) -> None:
         ones = (1,) * members
         numbers = {"weights": ones, "steps": ones, "steps_requested": ones, "network": LinkTable(took_ms=2000)}
-        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], **numbers)
-        for reducing in [node.reduce(opening) for node in nodes[:members]]:
+        plan = replace(PLAN, version=number, round=number, members=PLAN.members[:members], **numbers)
+        for reducing in [node.reduce(plan) for node in nodes[:members]]:
             assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
 
     yield cast(ToldLinks, nodes[0].links), reduce
@@ -489,8 +489,8 @@ def test_time_of_a_transfer_is_not_told_where_links_lose_packets(
     monkeypatch.setattr(Middle, "whole_s", 1.5)
     a, b = Node("a#1", tmp_path), Node("b#1", tmp_path)
     join(a, b)
-    opening = replace(OPENING, members=OPENING.members[:2], weights=(1, 1), steps=(1, 1), steps_requested=(1, 1))
-    for reducing in (a.reduce(opening), b.reduce(opening)):
+    plan = replace(PLAN, members=PLAN.members[:2], weights=(1, 1), steps=(1, 1), steps_requested=(1, 1))
+    for reducing in (a.reduce(plan), b.reduce(plan)):
         reducing.result(DEADLINE_S)
     assert a.took_ms == (0 if is_lossy else 1500)
     a.close()

@@ -176,8 +176,8 @@ def test_every_payload_comes_to_every_member_once_and_once_into_each_other_site(
     """`members`: the site of each, whether others cannot dial it, and whether it sends anything."""
     world, named = len(members), [site for site, _, _ in members]
     sites, lengths = [named.index(site) for site in named], [int(sends) for _, _, sends in members]
-    behind = [place for place, (_, is_behind, _) in enumerate(members) if is_behind]
-    routes = [route_of(place, sites, behind=behind, turn=turn) for place in range(world)]
+    dial_out_only = [place for place, (_, is_dial_out_only, _) in enumerate(members) if is_dial_out_only]
+    routes = [route_of(place, sites, dial_out_only=dial_out_only, turn=turn) for place in range(world)]
     moved = list[tuple[int, int, int]]()
     for member, route in enumerate(routes):
         moved += [(sender, source, member) for sender, source in enumerate(route.sources) if sender != member]

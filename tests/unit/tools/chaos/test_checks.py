@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED
-from zeroband.elastic.membership.records import Opening, Verdict
+from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.tools.data.audit import Account, Audit
 
@@ -31,9 +31,9 @@ def committed(round: int, **changes: Any) -> dict[str, Any]:
 
 
 def verdict(round: int, *, version: int | None = None, **changes: Any) -> Verdict:
-    opening = Opening(version or round + 1, 1, round, ("node0#a", "node1#a"), (128, 128), (4, 4), (4, 4))
+    plan = RoundPlan(version or round + 1, 1, round, ("node0#a", "node1#a"), (128, 128), (4, 4), (4, 4))
     payload: Mapping[str, Any] = {"state_before": f"state{round - 1}"}
-    return replace(Verdict(opening, f"result{round}", payload), **changes)
+    return replace(Verdict(plan, f"result{round}", payload), **changes)
 
 
 def test_agreement_finds_nothing_where_all_nodes_recorded_the_same() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from zeroband.elastic.membership.records import Opening, Peer, StoreTerm, Verdict, View
+from zeroband.elastic.membership.records import Peer, RoundPlan, StoreTerm, Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
 from zeroband.tools.chaos.checks import Pulse
@@ -20,7 +20,7 @@ from zeroband.tools.chaos.plan import InjectedFault, Kind, PlannedFault
 from zeroband.tools.chaos.watch import NodeFiles, SoakWatch, Violations
 
 MEMBERS = ("node0#a", "node1#a", "node2#a")
-CALM = View(opening=None, committed=None, alive=frozenset(MEMBERS), ready={}, votes={}, failed=None)
+CALM = View(plan=None, committed=None, alive=frozenset(MEMBERS), ready={}, votes={}, failed=None)
 
 
 class PreparedStore:
@@ -70,7 +70,7 @@ def event(round: int, digest: str, at_s: float) -> dict[str, Any]:
 
 
 def verdict(round: int, weights: tuple[int, ...] = (1, 1, 1)) -> Verdict:
-    return Verdict(Opening(round + 1, 1, round, MEMBERS, weights, (4, 4, 4), (4, 4, 4)), f"result{round}")
+    return Verdict(RoundPlan(round + 1, 1, round, MEMBERS, weights, (4, 4, 4), (4, 4, 4)), f"result{round}")
 
 
 def struck(kind: Kind, *nodes: str, at_s: float = 5.0) -> InjectedFault:
@@ -264,7 +264,7 @@ def test_store_that_was_stopped_too_shortly_to_be_left_is_looked_at_again(scene:
 
 def test_relays_are_the_first_lines_of_those_that_are_called_and_cannot_be_dialled(scene: Scene) -> None:
     def peer(member: str, *lines: str) -> Peer:
-        return Peer(member[:5], "host", 1, True, lines=lines)
+        return Peer(member[:5], "host", 1, True, relays=lines)
 
     peers = {"node0#a": peer("node0#a"), "node1#a": peer("node1#a", "node0#a"), "node2#a": peer("node2#a")}
     scene.store.shown = replace(CALM, peers=peers)
