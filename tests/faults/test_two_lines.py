@@ -37,8 +37,8 @@ def test_lines_that_meet_are_named_and_the_one_with_fewer_tokens_ends(tmp_path: 
         reach_round(cluster, "a", newest(cluster, "a") + 2, members=2)
         for node in "ab":  # each tells of it at its own next look at the stores
             folder = cluster.run_dir / node
-            cluster.wait_until(lambda _, folder=folder: bool(told(folder, "lines_met")), timeout_s=60)
-            (met,) = told(cluster.run_dir / node, "lines_met")
+            cluster.wait_until(lambda _, folder=folder: bool(told(folder, "split_brain")), timeout_s=60)
+            (met,) = told(cluster.run_dir / node, "split_brain")
             assert (met["goes_on"]["members"][0][0], met["ends"]["members"][0][0]) == ("a", "b")
             assert met["goes_on"]["tokens"] > met["ends"]["tokens"] > 0
             said = (cluster.run_dir / "b" / "console.log").read_text()
@@ -72,4 +72,4 @@ def test_only_peer_that_is_cut_off_and_has_a_new_disk_founds_nothing(tmp_path: P
             network.heal_all()
             reach_round(cluster, "a", newest(cluster, "b") + 2, members=3)
             assert generation(cluster.run_dir / "a") == generation(cluster.run_dir / "b") == 2
-            assert not told(cluster.run_dir / "b", "lines_met")
+            assert not told(cluster.run_dir / "b", "split_brain")

@@ -155,7 +155,7 @@ def test_nodes_with_disks_of_their_own_begin_again_on_the_newest(tmp_path: Path,
             assert node.events("checkpoint_committed")[0]["step"] > (step or 0)
             assert not node.events("newer_checkpoint"), "it was heard"
         assert len({node.events("joined")[0]["round"] for node in nodes}) == 1, "all of them found the run"
-        assert not [event for node in nodes for event in node.events("checkpoint_without")]
+        assert not [event for node in nodes for event in node.events("checkpoint_incomplete")]
 
 
 def start(cluster: LocalCluster, folder: Path, saved: Path, case: Case) -> list[NodeProcess]:

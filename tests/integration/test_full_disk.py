@@ -98,7 +98,7 @@ def count(node: NodeProcess, kind: str) -> int:
 def whole_commits(cluster: LocalCluster) -> list[int]:
     """Inner steps of the checkpoints that all members committed together."""
     nodes = cluster.nodes.values()
-    partial = {event["step"] for node in nodes for event in node.events("checkpoint_without")}
+    partial = {event["step"] for node in nodes for event in node.events("checkpoint_incomplete")}
     return sorted({event["step"] for node in nodes for event in node.events("checkpoint_committed")} - partial)
 
 
@@ -106,12 +106,12 @@ def fail_once(cluster: LocalCluster, by: NodeProcess, failing: NodeProcess) -> d
     """Let one node's storage fail until the other goes on without it; what that one says then."""
     whole = len(whole_commits(cluster))
     until(cluster, lambda: len(whole_commits(cluster)) > whole, "a checkpoint of both")
-    said, told = count(by, "checkpoint_without"), count(failing, "checkpoint_retrying")
+    said, told = count(by, "checkpoint_incomplete"), count(failing, "checkpoint_retrying")
     forbid_writing(failing, is_forbidden=True)
     until(cluster, lambda: count(failing, "checkpoint_retrying") > told, f"{failing.node_id} says that it cannot write")
-    until(cluster, lambda: count(by, "checkpoint_without") > said, f"{by.node_id} goes on without {failing.node_id}")
+    until(cluster, lambda: count(by, "checkpoint_incomplete") > said, f"{by.node_id} goes on without {failing.node_id}")
     forbid_writing(failing, is_forbidden=False)
-    return by.events("checkpoint_without")[said]
+    return by.events("checkpoint_incomplete")[said]
 
 
 def committed_without(cluster: LocalCluster, by: NodeProcess, failing: NodeProcess) -> int:

@@ -331,7 +331,7 @@ class Save:
                 break
             next(pauses)
         if missing:
-            self._line.tell("checkpoint_without", **self._place(), nodes=sorted(missing), why=missing)
+            self._line.tell("checkpoint_incomplete", **self._place(), nodes=sorted(missing), why=missing)
         left = [file for file in self._plan.files if file.path not in self._files]
         self._write_share(left, with_indices=not self._plan.indices.keys() <= self._files.keys())
         return missing

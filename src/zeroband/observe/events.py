@@ -203,7 +203,7 @@ EVENTS: Mapping[str, EventKind] = {
         "was lost.",
         ("store", "generation"),
     ),
-    "lines_met": EventKind(
+    "split_brain": EventKind(
         "{node} sees two lines of the run: {goes_on} goes on, {ends} ends.",
         "The run was founded twice, by machines that were cut off from one another, and both lines have met; each with "
         "session, round, tokens and members. One goes on, the other ends with exit code 2.",
@@ -264,7 +264,7 @@ EVENTS: Mapping[str, EventKind] = {
         "This node's share of a checkpoint is written; those before it commit it first.",
         ("round", "step", "bytes", "took_s"),
     ),
-    "checkpoint_without": EventKind(
+    "checkpoint_incomplete": EventKind(
         "The checkpoint of round {round} lacks the own state of {nodes}: {why}.",
         "These nodes did not write their shares, for the reasons in why; this node wrote what of it is common, and "
         "commits. Their own state is missing, which the manifest says.",

@@ -170,7 +170,7 @@ def test_first_member_writes_what_a_dead_one_left(storage: LocalStorage) -> None
     first = Around()
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     why = {"b": "nothing was heard of its share for 60 s"}
-    assert first.told[0] == ("checkpoint_without", {"round": 1, "step": 10, "nodes": ["b"], "why": why})
+    assert first.told[0] == ("checkpoint_incomplete", {"round": 1, "step": 10, "nodes": ["b"], "why": why})
     assert open_checkpoint(storage, 10).manifest.missing == why
     assert first.clock_s == pytest.approx(60.0, abs=1.0)
     assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
@@ -185,7 +185,7 @@ def test_member_that_is_lost_or_says_that_it_does_not_save_is_not_awaited(storag
     elif why == "the disk is full":
         first.words["b"] = PeerWord(out=why)
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
-    assert first.told[0] == ("checkpoint_without", {**AT, "nodes": ["b"], "why": {"b": why}})
+    assert first.told[0] == ("checkpoint_incomplete", {**AT, "nodes": ["b"], "why": {"b": why}})
     manifest = open_checkpoint(storage, 10).manifest
     assert (manifest.nodes, manifest.missing) == (("a",), {"b": why}) and restored_step(storage) == 10
 
@@ -238,7 +238,7 @@ def test_records_of_an_earlier_attempt_do_not_count(storage: LocalStorage) -> No
     killed_at("published", save_of(storage, 10, Around(), node_id="b", members=("a", "b"), record={"old": 1}))
     first = Around()
     assert save_of(storage, 10, first, members=("a", "b")).run()
-    assert first.kinds == ["checkpoint_without", "checkpoint_committed"]
+    assert first.kinds == ["checkpoint_incomplete", "checkpoint_committed"]
 
 
 # -- the first member is lost -----------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_members_take_their_turn_when_those_before_them_are_lost_or_waited_for(
     third = Around(gone=gone)
     assert member_of(storage, "c", third).run()
     assert third.clock_s == pytest.approx(expected_s, abs=1.0)
-    assert third.kinds == ["checkpoint_share_written", "checkpoint_without", "checkpoint_committed"]
+    assert third.kinds == ["checkpoint_share_written", "checkpoint_incomplete", "checkpoint_committed"]
     assert restored_step(storage) == 30
 
 

@@ -93,7 +93,7 @@ class StoreFailover:
         """Have the event log say once that the run has two lines of history."""
         if met is not None and met != self._met:
             self._met = met
-            self._on_event("lines_met", goes_on=asdict(met.goes_on), ends=asdict(met.ends))
+            self._on_event("split_brain", goes_on=asdict(met.goes_on), ends=asdict(met.ends))
 
     def require_line(self) -> None:
         """Raise LineEnds where this member's line of history met another one, which goes on in its place."""

@@ -92,7 +92,7 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
         stack.callback(flags.close)
         stack.callback(mover.close)
         movers.append(mover)
-    while events.count("lines_met") < 2:
+    while events.count("split_brain") < 2:
         for line in (ends, goes_on):
             line.renew()
     movers[1].require_line()
