@@ -26,26 +26,31 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
-# Two workers for each of the two cores of CI: many tests wait for processes. The longest files first.
-parallel=(--numprocesses=4 --dist=loadfile --no-loadscope-reorder)
+parallel=(-q --durations=10 --dist=loadfile --no-loadscope-reorder) # the longest files first
 if [[ $env != .venv ]]; then
-    step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit
+    step pytest "${parallel[@]}" --numprocesses=4 tests/integration tests/contract tests/unit
     exit
 fi
-folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
+# Two runs side by side: a worker imports and collects all that its run may give it. Tests of the first wait for
+# processes, so those of the second find the two cores of CI free, and five workers keep them at work.
+waiting=(tests/faults tests/integration tests/native)
+computing=(tests/house tests/contract tests/unit)
 # pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
-env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${folders[@]}" >/dev/null 2>&1 &
+env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${waiting[@]}" "${computing[@]}" >/dev/null 2>&1 &
 collecting=$!
-said=$(mktemp)
-pyright >"$said" & # a minute of one core, of which tests that wait for processes leave some
-checking=$!
-trap 'kill "$checking" 2>/dev/null || true; rm -f "$said"' EXIT
+said=$(mktemp -d)
+beside=()
+trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$said"' EXIT
+pyright >"$said/pyright" & # a minute of one core, of which tests that wait for processes leave some
+beside+=($!)
 step ruff check .
 step ruff format --check .
 step hadolint Dockerfile
 wait "$collecting" || true # pytest says itself what is wrong
-step pytest -q --durations=10 "${parallel[@]}" "${folders[@]}"
+pytest "${parallel[@]}" --numprocesses=2 "${computing[@]}" >"$said/pytest" 2>&1 &
+beside+=($!)
 failed=0
-wait "$checking" || failed=$?
-printf '\n== pyright\n' && cat "$said"
+step pytest "${parallel[@]}" --numprocesses=3 "${waiting[@]}" || failed=$?
+for checking in "${beside[@]}"; do wait "$checking" || failed=$?; done
+for output in "$said"/*; do printf '\n== %s\n' "${output##*/}" && cat "$output"; done
 exit "$failed"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +27,24 @@ def root() -> Path:
     return ROOT
 
 
+def parsed(paths: Iterable[Path]) -> dict[Path, ast.Module]:
+    """Trees of files by their paths from the root. Looking for garbage among their nodes takes twice their making."""
+    gc.disable()
+    try:
+        return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)}
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="session")
+def trees_of_tests() -> dict[Path, ast.Module]:
+    """All files of the tests."""
+    return parsed((ROOT / "tests").rglob("*.py"))
+
+
 @pytest.fixture(scope="session")
 def modules() -> dict[str, Module]:
     source = ROOT / "src"
-    found: dict[str, Module] = {}
-    for path in sorted((source / "zeroband").rglob("*.py")):
-        name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-        text = path.read_text(encoding="utf-8")
-        found[name] = Module(name, path.relative_to(ROOT), ast.parse(text))
-    return found
+    trees = parsed((source / "zeroband").rglob("*.py"))
+    names = {path: ".".join(path.relative_to("src").with_suffix("").parts).removesuffix(".__init__") for path in trees}
+    return {name: Module(name, path, trees[path]) for path, name in names.items()}

@@ -64,9 +64,8 @@ def _cases(path: str, tree: ast.Module) -> Iterator[Case]:
 
 
 @pytest.fixture(scope="module")
-def trees(root: Path) -> dict[str, ast.Module]:
-    paths = sorted((root / "tests").rglob("test_*.py"))
-    return {path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+def trees(trees_of_tests: Mapping[Path, ast.Module]) -> dict[str, ast.Module]:
+    return {path.as_posix(): tree for path, tree in trees_of_tests.items() if path.name.startswith("test_")}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,11 +30,10 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
-def test_no_test_uses_a_private_name(root: Path) -> None:
-    files = sorted((root / "tests").rglob("*.py"))
-    trees = {file.relative_to(root): ast.parse(file.read_text(encoding="utf-8")) for file in files}
-    assert len(trees) > 200
-    assert [f"{file}:{line}: {name}" for file, tree in trees.items() for line, name in private_names(tree)] == []
+def test_no_test_uses_a_private_name(trees_of_tests: Mapping[Path, ast.Module]) -> None:
+    assert len(trees_of_tests) > 200
+    found = [(file, line, name) for file, tree in trees_of_tests.items() for line, name in private_names(tree)]
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def main() -> None:
     pair_group = dist.new_group([0, 1], backend="gloo")
     if local.rank < 2:
         two = replace(local, world_size=2, mesh=DeviceMesh.from_group(pair_group, "cpu"), control=pair_group)
-        seen["two"] = shards_of(build(), two, pair) | matrices_of_muon(two, pair)
+        seen["two"] = shards_of(build(), two, pair)
     barrier(local)
     seen["refusal"] = refusal_of_small_memory(local, full)
     (out / f"rank{local.rank}.json").write_text(json.dumps(seen))

@@ -67,7 +67,6 @@ SCENARIOS = {
     "micro_batches": Scenario(micro_bs=1),
     "by_source": Scenario(micro_bs=1, by_source=True),
     "recompute": Scenario(train=(("activation_checkpointing", "full"),)),
-    "selective": Scenario(train=(("activation_checkpointing", "selective"),)),
     "reduced_each_time": Scenario(micro_bs=1, train=(("reduce_gradients", "micro_batch"),)),
     "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),), comes_back=True),
     "tied": Scenario(tied=True, comes_back=True),

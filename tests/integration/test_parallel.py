@@ -1,9 +1,6 @@
 """FSDP2 on two real processes against one: sharding must not change what is learned."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.integration.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 FLOAT32 = ("plain", "micro_batches", "recompute", "kept_gathered", "tied")
@@ -30,24 +28,19 @@ class Run:
         return {name.removeprefix(f"{kind}/"): value for name, value in values.items() if name.startswith(f"{kind}/")}
 
 
-def launch(folder: Path, launcher: list[str]) -> Run:
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    result = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), str(folder)], env=environ, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return Run(folder)
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return launch(tmp_path_factory.mktemp("one"), [])
+    return run_on(1, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return launch(tmp_path_factory.mktemp("two"), ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])
+    return run_on(2, tmp_path_factory.mktemp("two"))
+
+
+def run_on(ranks: int, folder: Path) -> Run:
+    run_ranks(WORKER, folder, ranks)
+    return Run(folder)
 
 
 @pytest.mark.parametrize("scenario", ["tied", "kept_gathered"])
@@ -74,7 +67,7 @@ def test_two_ranks_learn_what_one_learns_within_float32_rounding(one: Run, two: 
         assert (value - initial[name]).abs().max() > 1e-3, f"{name} did not move"
 
 
-@pytest.mark.parametrize("scenario", ["micro_batches", "recompute", "kept_gathered"])
+@pytest.mark.parametrize("scenario", ["micro_batches", "reduced_each_time", "recompute", "kept_gathered"])
 def test_memory_switches_do_not_change_what_is_learned(two: Run, scenario: str) -> None:
     reference = two.tensors("plain", "final")
     for name, value in two.tensors(scenario, "final").items():

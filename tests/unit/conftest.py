@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -341,22 +341,27 @@ class FakeNode:
     @property
     def params(self) -> Tensor:
         """(n,) copy of the model's parameters in the canonical order."""
-        return torch.cat([p.detach().reshape(-1).clone() for _, p in sorted(self.model.named_parameters())])
+        return torch.cat([p.detach().reshape(-1) for p in self._parameters])
 
     def set_params(self, flat: Tensor) -> None:
         """As if the inner steps had led here."""
-        self._split_into({name: p.data for name, p in self.model.named_parameters()}, flat)
+        self._split_into([p.data for p in self._parameters], flat)
 
     def set_gradient(self, flat: Tensor) -> None:
         """As if the backward pass had given this."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._split_into({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, flat)
+        gradients = [torch.zeros_like(p) for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._split_into(gradients, flat)
 
-    def _split_into(self, targets: Mapping[str, Tensor], flat: Tensor) -> None:
-        names = sorted(targets)
-        for name, part in zip(names, flat.split([targets[name].numel() for name in names]), strict=True):
-            targets[name].copy_(part.view_as(targets[name]))
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        """In the canonical order."""
+        return [parameter for _, parameter in sorted(self.model.named_parameters())]
+
+    def _split_into(self, targets: Sequence[Tensor], flat: Tensor) -> None:
+        for target, part in zip(targets, flat.split([target.numel() for target in targets]), strict=True):
+            target.copy_(part.view_as(target))
 
     def train(self, take: Callable[[int, Tensor], Tensor], steps: int, tokens: int = 10) -> None:
         """Inner steps as the trainer makes them; `take`: from the number of a step, from 1, and the parameters."""

@@ -73,7 +73,7 @@ def gradients(model: Transformer, step: int, rows: int, by_target: bool) -> list
 
 @pytest.mark.parametrize(
     ("checkpointing", "dtype", "by_target", "least_alike"),
-    [("none", "bfloat16", False, 0.05), ("selective", "bfloat16", False, 0.05), ("full", "float32", True, 1e-5)],
+    [("none", "bfloat16", False, 0.05), ("full", "float32", True, 1e-5)],
 )
 def test_compiled_step_is_two_whole_graphs_for_any_documents(
     checkpointing: ActivationCheckpointing,
@@ -83,7 +83,10 @@ def test_compiled_step_is_two_whole_graphs_for_any_documents(
     local: LocalMesh,
     compiled: list[int],
 ) -> None:
-    """One of all blocks and one of the loss, with the gradients of a plain model; other rows may trace again."""
+    """One of all blocks and one of the loss, with the gradients of a plain model; other rows may trace again.
+
+    The test below has selective checkpointing; a graph that is not whole would end it.
+    """
     plain = built(local, attend_plain, dtype="float32", compile=False)
     attend = varlen_attention()
     model = built(local, attend, dtype=dtype, compile=True, activation_checkpointing=checkpointing)

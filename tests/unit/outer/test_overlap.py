@@ -320,13 +320,11 @@ WAYS = {
     "eager fragments": {"overlap": "full", "merge": "eager", "fragments": 2},
     "streaming": {"overlap": 1, "merge": "mix", "fragments": 2},
     "overwritten": {"overlap": 2},
-    "mixed": {"overlap": 2, "merge": "mix"},
     "mixed at once": {"merge": "mix"},
     "fragments": {"fragments": 4},
 }
-every_way = pytest.mark.parametrize("settings", WAYS.values(), ids=list(WAYS))
-OTHERS = {"sparseloco": ("eager", "streaming"), "fed_adam": ("delayed", "streaming")}
-"""The loop is one; what may differ is whose rounds it runs."""
+OTHERS = {"sparseloco": ("eager",), "fed_adam": ("streaming",)}
+"""The loop is one; what may differ is whose rounds it runs: one that remembers errors, one of another optimizer."""
 every_algorithm_and_way = pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -381,12 +379,11 @@ def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves
 
 
 @every_algorithm_and_way
-@pytest.mark.parametrize("pace", [1, 3])
 def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
-    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any], pace: int
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
     config = make(inner_steps=4 * H, **settings)
-    run = train(config, 2, 1000, total_steps=9 * H, pace={"b": pace})
+    run = train(config, 2, 1000, total_steps=9 * H, pace={"b": 1})
     assert_one_outer_state(run)
     for node in run.nodes.values():
         assert node.outer.progress.is_complete
