@@ -198,6 +198,7 @@ class Ours:
         self._parts.take()
         self._optimizer.step()
         parts, report = self._parts.take(), self._optimizer.last_round
+        assert report is not None, "a founder is in each round"
         told = {name: getattr(report, f"{name}_s") for name in ("wait", "transfer", "apply")}
         return {"parts": parts, "members": len(report.members), "told": told, "digest": report.state_digest}
 

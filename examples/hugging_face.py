@@ -81,8 +81,9 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if optimizer.inner_step % asked.inner_steps == 0:
-                peers, digest = len(optimizer.last_round.members), optimizer.last_round.state_digest
+            round = optimizer.last_round  # None until a node that joined has contributed
+            if round is not None and optimizer.inner_step % asked.inner_steps == 0:
+                peers, digest = len(round.members), round.state_digest
                 print(f"step {optimizer.inner_step}  loss {loss.item():.3f}  peers {peers}  {digest}", flush=True)
 
 

@@ -77,7 +77,7 @@ class MemoryRecord:
     """By plan and member."""
     failed: dict[RoundPlan, Said[str]] = field(default_factory=dict[RoundPlan, Said[str]])
     generation: StoreTerm | None = None
-    accounts: dict[str, MemberReport] = field(default_factory=dict[str, MemberReport])
+    member_reports: dict[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told that want to go to this store."""
 
     def lose_everything(self) -> None:

@@ -575,7 +575,7 @@ class FakeRun:
             departure=departure,
             faults=faults,
             scoring=Scoring(self.scoring, self.scorer(name)) if self.scoring and self.scorer else None,
-            carriage=Carriage(local, buffers, feedback, partial(self.fetch_offer, name)),
+            carriage=Carriage(local, buffers, feedback, partial(self.fetch_offer, name), local),
         )
         outer = build_schedule(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (

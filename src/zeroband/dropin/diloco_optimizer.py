@@ -24,7 +24,7 @@ from zeroband.dropin.inner import (
 from zeroband.dropin.session import DropInOptions, Session
 from zeroband.dropin.settings import outer_step_of
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import ConfigError, RunOver
+from zeroband.errors import ConfigError
 
 
 class DiLoCoOptimizer(Optimizer):
@@ -163,16 +163,13 @@ class DiLoCoOptimizer(Optimizer):
         return self._open_session.inner_step
 
     @property
-    def last_round(self) -> RoundReport:
+    def last_round(self) -> RoundReport | None:
         """The newest outer step that this node took part in: its members, weights, and digest of the outer state.
 
-        Weights are samples; its `samples` are what the run deals out and `zeroband data audit` counts: inner steps.
-        Raises RunOver where the run was complete before this node came.
+        None until a node that joined has contributed to one; it trains before that. Weights are samples; its `samples`
+        are what the run deals out and `zeroband data audit` counts: inner steps.
         """
-        report = self._open_session.last_round
-        if report is None:
-            raise RunOver("this node came when the run was complete, so it took part in no round")
-        return report
+        return self._open_session.last_round
 
     @property
     def store_url(self) -> str:

@@ -28,7 +28,7 @@ from zeroband.elastic.rounds.runner import Committed, Offer
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.errors import RoundsMissed
 from zeroband.kernels.one_rounding import OneRounding
-from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
+from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.log import get_logger
 from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.outer.merge import FragmentDrift
@@ -58,11 +58,8 @@ class ManySteps(Schedule[Algorithm]):
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
         self._merge = algorithm.merge()
-        self._aside: LocalMesh | None = None
-        """For what local ranks agree on while a round is under way; None: contributions are not carried."""
         if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
-            self._aside = self._local.twin()
         self._is_late = False
         """A round was committed without its newest contribution, which holds all that delta held then."""
         self._rebases = False
@@ -177,7 +174,8 @@ class ManySteps(Schedule[Algorithm]):
         Else this waits for the round that is under way. The same on all local ranks. How many phases a node may hold
         that have not counted, the ledger says.
         """
-        if self._aside is None or not self._runner.is_under_way:
+        carriage = self._runner.carriage
+        if carriage is None or not self._runner.is_under_way:
             return ()
         member_id, batch_size = self._parts.mesh.member_id, self._parts.length.shape.batch_size
         used = (self._learned.offered_steps + self._learned.steps) * batch_size
@@ -190,7 +188,7 @@ class ManySteps(Schedule[Algorithm]):
         if self._local.rank == 0 and not is_last:
             followed = self._runner.await_samples(are_there)
             spans = [] if followed is None else list(followed.assigned[member_id])
-        return [(first, last) for first, last in broadcast_json(spans, self._aside)]
+        return [(first, last) for first, last in broadcast_json(spans, carriage.trainer)]
 
     def _contribute_phase(self, delayed: Committed | None) -> list[RoundReport]:
         """Contribute to the next round, and where the nodes wait for it take it over at once.

@@ -303,7 +303,7 @@ def test_joiner_waits_for_a_round_that_members_apply_at_their_next_boundary(
 ) -> None:
     """Until then no journal has it, however long the phase is and however soon a donor gives up."""
     monkeypatch.setattr("zeroband.outer.schedule._APPLIED_S", 0.001)
-    monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, retry_s=0.0))
+    monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, timeout_s=0.0))
     run = start_run(config, "a", "b", total_steps=40, model=Oracle)
     all_train, asked, in_vain = trains(run, config), list[int](), threading.Event()
     all_train(3, "a", "b")
@@ -335,7 +335,7 @@ def test_joiner_waits_for_a_round_that_members_apply_at_their_next_boundary(
 def test_joiner_is_fenced_if_the_members_die_before_they_apply_a_round(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, retry_s=0.0))
+    monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, timeout_s=0.0))
     config = CONFIGS["delayed"]
     run = start_run(config, "a", "b", total_steps=40, model=Oracle)
     all_train = trains(run, config)

@@ -109,6 +109,11 @@ class Uncounted:
         return self._nats / self.tokens if is_known else None
 
     @property
+    def steps_of_phases(self) -> int:
+        """Those of phases that are over."""
+        return self._over
+
+    @property
     def steps_of_phase(self) -> int:
         """Those of the phase that is not over."""
         return self.steps - self._over

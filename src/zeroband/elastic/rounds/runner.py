@@ -120,7 +120,7 @@ class RoundRunner:
         self._state = state
         self._exchange = exchange
         self._algorithm = algorithm
-        self._carriage: Carriage | None = None
+        self.carriage: Carriage | None = None
         """What contributions of slow links are carried with; None: those of this node cannot be."""
         self._ahead = FetchAhead(self._fetch_ahead)
         self._offered = ""
@@ -148,7 +148,7 @@ class RoundRunner:
 
     def let_carry(self) -> None:
         """Contributions may be carried, this node's and others': the schedule can do with what follows of it."""
-        self._carriage = self._exchange.carriage
+        self.carriage = self._exchange.carriage
 
     # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
 
@@ -234,14 +234,14 @@ class RoundRunner:
 
     def _can_be_carried(self, offer: Offer) -> bool:
         """Whether another member may bring it."""
-        return self._carriage is not None and offer.ready.weight > 0
+        return self.carriage is not None and offer.ready.weight > 0
 
     def _follow(self, offer: Offer) -> Committed | Verdict:
         """Stand at the boundaries with what a carrier fetches, until it counts or this node has to bring it itself.
 
         The rounds that the others commit meanwhile are fetched during training. The state does not hold them yet.
         """
-        carriage, mesh, number = self._carriage, self._parts.mesh, self._state.round + 1
+        carriage, mesh, number = self.carriage, self._parts.mesh, self._state.round + 1
         assert carriage is not None, "the schedule lets it carry"
         self._offered = self._offered or carriage.offer(number, self._parts.buffers[CONTRIBUTION])
         while True:
@@ -303,7 +303,7 @@ class RoundRunner:
             state_digest=f"{self._state.digest} of round {self._state.round}" if is_behind else self._state.digest,
             gains=gains if scored_for == round else (),
             offer=self._offered if may_be_carried else None,
-            carries=self._carriage.whole() if self._carriage is not None and passes else (),
+            carries=self.carriage.whole() if self.carriage is not None and passes else (),
         )
         self._parts.mesh.announce_ready(ready)
         if passes:
@@ -349,8 +349,8 @@ class RoundRunner:
         """Make what a plan asks for, and have it committed. Raises PeerLost where that does not come about."""
         faults, round, fragment_index = self._parts.faults, plan.round, self.fragment_index
         faults.at("opened", round)
-        if self._carriage is not None:
-            self._carriage.look(plan, self._parts.mesh.member_id)
+        if self.carriage is not None:
+            self.carriage.look(plan, self._parts.mesh.member_id)
         if plan.rollback is not None:
             staged = self._stage(plan, plan.rollback)
             committed = self._vote(plan, staged.state_digest, costs, record=self._describe_return(staged, plan))
@@ -455,15 +455,15 @@ class RoundRunner:
 
     def _settle_carried(self) -> None:
         """What this node offered counted in a round that it was not in."""
-        assert self._carriage is not None, "it was carried"
-        self._carriage.settle(self._parts.buffers[CONTRIBUTION])
+        assert self.carriage is not None, "it was carried"
+        self.carriage.settle(self._parts.buffers[CONTRIBUTION])
         self._offered = ""
 
     def _withdraw(self) -> None:
         """What this node offered goes another way."""
         self._offered = ""
-        if self._carriage is not None:
-            self._carriage.withdraw()
+        if self.carriage is not None:
+            self.carriage.withdraw()
 
     # -- what a committed round leaves --------------------------------------------------------------------------------
 

@@ -210,19 +210,14 @@ class NativePlane:
                 self._gaps = run.gaps() if borders else Gaps(refused=run.refused)
                 raise
             traffic = run.traffic()
+            sent = sum(t.sent_bytes for t in traffic.values())
+            received = sum(t.received_bytes for t in traffic.values())
             if kind is None:
-                return Moved(
-                    sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
-                )
+                return Moved(sent, received)
             run.learn_pauses()
             took_s = time.monotonic() - began_s if self._paced or plan.sites else run.middle.whole_s
             self._learn(traffic, wide, meter, took_s)
-            return Moved(
-                sum(t.sent_bytes for t in traffic.values()),
-                sum(t.received_bytes for t in traffic.values()),
-                sum(traffic[m].sent_bytes for m in wide) if plan.sites else None,
-                borders,
-            )
+            return Moved(sent, received, sum(traffic[m].sent_bytes for m in wide) if plan.sites else None, borders)
         finally:
             running.close()
 

@@ -31,7 +31,7 @@ def peer(member: str, *, undialled: tuple[str, ...] = (), relays: tuple[str, ...
 PEERS = {A: peer(A, undialled=(C,)), B: peer(B), C: peer(C, relays=(A, B)), D: peer(D, relays=(B,))}
 
 
-@pytest.mark.parametrize("behind", [(), (A,), (B,), (A, B)])
+@pytest.mark.parametrize("dial_out_only", [(), (A,), (B,), (A, B)])
 def test_exactly_one_of_two_dials_and_that_is_one_who_can(dial_out_only: tuple[str, ...]) -> None:
     who = [own for own, other in permutations((A, B), 2) if dials(own, other, dial_out_only)]
     assert who == [B if dial_out_only == (B,) else A]
