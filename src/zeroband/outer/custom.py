@@ -1,8 +1,8 @@
-"""An outer algorithm from a file of its own: `outer.type = "custom"`.
+"""An outer algorithm from a user's file: `outer.type = "custom"`.
 
-The file says `ALGORITHM = CLASS`: an `Algorithm`, whose rounds are many inner steps, or a `StepAlgorithm`, which
-synchronises at each one; of the latter outer.inner_steps is 1. The class is called with the node's `OuterParts`, the
-[outer] section and the settings, validated as its `Settings`.
+The file defines `ALGORITHM = CLASS`: an `Algorithm`, whose rounds are many inner steps, or a `StepAlgorithm`, which
+synchronises at each one and has outer.inner_steps = 1. The class is called with the node's `OuterParts`, the [outer]
+section and the settings, validated as its `Settings`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _require_single_steps(config: CustomConfig) -> None:
 
 
 def require_robust(config: CustomConfig, exchange: Exchange) -> None:
-    """Raise ConfigError where contributions are to be combined robustly, and the algorithm has its own way."""
+    """Raise ConfigError if outer.robust is set and the algorithm's own exchange ignores it."""
     if config.robust is not None and not exchange.is_robust:
         raise ConfigError(
             f"outer.algorithm={config.algorithm!r} has its own exchange, which outer.robust does not change; drop "

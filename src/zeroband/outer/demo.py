@@ -54,7 +54,7 @@ class Demo(StepAlgorithm):
         super().__init__(parts, config)
         self._clip_norm = clip_norm
         self._norm = 0.0
-        """The norm of this node's newest gradient."""
+        """Norm of this node's newest gradient."""
         self.overlaps = config.overlap > 0
         rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
         kind, clips = AggregatedExchange if config.aggregator else PayloadExchange, config.robust is not None
@@ -72,7 +72,7 @@ class Demo(StepAlgorithm):
         return self._scores.measure(verdict, fragment_index)
 
     def contribute(self, exchange: Exchange, round: int) -> bool:
-        """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
+        """Add the gradient to the momentum and make the payload; False on all local ranks if it is not finite."""
         self._norm = clip_grad_norm_(self.parts.model, self._clip_norm).item()
         held, shards = gradient_shards(self.parts.model), self.parts.shards
         gradients = {name: shards.own(name, gradient) for name, gradient in held.items()}  # of copies, this rank's part
@@ -86,7 +86,7 @@ class Demo(StepAlgorithm):
         return self._norm
 
     def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
-        """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
+        """Put a result into the model, and set the optimizer's schedule to the round's own inner step."""
         self.parts.stepper.seek(inner_step)
         super().set_gradients(result, record, inner_step=inner_step)
 

@@ -1,8 +1,8 @@
-"""Any element-wise optimizer of torch's as the outer step: OpenDiLoCo's form, with a state that is equal on all nodes.
+"""Any element-wise torch optimizer as the outer step, as in OpenDiLoCo, with state that is equal on all nodes.
 
-The optimizer steps slices of the flat state from moments that lie in buffers there, so a joiner fetches them and a
-journal replays them. Every operation rounds once, as the arithmetic of all outer steps does; that it comes to the same
-bits on every node is shown at join, where each compares what some steps of it came to.
+The optimizer steps slices of the flat state, with its moments in buffers there, so a joiner fetches them and the
+journal replays them. Every operation rounds once, as in all outer steps. At join, nodes compare the result of a few
+trial steps to make sure that all get the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.state.flat import digest_of
 
 UPDATES = "outer_updates"
-"""What a verdict records: the steps that the outer optimizer has made, of each fragment."""
+"""Key in a verdict's record: the outer optimizer's steps on each fragment."""
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporaries stay in the cache."""
@@ -35,16 +35,16 @@ _TRIAL_CUTS = (0, 1, 100, 257)
 
 
 class TorchOuterOptimizer:
-    """Steps slices of the outer state as a torch optimizer steps parameters. `build`: called with a list of them.
+    """Steps slices of the outer state by a torch optimizer. `build`: builds it for a list of parameters.
 
-    `what`: the argument that it came from, for errors.
+    `what`: name of the argument that gave it, for errors.
 
-    Raises ConfigError where a step is not element-wise, or keeps more than tensors of a parameter's shape and numbers
-    that follow from the count of steps.
+    Raises ConfigError if a step is not element-wise, or if its state is more than tensors of a parameter's shape and
+    numbers that depend on the step count only.
     """
 
     ways = ("foreach", "fused", "capturable", "differentiable")
-    """Options of torch's optimizers for how a step is computed, not what it comes to. They are off."""
+    """Options of torch's optimizers that change how a step is computed, not its result. All are off."""
 
     def __init__(self, build: Callable[[Any], Optimizer], *, what: str = "outer_optimizer") -> None:
         self._build = build
@@ -58,7 +58,7 @@ class TorchOuterOptimizer:
         """Names of the moments: tensors of a parameter's shape."""
         self._require_known(straight)
         self.digest = self._require_element_wise(straight, values)
-        """Digest of what some steps from fixed values came to: equal wherever the bits of all steps are."""
+        """Digest of some trial steps from fixed values: equal on nodes that compute all steps with the same bits."""
 
     def __str__(self) -> str:
         return f"{self._name}({', '.join(f'{name}={value}' for name, value in sorted(self.options.items()))})"
@@ -93,12 +93,12 @@ class TorchOuterOptimizer:
         return optimizer, parameter
 
     def _begin_clock(self) -> None:
-        """Begin anew with the optimizer of one value, whose numbers are those of all others."""
+        """Restart the optimizer of a single value, whose counters equal those of all values."""
         self._clock, self._tick = self._over(torch.zeros(1))
         self._ticks = 0
 
     def numbers_after(self, steps: int) -> dict[str, Any]:
-        """Copies of what the optimizer keeps beside moments after so many steps."""
+        """Copies of the optimizer's state, other than moments, after `steps` steps."""
         if steps < self._ticks:
             self._begin_clock()
         while self._ticks < steps:
@@ -111,7 +111,7 @@ class TorchOuterOptimizer:
 
     def _options_of(self) -> dict[str, Any]:
         if len(self._clock.param_groups) != 1:
-            raise ConfigError(f"{self._what} {self._name} makes groups of its own; all parameters take one step")
+            raise ConfigError(f"{self._what} {self._name} makes its own parameter groups; all parameters take one step")
         (group,) = self._clock.param_groups
         return {name: value for name, value in group.items() if name not in ("params", *self.ways)}
 
@@ -195,7 +195,7 @@ class TorchDiLoCo(Algorithm):
         state = {name: outer[section] for section, name in self._moments.items()}
         self._optimizer.apply(outer[PARAMS], state, result, step=outer_step)
 
-    # -- the count of its steps: rounds to which nobody contributed are none --------------------------------------
+    # -- step count: a round without contributions is no step -----------------------------------------------------
 
     def step_number(self, record: Mapping[str, Any], fragments: int) -> int:
         return record[UPDATES][(Progress.from_record(record["progress"]).outer_step - 1) % fragments]

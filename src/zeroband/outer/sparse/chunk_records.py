@@ -46,15 +46,15 @@ class RecordFormat:
 
     @property
     def _marks_nothing(self) -> bool:
-        """Whether a chunk of zeros says so by places that are all 0: one bit for each value has no zero."""
+        """Whether a chunk of zeros is marked by places that are all 0, since one-bit values have no zero."""
         return self.coding.is_of_signs and 1 < self.k < self.numel
 
     def size(self, chunks: int) -> int:
-        """Bytes of so many chunks from a multiple of 8 on."""
+        """Bytes of `chunks` chunks, the first at a multiple of 8."""
         return records_size(self.values, chunks, self.k, self.numel)
 
     def encode(self, chosen: Chosen) -> Tensor:
-        """The bytes of chunks from a multiple of 8 on, (size(chunks),) uint8."""
+        """Encode chunks, the first at a multiple of 8: (size(chunks),) uint8."""
         whole = len(chosen.indices) // ALIGNMENT * ALIGNMENT
         parts = [
             self._encode_records(chosen.indices[part], chosen.values[part], count)
@@ -70,7 +70,7 @@ class RecordFormat:
         return torch.cat([head, self.coding.encode(values.reshape(-1, chunks, self.k))], dim=1).view(-1)
 
     def decode(self, data: Tensor, chunks: int) -> Chosen:
-        """What `encode` made of so many chunks. `data`: (size(chunks),) uint8 that `check` has seen."""
+        """Invert `encode` for `chunks` chunks. `data`: (size(chunks),) uint8, already checked by `check`."""
         parts = [self._decode_records(records, count) for records, count in self._records(data, chunks)]
         if not parts:
             nothing = data.new_empty(0, self.k)
