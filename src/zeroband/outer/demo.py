@@ -3,11 +3,11 @@
 One step on node i, gradient g, momentum m, all flat float32 buffers (arXiv:2411.19870, algorithm 1, and its source):
     m_i <- beta m_i + lr g_i;  (places, values) = k largest of DCT(chunk(m_i));  m_i <- m_i - alpha IDCT(places, values)
     Q = IDCT(mean over the nodes that sent a coefficient);  theta <- theta (1 - lr wd) - lr sign(Q)
-The inner optimizer takes the last step, with Q in the place of the gradient. Momenta stay on their nodes and need not
-be equal; the outer state is the parameters alone.
+The inner optimizer takes the last step, with Q in place of the gradient. Momenta stay on their nodes and need not be
+equal; the outer state is the parameters alone.
 
-With an overlap of one step the payload of a step travels while the next one runs, at whose end it is applied: all nodes
-then train from parameters that lack their newest gradient. Those parameters are still the outer state, the same on all.
+With an overlap of one step, a step's payload travels during the next step and is applied at its end: all nodes then
+train from parameters that lack their newest gradient. These parameters are still the outer state, equal on all nodes.
 """
 
 from __future__ import annotations

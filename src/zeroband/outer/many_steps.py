@@ -421,12 +421,12 @@ class ManySteps(Schedule[Algorithm]):
         super()._begin_phase()
 
     def _missed(self, since: float, round: int, offer: Offer, is_counted: bool) -> Offer | None:
-        """Catch up with a round that the others committed without this node, and train on.
+        """Catch up with a round that the others committed without this node, and continue training.
 
-        What it contributed, and what it learned in the `since` phases after that, becomes its contribution to the next
-        round, of the fragment whose turn it is then; delta begins anew. The next round is waited for where that is
-        the last one, no samples are left, this node leaves, or all nodes take a checkpoint then. `is_counted`: in this
-        round a carrier brought what it contributed; what it learned since stays delta.
+        The uncounted contribution and the training in the `since` phases after it become the contribution to the next
+        round, of that round's fragment; delta restarts at 0. The node waits for the next round if that is the last one,
+        if no samples are left, if this node leaves, or if all nodes take a checkpoint then. `is_counted`: a carrier
+        brought the contribution to this round; the training since then stays in delta.
         """
         if is_counted:
             self._carried(round, offer)
@@ -450,7 +450,7 @@ class ManySteps(Schedule[Algorithm]):
         return None
 
     def _carried(self, round: int, offer: Offer) -> None:
-        """Catch up with a round that counts what this node contributed, though it was not in it."""
+        """Catch up with a round that counts this node's contribution, brought by a carrier."""
         self._rebase(round, offer)
         self._learned.count()
         self._learned.catch_up()
@@ -460,7 +460,7 @@ class ManySteps(Schedule[Algorithm]):
         self._parts.inner.seek(self.inner_step)
 
     def _rebase(self, round: int, offer: Offer) -> Offer:
-        """Catch up, with delta relative to the outer parameters; what this node brings to the next round."""
+        """Catch up, keeping delta relative to the outer parameters; returns the offer for the next round."""
         self._rebases = True
         try:
             return self._caught_up(round, offer)
@@ -468,7 +468,7 @@ class ManySteps(Schedule[Algorithm]):
             self._rebases = False
 
     def _begin_anew(self, fragment_index: int) -> None:
-        """Train on from the outer parameters while what was contributed waits for a round that counts it."""
+        """Restart from the outer parameters while the contribution waits for a round that counts it."""
         self._is_late = True
         self._drift.restart(fragment_index)
         self._merge.restart(fragment_index)
@@ -484,7 +484,7 @@ class ManySteps(Schedule[Algorithm]):
             self._parts.inner.seek(self.inner_step)
 
     def _take_back(self, fragment_index: int) -> None:
-        """Have delta hold what was contributed last, or the exchange's memory where it has one."""
+        """Put the last contribution back into delta, or into the exchange's memory if it has one."""
         self._learned.take_back()
         is_kept = self.exchange.has_memory
         if is_kept:
@@ -502,7 +502,7 @@ class ManySteps(Schedule[Algorithm]):
             self._drift.take_back(fragment_index)
 
     def _contribute_anew(self, offer: Offer) -> Offer:
-        """Contribute all of delta in the place of what was offered before."""
+        """Contribute all of delta in place of the previous offer."""
         fragment_index, before = self._runner.fragment_index, offer.ready
         is_finite = self._contribute(fragment_index)
         if not is_finite:
@@ -515,7 +515,7 @@ class ManySteps(Schedule[Algorithm]):
         return replace(offer, ready=replace(offer.ready, round=before.round))
 
     def _may_train_on(self, offer: Offer) -> bool:
-        """Whether there is something to train on, and a round after the next one in which that would count.
+        """Whether there are samples to train on, and a round after the next one in which that would count.
 
         The same on all local ranks.
         """

@@ -116,7 +116,7 @@ class TorchOuterOptimizer:
         return {name: value for name, value in group.items() if name not in ("params", *self.ways)}
 
     def _step_straight(self) -> tuple[dict[str, Any], Tensor]:
-        """Take steps on a vector as a user would; the optimizer's state and the vector after them."""
+        """Take trial steps on a vector as a user would; returns the optimizer's state and the vector after them."""
         values, gradients = _trial()
         try:
             optimizer, parameter = self._over(values)
@@ -130,7 +130,7 @@ class TorchOuterOptimizer:
         return dict(optimizer.state[parameter]), values
 
     def _require_known(self, state: Mapping[str, Any]) -> None:
-        """Require that what is no moment follows from the number of steps."""
+        """Require that all state other than moments depends on the number of steps only."""
         numbers = self.numbers_after(_TRIAL_STEPS)
         for name in sorted(state.keys() - set(self.state_names)):
             held = state[name]
@@ -143,7 +143,7 @@ class TorchOuterOptimizer:
                 )
 
     def _require_element_wise(self, straight: Mapping[str, Any], wanted: Tensor) -> str:
-        """Require that slices with their moments step as the whole does; the digest of what it came to."""
+        """Require that stepping slices with their moments equals stepping the whole; returns the result's digest."""
         values, gradients = _trial()
         state = {name: torch.zeros_like(values) for name in self.state_names}
         for step, gradient in enumerate(gradients, start=1):
@@ -160,7 +160,7 @@ class TorchOuterOptimizer:
 
 
 def _step(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Take one step. The gradient is copied: optimizers may keep it, or change it."""
+    """Take one step. The gradient is copied because optimizers may keep or change it."""
     parameter.grad = gradient.clone()
     with OneRounding():
         optimizer.step()
@@ -168,7 +168,7 @@ def _step(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> No
 
 
 def _trial() -> tuple[Tensor, list[Tensor]]:
-    """Values and gradients that are exact in float32, so that every machine begins with the same bits."""
+    """Trial values and gradients, exact in float32, so that every machine starts with the same bits."""
     places = torch.arange(_TRIAL_CUTS[-1])
     gradients = [((places * 7919 + step * 104729) % 2003 - 1001) / 4096 for step in range(_TRIAL_STEPS)]
     return (places * 31 % 509 - 254) / 128, gradients
@@ -183,7 +183,7 @@ def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TorchDiLoCo(Algorithm):
-    """DiLoCo whose outer step is an optimizer of torch's. Outer state: the parameters and its moments."""
+    """DiLoCo with a torch optimizer as its outer step. Outer state: the parameters and its moments."""
 
     def __init__(self, parts: OuterParts, config: DilocoConfig, optimizer: TorchOuterOptimizer) -> None:
         super().__init__(parts, config)

@@ -167,7 +167,7 @@ def coding_of(name: ValueCodingName, k: int, numel: int) -> ValueCoding:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """Copy bytes into a row, in memory of their own, where they may be seen as wider numbers."""
+    """Copy bytes into new contiguous memory, so that they can be viewed as wider numbers."""
     return data.reshape(-1).clone()
 
 
